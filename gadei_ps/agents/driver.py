@@ -438,7 +438,8 @@ class Driver:
             self._carry_out(self.agreement.fetched(generation))
 
     def _end_of_exchange(self, generation: int, number: int, done: Done) -> None:
-        if events.is_final(done.error):
+        # Where there is a state, its size is right: who has another one hears it when it fetches.
+        if events.is_final(done.error) and not (number and events.is_other_size(done.error)):
             self.ended = events.why(done.error)
         elif done.error is not None:
             self._joined = -1

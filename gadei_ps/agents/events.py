@@ -63,7 +63,8 @@ class Mistake(str):
 
 def why(error: BaseException) -> str:
     """Why a life is over that this has ended."""
-    return Mistake(in_words(error)) if isinstance(error, UsageError) else in_words(error)
+    is_mistake = isinstance(error, UsageError) or is_other_size(error)
+    return Mistake(in_words(error)) if is_mistake else in_words(error)
 
 
 def of_job(error: BaseException) -> str:
@@ -89,3 +90,8 @@ def is_final(error: BaseException | None) -> TypeGuard[GadeiError]:
     if isinstance(error, CallRefused):
         return error.verdict in _MISTAKES
     return isinstance(error, UsageError)
+
+
+def is_other_size(error: BaseException | None) -> bool:
+    """Whether another machine has refused a call for its model has another size."""
+    return isinstance(error, CallRefused) and error.verdict == Verdict.SIZE

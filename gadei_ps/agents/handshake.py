@@ -62,7 +62,6 @@ _WORDS = {
     Verdict.JOB: "is an agent of another job: look at its address",
     Verdict.OLD: "knows a newer generation of the group: ask for the present one",
     Verdict.NOT_AWAITED: "does not await this agent: look at the list of members",
-    Verdict.SIZE: "has a model of another size: use the same model on all machines",
     Verdict.BUSY: "answers too many calls at once: try again",
 }
 
@@ -129,6 +128,12 @@ def call(connection: socket.socket, hello: Hello, identity: Identity, until: flo
         raise refusal(Verdict.TOKEN)
     frames.send(connection, [identity.proof(b"caller", said, nonce)], until)
     (code,) = _VERDICT.unpack(frames.receive_bytes(connection, _VERDICT.size, until))
+    if code == Verdict.SIZE:
+        raise refusal(
+            Verdict.SIZE,
+            f"has a model of another size, and this machine's has {hello.values:,} values: use the "
+            "same model on all machines",
+        )
     if code != Verdict.WELCOME:
         known = code in _WORDS
         raise refusal(Verdict(code) if known else Verdict.NOT_AWAITED)

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gadei_ps import _mesh
-from gadei_ps.agents import constants, frames, listener, threads, tls
+from gadei_ps.agents import addresses, constants, frames, listener, threads, tls
 from gadei_ps.agents.addresses import Address
 from gadei_ps.agents.constants import Buffers
 from gadei_ps.agents.frames import HEADER_BYTES, SNAPSHOT, Header
@@ -29,7 +29,7 @@ from gadei_ps.agents.handshake import Hello, Identity, Link, Verdict
 from gadei_ps.agents.listener import Host, Listener
 from gadei_ps.agents.plan import PIECE_VALUES, Floats
 from gadei_ps.agents.said import decode
-from gadei_ps.errors import AgentError, UsageError
+from gadei_ps.errors import AgentError, CallRefused, UsageError
 from gadei_ps.groups.choice import newest
 from gadei_ps.groups.compress import Bytes, Feedback, Wire, size
 from gadei_ps.groups.messages import Model
@@ -307,7 +307,12 @@ def fetch(
     values = like.values
     hello = Hello(Link.STATE, rounds, me, source, values)
     until = time.monotonic() + piece_s
-    with listener.call(address, hello, identity, contexts, until) as connection:
+    try:
+        connection = listener.call(address, hello, identity, contexts, until)
+    except CallRefused as error:
+        where = f"machine {source} at {addresses.written(*address)}"
+        raise CallRefused(f"{where} {error}", error.verdict) from None
+    with connection:
         (call or Call()).connected(connection)
 
         def receive(part: int, piece: int, most: int) -> bytes:

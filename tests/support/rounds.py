@@ -34,21 +34,24 @@ CALM_S = 4.0
 class Trained:
     """Weights that move by a step of their own in each round, and tell the test what is written."""
 
-    values = VALUES
     buffers: Mapping[str, slice] = MappingProxyType({})
     look_s = 5.0
 
-    def __init__(self, pipe: Any, me: Member, first_s: float, bad: Collection[int]) -> None:
+    def __init__(
+        self, pipe: Any, me: Member, first_s: float, bad: Collection[int], values: int
+    ) -> None:
         self.pipe, self.number, self.first_s = pipe, int(me.machine), first_s
-        self.bad = bad
-        self.weights = np.full(VALUES, self.number, np.float32)
+        self.bad, self.values = bad, values
+        self.weights = np.full(values, self.number, np.float32)
         self.taken: Callable[[], int] = int
         self._telling = threading.Lock()
 
     def copy(self, number: int, into: np.ndarray) -> int:
         time.sleep(0.02 if number else self.first_s)
         if number:
-            self.weights += np.random.default_rng([number, self.number]).random(VALUES, np.float32)
+            self.weights += np.random.default_rng([number, self.number]).random(
+                self.values, np.float32
+            )
         into[:] = self.weights
         if number in self.bad:
             into[self.number :: 1000] = np.nan
@@ -75,11 +78,12 @@ def _agent(
     rule_s: float,
     silence_s: float,
     bad: Collection[int],
+    values: int,
 ) -> None:
     door = Listener(("127.0.0.1", 0), IDENTITY)
     pipe.send(door.address)
     view, book, group, wire = pipe.recv()
-    trained = Trained(pipe, me, first_s, bad)
+    trained = Trained(pipe, me, first_s, bad, values)
     made = reading.parse(rule)
     end_round = made.end_round
 
@@ -119,6 +123,7 @@ class Agent:
 
     first_s: how long it takes to begin. rule_s: what its rule takes longer than those of others.
     silence_s: after which it takes others for lost. bad: rounds whose copies are not finite.
+    values: of its model.
     """
 
     def __init__(
@@ -131,9 +136,10 @@ class Agent:
         rule_s: float = 0,
         silence_s: float = CALM_S,
         bad: Collection[int] = (),
+        values: int = VALUES,
     ) -> None:
         self.me = Member(str(number), incarnation)
-        self.child = Child(_agent, self.me, first_s, rule, rule_s, silence_s, bad)
+        self.child = Child(_agent, self.me, first_s, rule, rule_s, silence_s, bad, values)
         self.taken = 0
         """The newest version of another group's model that is in its weights."""
         self.entry = Entry(incarnation, *self.child.receive())
@@ -157,7 +163,8 @@ def last_words(agent: Agent) -> str:
     while True:
         rounds, said = agent.child.receive()
         if rounds == "ended":
-            return str(said)
+            assert isinstance(said, str)
+            return said
         if isinstance(rounds, int):
             agent.written[rounds] = said
 

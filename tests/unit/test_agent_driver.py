@@ -11,7 +11,7 @@ from support import eventually
 from support.rounds import CALM_S, Agent, alike, begin, go_on, join, last_words
 from support.waiting import spin
 
-from gadei_ps.agents.events import EXPELLED, LEFT, GiveUp, GoOn
+from gadei_ps.agents.events import EXPELLED, LEFT, GiveUp, GoOn, Mistake
 from gadei_ps.agents.neighbours import Group
 from gadei_ps.agents.state import NOT_FINITE
 
@@ -181,6 +181,30 @@ def test_machines_with_other_settings_do_not_begin_or_join() -> None:
         wrong.child.kill()
     go_on([alone])
     alone.child.kill()
+
+
+def test_a_machine_with_a_model_of_another_size_ends_and_no_other_one() -> None:
+    """Its next life would end as well. Whoever of the two calls the other one."""
+    agents = begin([Agent(1), Agent(2)])
+    go_on(agents)
+    for number in (0, 3):
+        wrong = Agent(number, 5, values=7)
+        join(wrong, agents)
+        said = last_words(wrong)
+        assert isinstance(said, Mistake) and said.startswith("machine "), said
+        assert "of another size, and this machine's has 7 values: use the same model" in said
+        wrong.child.kill()
+        go_on(agents)
+    for one in agents:
+        one.child.kill()
+
+
+def test_machines_with_models_of_two_sizes_begin_no_group() -> None:
+    agents = begin([Agent(0, values=7), Agent(1)])
+    said = last_words(agents[1])
+    assert isinstance(said, Mistake) and said.startswith("member 0 at 127.0.0.1:"), said
+    for one in agents:
+        one.child.kill()
 
 
 def test_machines_come_before_the_first_round_and_leave() -> None:
