@@ -106,13 +106,13 @@ def run(order: Told, address: str, out: Output) -> Told:
     wanted = config.from_mapping(order["run"], order["where"])
     program = Program(**order["program"]) if "program" in order else None
     conductor = Conductor(wanted, order["command"], order["directory"], out, program)
-    requests = Requests()
+    requests = Requests(interrupts=True)
     try:
         requests.start()
         if program is not None:
             conductor.bring(order["data"])
         conductor.begin()
-        requests.begun.set()
+        requests.let_go()
         out(begun=address)
     except BaseException as error:
         if conductor.abandon() or order["address"] is None:
@@ -143,22 +143,35 @@ def run(order: Told, address: str, out: Output) -> Told:
 class Requests(threading.Thread):
     """Reads requests from standard input; whose end says that the command was killed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, interrupts: bool) -> None:
+        """interrupts: the first request interrupts the main thread, until that lets go."""
         super().__init__(name="requests", daemon=True)
-        self.begun = threading.Event()
+        self._interrupts = interrupts
+        self._deciding = threading.Lock()
         self._lines: queue.SimpleQueue[Told] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """See Thread. Until the machines have begun, a request interrupts the main thread."""
+        """See Thread."""
         while line := sys.stdin.readline():
             self._put(json.loads(line))
         self._put({"killed": True})
 
     def _put(self, asked: Told) -> None:
         self._lines.put(asked)
-        if not self.begun.is_set():
-            self.begun.set()  # what is to be taken back is not interrupted
-            _thread.interrupt_main()
+        with self._deciding:
+            if self._interrupts:
+                self._interrupts = False  # what is to be taken back is not interrupted
+                _thread.interrupt_main()
+
+    def let_go(self) -> None:
+        """Main thread: from here on nothing is interrupted. Raises KeyboardInterrupt if a request
+        came first."""
+        with self._deciding:
+            self._interrupts = False
+
+    def is_asked(self) -> bool:
+        """Whether a request waits."""
+        return not self._lines.empty()
 
     def next(self) -> Told:
         """One that comes within POLL_S; an empty one if none does."""
@@ -199,15 +212,10 @@ def join(order: Told, address: str, out: Output) -> Told:
     """One more machine; none if the command ends before."""
     from gadei_ps.cluster import machines
 
-    requests = Requests()
-    try:
-        requests.start()
-        found = _found(order, address)
-        joined = machines.join(found, order["name"], order["group"], order["node"])
-        requests.begun.set()
-        return joined
-    except KeyboardInterrupt:
-        raise ClusterError("interrupted: the machine was taken back") from None
+    requests = Requests(interrupts=False)  # join() looks: an actor must not be lost on the way
+    requests.start()
+    where = order["name"], order["group"], order["node"]
+    return machines.join(_found(order, address), *where, requests.is_asked)
 
 
 def leave(order: Told, address: str, out: Output) -> Told:

@@ -46,6 +46,8 @@ class Keeper(threading.Thread):
         """Where the agent that lives reads orders."""
         self._early: list[dict[str, Any]] = []
         """Orders that have come before it had its settings."""
+        self._word: tuple[int, int | None] | None = None
+        """Who was given up last, and under which view of the group."""
         self._ending = threading.Event()
         self._leaves = False
         self._is_founded = False
@@ -95,8 +97,11 @@ class Keeper(threading.Thread):
         self._order({"go_on": generation})
 
     def give_up(self, number: int) -> None:
-        """Somebody vouches that this machine is dead."""
-        _log(f"machine {number} counts as dead unless it is heard: somebody vouches for it")
+        """Somebody vouches that this machine is dead. It is said again until the agent knows it."""
+        word = number, self.told["view"]
+        if word != self._word:
+            self._word = word
+            _log(f"machine {number} counts as dead unless it is heard: somebody vouches for it")
         self._order({"give_up": number})
 
     def leave(self) -> None:

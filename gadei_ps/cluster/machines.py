@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import ray
@@ -24,7 +24,8 @@ AWAY_S = 20.0
 QUICK_S, GIVE_UP_S = 3.0, 30.0
 """For machines to answer where one does not; for its group to go on without that one."""
 ENDING = ("ending", "leaving", "stopping")
-POLL_S = 0.2
+POLL_S, AGAIN_S = 0.2, 1.0
+"""Between two looks; until an order is given again that may be lost."""
 
 Told = dict[str, Any]
 _NOBODY: Told = {"hears": (), "doubts": (), "waits": ()}
@@ -50,8 +51,8 @@ def statuses(found: Actors, wait_s: float = ANSWER_S) -> list[Told]:
 
 
 def placed(found: Actors, rows: Sequence[Told]) -> list[Told]:
-    """These rows; a machine that is away is told with the host where others know it."""
-    if all("host" in row for row in rows):
+    """These rows; a machine that is away is told with its group and host where others know it."""
+    if all("group" in row for row in rows):
         return list(rows)
     there = {row["machine"] for row in rows if "host" in row}
     asked = {number: one.plan.remote() for number, one in found.items() if number in there}
@@ -94,9 +95,18 @@ def kill(found: Actors, *, whole: bool = False) -> None:
         ray.kill(one, no_restart=True)
 
 
-def join(found: Actors, run: str, group: int, node: str | None) -> Told:
-    """Adds a machine to a group. found: the run's actors. Raises ClusterError if there is no node
-    for it."""
+class _Unwanted(Exception):
+    """Nobody wants the machine any more that is to join."""
+
+
+def join(
+    found: Actors, run: str, group: int, node: str | None, is_over: Callable[[], bool]
+) -> Told:
+    """Adds a machine to a group. Raises ClusterError, also once it is over.
+
+    found: the run's actors. is_over: whether nobody wants the machine any more. It is asked for the
+    last time once the machine has begun; before, what has been begun is taken back.
+    """
     said = _answers({number: one.plan.remote() for number, one in found.items()})
     plans = [plan for plan in said.values() if isinstance(plan, dict)]
     ours = [plan for plan in plans if plan["group"] == group]
@@ -107,13 +117,19 @@ def join(found: Actors, run: str, group: int, node: str | None) -> Told:
     known = {int(one) for other in plans for one in other["agent"]["agents"]}
     number = max(known | found.keys()) + 1
     port = plan["port"] + number if plan["port"] else 0
-    one = placing.beside(run, number, used_nodes(statuses(found)), node)
+    used = used_nodes(statuses(found))
+    if is_over():
+        raise ClusterError("interrupted: no machine has begun")
+    try:
+        one = placing.beside(run, number, used, node)
+    except ValueError:  # Ray has an actor of this name: it is not ours to end
+        raise ClusterError(
+            f"run {run}: another join has just taken the number {number}: try again"
+        ) from None
     has_begun = False
     try:
-        place = ray.get(
-            one.prepare.remote(port, plan["directory"], plan["program"], plan["agent"].get("tls")),
-            timeout=placing.ANSWER_S,
-        )
+        facts = port, plan["directory"], plan["program"], plan["agent"].get("tls")
+        place = _unless(is_over, one.prepare.remote(*facts))
         placing.check(place["host"], place)
         if mistake := place["mistake"] or place["taken"]:
             raise ClusterError(f"machine {number} at {place['host']}: {mistake}")
@@ -122,53 +138,99 @@ def join(found: Actors, run: str, group: int, node: str | None) -> Told:
         made = of_machine(plan | {"agent": known_to_all}, number)
         data = found[plan["number"]].data.remote()
         has_begun = True
-        ray.get(one.start.remote(made, True, data), timeout=placing.ANSWER_S)
-        for other in found.values():
-            other.ask.remote("agents", group=group, agents={str(number): address})
-        return {"run": run, "machine": number, "group": group, "host": place["host"]}
-    except BaseException:
-        if has_begun:
-            take_back([one])
+        _unless(is_over, one.start.remote(made, True, data))
+    except BaseException as error:
+        if has_begun and not take_back([one]):  # its actor goes on ending it
+            raise ClusterError(
+                f"{placing.told(error)}; machine {number} may have begun: end it (gadei-ps group "
+                f"leave {run} {number})"
+            ) from None
         ray.kill(one, no_restart=True)
+        if isinstance(error, _Unwanted):
+            raise ClusterError(f"interrupted: machine {number} was taken back") from None
         raise
+    for other in found.values():
+        other.ask.remote("agents", group=group, agents={str(number): address})
+    return {"run": run, "machine": number, "group": group, "host": place["host"]}
 
 
-def take_back(begun: Iterable[Any]) -> None:
-    """Ends the machines that these new actors have begun, also where that is still under way."""
-    for one in [actor.abandon.remote() for actor in begun]:
-        with contextlib.suppress(RayError, GetTimeoutError):
-            ray.get(one, timeout=placing.ANSWER_S)
+def _unless(is_over: Callable[[], bool], reference: Any) -> Any:
+    """What a new actor answers. Raises _Unwanted once it is over, also where it has answered."""
+    until = time.monotonic() + placing.ANSWER_S
+    while True:
+        try:
+            answer = ray.get(reference, timeout=POLL_S)
+        except GetTimeoutError:
+            if time.monotonic() > until:
+                raise
+        else:
+            if not is_over():
+                return answer
+        if is_over():
+            raise _Unwanted("interrupted")
+
+
+def take_back(begun: Iterable[Any]) -> bool:
+    """Ends the machines that these new actors have begun, also where that is still under way.
+
+    Returns whether all have ended.
+    """
+    asked = {place: one.abandon.remote() for place, one in enumerate(begun)}
+    said = _answers(asked, placing.ANSWER_S)
+    return not any(isinstance(one, Exception) for one in said.values())
 
 
 def give_up(found: Actors, run: str, number: int) -> Told:
     """Somebody vouches that a machine is dead for good: its group goes on without it, and Ray does
     not begin it again.
 
-    found: the run's actors. Raises UsageError for one that lives, or that nobody knows;
-    ClusterError.
+    found: the run's actors. `untold` of what this returns are machines of its group that do not
+    answer. Raises UsageError for one that lives, or that nobody knows; ClusterError.
     """
-    rows = statuses(found, QUICK_S)
+    rows = placed(found, statuses(found))
     _check_gone(run, number, rows, lease.missed(run))
-    there = {row["machine"]: found[row["machine"]] for row in rows if row["state"] != "away"}
-    there.pop(number, None)
-    until = time.monotonic() + GIVE_UP_S
+    groups = {row.get("group") for row in rows if _knows(row, number)}
+    last = {row["machine"]: row for row in rows}
+    there = {one: found[one] for one, row in last.items() if row["state"] != "away"}
+    mine = there.pop(number, None)
+    until, again = time.monotonic() + GIVE_UP_S, 0.0
     while doubting := [row["machine"] for row in rows if number in _agent(row)["doubts"]]:
         if time.monotonic() > until:
             which = ", ".join(map(str, doubting))
             raise ClusterError(f"run {run}: machine {which} could not be told: try again")
-        for one in doubting:
-            there[one].ask.remote("give_up", machine=number)
+        if time.monotonic() >= again:
+            again = time.monotonic() + AGAIN_S
+            for one in doubting:
+                there[one].ask.remote("give_up", machine=number)
         time.sleep(POLL_S)
         rows = statuses(there, QUICK_S)
+        last |= {one["machine"]: {"group": last[one["machine"]].get("group")} | one for one in rows}
     _check_unheard(run, number, rows)
     lease.tell(run, {number: {"exit_code": 0, "asked": "dead"}})
-    if number in found:
+    if mine is not None:  # it has ended, and its host answers
+        kill({number: mine})
+    elif number in found:
         ray.kill(found[number], no_restart=True)
-    return {"run": run, "machine": number}
+    last.pop(number, None)
+    return {"run": run, "machine": number, "untold": _untold(last, groups)}
+
+
+def _untold(last: Mapping[int, Told], groups: Set[int | None]) -> list[int]:
+    """Machines of these groups that have not answered last, or that only others hear."""
+    ours = [row for row in last.values() if row.get("group") in {None, *groups}]
+    silent = {row["machine"] for row in ours if row["state"] in ("away", "silent")}
+    heard = {one for row in ours for one in _agent(row)["hears"]}
+    return sorted(silent | (heard - last.keys()))
 
 
 def _agent(row: Told) -> Told:
     return row.get("agent") or _NOBODY
+
+
+def _knows(row: Told, number: int) -> bool:
+    """Whether this is the machine, or one of its group."""
+    agent = _agent(row)
+    return number in (row["machine"], *agent["hears"], *agent["doubts"], *agent["waits"])
 
 
 def _check_gone(run: str, number: int, rows: Sequence[Told], missed: Collection[int] = ()) -> None:

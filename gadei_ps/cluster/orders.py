@@ -36,6 +36,8 @@ from gadei_ps.machine import interrupts, process
 
 POLL_S = 0.2
 END_S = 60.0
+TAKE_BACK_S = 90.0
+"""For a machine that was to join to end: it may be beginning, which takes up to a minute."""
 GONE_S, LAST_S = 3.0, 100.0
 """For a cluster to end that has lost its run, or its command."""
 MOST_BYTES = 1 << 16
@@ -158,10 +160,10 @@ def _of_cluster(
     given = {"order": order, "name": name, "address": address, "token": token} | how
     here = [number for _, number in door.here(name)]
     try:
-        with Driven(given, say) as driven:
+        with Driven(given, say, TAKE_BACK_S if order == "join" else 0.0) as driven:
             if order == "join":
                 with interrupts.first_told() as signalled:
-                    return _joined(driven, signalled)
+                    return _joined(driven, signalled, say)
             while (told := driven.hear()) is None:
                 pass
         done = answered(told)
@@ -252,7 +254,7 @@ class Driven:
         """patience_s: how long it may take to end what it has begun, once nobody listens to it."""
         self.begun = ""
         """The cluster's address, once the machines of a run have begun."""
-        self._order, self._say, self._patience_s = order, say, patience_s
+        self._order, self._say, self.patience_s = order, say, patience_s
         self._lines: deque[Told] = deque()
         self._rest = b""
         self._looked, self._silent = time.monotonic(), 0
@@ -274,7 +276,7 @@ class Driven:
 
     def __exit__(self, *_: object) -> None:
         with interrupts.held():  # it has ended, or nobody waits for what it does
-            if self._patience_s:
+            if self.patience_s:
                 self._let_end()
             self._child.kill()
             self._child.wait()
@@ -286,7 +288,7 @@ class Driven:
 
     def _let_end(self) -> None:
         assert self._child.stdin is not None and self._child.stdout is not None
-        until = time.monotonic() + self._patience_s
+        until = time.monotonic() + self.patience_s
         with contextlib.suppress(BrokenPipeError):  # it has ended
             self._child.stdin.close()
         while (left_s := until - time.monotonic()) > 0:
@@ -335,7 +337,7 @@ class Driven:
             self._looked = time.monotonic()
             if self._silent < MOST_SILENT:  # Ray itself would go on trying for long
                 return
-        self._patience_s = 0.0  # a driver without its cluster ends nothing
+        self.patience_s = 0.0  # a driver without its cluster ends nothing
         raise ClusterLost(_lost(self._order))
 
 
@@ -362,17 +364,26 @@ def _followed(driven: Driven, signalled: Callable[[], int | None]) -> Told:
         return done
 
 
-def _joined(driven: Driven, signalled: Callable[[], int | None]) -> Told:
-    """After the first signal the machine is taken back, unless it has begun before."""
-    passed: int | None = None
-    while True:
-        if passed is None and (passed := signalled()) is not None:
-            driven.tell({"signal": passed})
-        if (told := driven.hear()) is None:
-            continue
-        if "error" in told and passed:
-            raise interrupts.Interrupted(passed)
-        return answered(told)
+def _joined(driven: Driven, signalled: Callable[[], int | None], say: Say) -> Told:
+    """After the first signal the machine is taken back, unless it has begun before. Other signals
+    change nothing: who ends the driver meanwhile leaves the machine."""
+    told = None
+    with contextlib.suppress(interrupts.Interrupted):
+        while told is None and signalled() is None:
+            told = driven.hear()
+    if told is None:
+        driven.tell({"signal": signalled()})
+        until = time.monotonic() + TAKE_BACK_S
+        with contextlib.suppress(interrupts.Interrupted), interrupts.held():
+            while told is None and time.monotonic() < until:
+                told = driven.hear()
+        driven.patience_s = 0.0  # it has ended, or has had its time
+    if (passed := signalled()) is not None and (told is None or "error" in told):
+        if told is not None:
+            say(told["error"], False)
+        raise interrupts.Interrupted(passed)
+    assert told is not None
+    return answered(told)
 
 
 def _lost(order: Told) -> str:

@@ -103,8 +103,17 @@ def _loss(job: Mapping[str, Any]) -> str:
 
 def left(told: Mapping[str, Any], machine: int, *, dead: bool) -> str:
     """What `leave` has done, in one line."""
-    what = "counts as dead: its group goes on without it" if dead else "has left"
-    return f"machine {machine} of {told['run']} {what}"
+    it = f"machine {machine} of {told['run']}"
+    if not dead:
+        return f"{it} has left"
+    if not (untold := told["untold"]):
+        return f"{it} counts as dead: its group goes on without it"
+    which = f"machine{'s' * (len(untold) > 1)} {', '.join(map(str, untold))}"
+    do, wait = ("does", "it waits") if len(untold) == 1 else ("do", "they wait")
+    return (
+        f"{it} counts as dead for those that answer. Not told: {which}, which {do} not answer: if "
+        f"`group status` says later that {wait} for {machine}, repeat the command"
+    )
 
 
 def ran(summary: Mapping[str, Any]) -> str:

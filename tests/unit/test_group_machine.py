@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -20,14 +21,31 @@ from gadei_ps.cluster.keeper import Keeper
 from gadei_ps.cluster.locks import Lock
 from gadei_ps.cluster.machine import Machine, Settings
 from gadei_ps.errors import ClusterError, ClusterLost, JobNotFound, UsageError
+from gadei_ps.machine import interrupts
 
 AGENT: dict[str, Any] = {"number": 0, "joins": False, "agents": {"0": "h:1"}, "listen": "h:1"}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ray runs on this host, commands find it."""
+    monkeypatch.delenv(rays.ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 
 
 def test_an_agent_that_is_to_leave_before_it_begins_does_not_begin() -> None:
     keeper = Keeper(AGENT, pytest.fail)
     keeper.leave()
     assert keeper._live() == 0 and not keeper.lives
+
+
+def test_a_word_on_a_machine_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever vouches for its death says so until the agent knows it."""
+    keeper = Keeper(AGENT, pytest.fail)
+    for view in (3, 3, 3, 4):
+        keeper.told["view"] = view
+        keeper.give_up(1)
+    assert capsys.readouterr().err.count("agent: machine 1 counts as dead unless it is heard") == 2
 
 
 def test_an_agent_goes_on_though_its_words_cannot_be_written(
@@ -132,6 +150,54 @@ def test_why_a_machine_has_ended(tmp_path: Path) -> None:
 
 def say_nothing(line: str, progress: bool) -> None:
     pass
+
+
+TAKES_BACK = """
+import json, pathlib, sys, time
+
+def tell(**told):
+    print(json.dumps(told), flush=True)
+
+sys.stdin.readline()
+tell(say="begins")
+sys.stdin.readline()
+tell(say="takes back")
+while not pathlib.Path("twice").exists():
+    time.sleep(0.01)
+{end}
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_join_that_is_interrupted_again_and_again(
+    ends: bool, runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command waits until its machine has been taken back, or has come to stay."""
+    monkeypatch.chdir(tmp_path)
+    told = {"error": "was taken back", "kind": "ClusterError", "exit_code": 1}
+    result = {"result": {"machine": 3}}
+    program = TAKES_BACK.format(end=f"tell(**{told if ends else result})")
+    command = [sys.executable, "-c", program]
+    monkeypatch.setattr(orders.process, "module_command", lambda _: command)
+    said: list[str] = []
+
+    def interrupt(line: str, progress: bool) -> None:
+        said.append(line)
+        if line in ("begins", "takes back"):
+            os.kill(os.getpid(), signal.SIGINT)
+        if line == "takes back":
+            Path("twice").touch()
+
+    def join() -> dict[str, Any]:
+        with interrupts.of_commands():
+            return orders.ask("join", "a", "127.0.0.1:1", interrupt, group=0, node=None)
+
+    if ends:
+        with pytest.raises(KeyboardInterrupt):
+            join()
+        assert said == ["begins", "takes back", "was taken back"]
+    else:
+        assert join() == {"machine": 3}
 
 
 def test_where_no_machine_of_a_run_is(
