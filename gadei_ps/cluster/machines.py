@@ -89,9 +89,8 @@ def used_nodes(rows: Sequence[Told]) -> set[str]:
 
 def kill(found: Actors, *, whole: bool = False) -> None:
     """Ends actors whose machines have ended. whole: they are all of a run."""
+    _answers({number: one.clear.remote(whole=whole) for number, one in found.items()})
     for one in found.values():
-        with contextlib.suppress(RayError):
-            ray.get(one.clear.remote(whole=whole), timeout=ANSWER_S)
         ray.kill(one, no_restart=True)
 
 

@@ -87,6 +87,17 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
+def test_actors_that_hang_are_waited_for_together(world: World) -> None:
+    hung = {
+        one: Actor(status=world.late(1000.0, None), clear=world.late(1000.0, None))
+        for one in range(5)
+    }
+    rows = machines.statuses(hung)  # type: ignore[arg-type]
+    assert world.now == machines.ANSWER_S and {row["state"] for row in rows} == {"away"}
+    machines.kill(hung)  # type: ignore[arg-type]
+    assert world.now == 2 * machines.ANSWER_S and world.killed == list(hung.values())
+
+
 # -- join -----------------------------------------------------------------------------------------
 
 HERE = {"machine": 0, "state": "training", "host": "h", "node": "n", "group": 0, "ended": None}
