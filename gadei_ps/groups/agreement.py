@@ -19,6 +19,11 @@ says `go_on`: it alone knows that no machine lives which the dead have taken in 
 Where nothing says for certain that a silent machine is dead, a person may: `give_up`. The others
 then make the next view without it, under a much later generation, and tell it of each view that
 they have. So whatever the person has overlooked that lives, it joins again, and one group remains.
+
+What was agreed on by half before must stay as it is, also where its members are given up then. So
+two sides that have given up each other can come to two views of one generation. Each tells the
+other of it, and `View.rank` says which one remains. A machine works under no view but one that
+follows its own, of which it has all results.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gadei_ps.groups.lives import Lives
-from gadei_ps.groups.membership import MOST_MEMBERS, Answer, Changes, Member, View, is_quorum
+from gadei_ps.groups.membership import MOST_MEMBERS, Answer, Member, View, can_work, is_quorum
 from gadei_ps.groups.messages import (
     Accept,
     Accepted,
@@ -50,6 +55,7 @@ from gadei_ps.groups.messages import (
     Send,
 )
 from gadei_ps.groups.proposal import Proposal
+from gadei_ps.groups.wishes import Wishes
 
 
 class Agreement:
@@ -67,8 +73,7 @@ class Agreement:
         self.expelled = False
         self._contacts: tuple[Member, ...] = ()
         self._lives = Lives()
-        self._joining: set[Member] = set()
-        self._leaving: set[Member] = set()
+        self._wishes = Wishes()
         self._working = False
         self._out: list[Decision] = []
         self._fetches = 0
@@ -87,7 +92,7 @@ class Agreement:
         An `Install` instead means that nobody else has the group's state, or that another change
         came first: it may ask again.
         """
-        self._leaving.add(self.me)
+        self._wishes.leaving.add(self.me)
         self._tell(Leave(self.me))
         self._consider()
         return self._decided()
@@ -111,7 +116,7 @@ class Agreement:
     def silent(self, member: Member) -> list[Decision]:
         """Nothing is heard from this member."""
         self._lives.silent.add(member)
-        self._joining.discard(member)
+        self._wishes.joining.discard(member)
         self._advance()
         self._consider()
         return self._decided()
@@ -178,12 +183,14 @@ class Agreement:
         """Repeats what is due. To be called from time to time, such as with each sign of life."""
         if self.expelled:
             return []
-        for one in self.view.given_up if self.view is not None else ():
-            self._send(one, Notice())
         if self.view is None:
             for one in self._contacts:
                 self._send(one, Join(self.me))
-        elif self._own.phase:
+            return self._decided()
+        unnamed = self._lives.vouched.difference(self.view.members)
+        for one in (*self.view.given_up, *unnamed):
+            self._send(one, Notice())
+        if self._own.phase:
             self._ask()
         elif self.frozen:
             if self._leads():
@@ -194,7 +201,7 @@ class Agreement:
             self._tell(Ready(self._reach()))
             if self._broken and not self._leads():
                 self._tell(Notice(wanted=True))
-            if self.me in self._leaving:
+            if self.me in self._wishes.leaving:
                 self._tell(Leave(self.me))
             self._fetch()
             self._consider()
@@ -202,23 +209,27 @@ class Agreement:
 
     def receive(self, message: Message) -> list[Decision]:
         """A message of another machine. One that is expelled still tells others of the view."""
-        theirs = message.view
+        theirs, body, sender = message.view, message.body, message.sender
         if self.expelled:
             if theirs is not None and self.view and theirs.generation < self.view.generation:
-                self._send(message.sender, Notice())
+                self._send(sender, Notice())
             return self._decided()
-        if theirs is not None and (self.view is None or theirs.generation > self.view.generation):
+        if (
+            theirs is not None
+            and (self.view is None or theirs.rank > self.view.rank)
+            # What a machine has, it drops only for one that works under the other view.
+            and (can_work(self.me, self.applied, self.view, theirs) or sender in theirs.members)
+        ):
             self._install(theirs)
         if self.view is None:
             return self._decided()
-        body, sender = message.body, message.sender
         if isinstance(body, Join):
             if sender == body.member:  # the others hear of it from here
                 self._tell(body)
             self._welcome(body.member)
-        elif theirs is None or theirs.generation < self.view.generation:
+        elif theirs is None or theirs.rank < self.view.rank:
             self._send(sender, Notice())  # it has missed this view
-        elif not self.expelled and theirs.generation == self.view.generation:
+        elif not self.expelled and theirs == self.view:
             self._hear(sender, body)
         self._consider()
         return self._decided()
@@ -273,10 +284,7 @@ class Agreement:
         return Answer(self.applied, self.holds).reach
 
     def _install(self, view: View) -> None:
-        # A newcomer has nothing. What this machine has is of an earlier membership, or of machines
-        # that this group has given up, and that live.
-        has_other = self.me in view.newcomers and self.applied is not None
-        if self.me not in view.members or has_other:
+        if not can_work(self.me, self.applied, self.view, view):
             self.expelled = self.view is not None  # a machine that joins waits for a later view
             if self.expelled:
                 self.view = view
@@ -284,13 +292,8 @@ class Agreement:
             return
         self.view = view
         self._working = False
-        self._lives.keep(view.members)
-        self._leaving.clear()
-        self._joining = {
-            one
-            for one in self._joining
-            if not any(one.machine == it.machine and one <= it for it in view.members)
-        }
+        self._lives.keep(view)
+        self._wishes.keep(view)
         self._reset()
         self._out.append(Install(view, self.lacks))
         self._ready()
@@ -322,7 +325,7 @@ class Agreement:
     # -- the next view ----------------------------------------------------------------------------
 
     def _hear(self, sender: Member, body: Body | Reply) -> None:
-        """A message of the same generation."""
+        """A message of the same view."""
         if isinstance(body, Ready):
             if not self.frozen:
                 first = sender not in self._reached
@@ -351,7 +354,7 @@ class Agreement:
         elif isinstance(body, Refused):
             self._own.give_way(body.promised)
         elif isinstance(body, Leave):
-            self._leaving.add(body.member)
+            self._wishes.leaving.add(body.member)
         elif isinstance(body, Notice) and body.wanted and self._leads() and not self._own.phase:
             self._propose()
 
@@ -361,7 +364,7 @@ class Agreement:
         if member in self.view.members:
             self._send(member, Notice())
         elif member not in self._lives.dead:
-            self._joining.add(member)
+            self._wishes.joining.add(member)
             for one in self.view.members:
                 if one.machine == member.machine and one < member:  # an earlier life has ended
                     self._lives.end(one)
@@ -380,9 +383,7 @@ class Agreement:
         if not self._leads():
             return
         gone = self._broken or any(one in self._lives.silent for one in self.view.members)
-        joins = self._joining and len(self.view.members) < self._most
-        changes = joins or any(one in self._leaving for one in self.view.members)
-        if gone or (changes and not self._working):
+        if gone or (self._wishes.ask(self.view, self._most) and not self._working):
             self._propose()
 
     def _propose(self) -> None:
@@ -420,8 +421,7 @@ class Agreement:
             return
         if any(one not in own.answered for one in self.hears):
             return
-        given_up = frozenset(self._lives.given_up)
-        changes = Changes(tuple(self._joining), frozenset(self._leaving), given_up)
+        changes = self._wishes.changes(self._lives.vouched)
         if own.choose(self.view, changes, self._most, entrusted=self._entrusted):
             self._ask()
         else:

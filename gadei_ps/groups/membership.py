@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MOST_MEMBERS = 64
 """As native/mesh.h has room for."""
@@ -56,7 +56,8 @@ class View:
     replaced: for each newcomer that has taken the place of a member, that member. vacant: members
     that are gone, and whose places nobody has taken, in the order in which they went. given_up:
     former members for whose deaths somebody has vouched, until a later life of their machine is a
-    member. Should they live, they may go on by themselves: so they are told of this view.
+    member. Should they live, they may go on by themselves: so they are told of this view. after:
+    generation of the view that it follows.
     """
 
     generation: int
@@ -66,6 +67,19 @@ class View:
     replaced: tuple[tuple[Member, Member], ...] = ()
     vacant: tuple[Member, ...] = ()
     given_up: tuple[Member, ...] = ()
+    after: int = 0
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Where two views meet, the one of the greater rank remains: that of the later generation.
+
+        Two sides that have given up each other may have made different ones of one generation, each
+        of what was half agreed on before. Any order of them will do that is the same for all.
+        """
+        return (
+            *(self.generation, self.members, self.settled, sorted(self.newcomers)),
+            *(self.replaced, self.vacant, self.given_up, self.after),
+        )
 
     @property
     def first(self) -> Member:
@@ -95,7 +109,8 @@ class Answer:
 class Changes:
     """What a machine knows of changes that the next view has to make.
 
-    given_up: members that have not answered, and for whose deaths somebody vouches.
+    given_up: members that have not answered, and for whose deaths somebody vouches; and former ones
+    that no view names yet.
     """
 
     joining: tuple[Member, ...] = ()
@@ -129,6 +144,19 @@ def is_quorum(
     if not answers or (few and not entrusted):
         return False
     return all(one in answered or one in dead for one in view.members)
+
+
+def can_work(me: Member, applied: int | None, view: View | None, later: View) -> bool:
+    """Whether a machine can go on under a view of a greater rank, with what it has.
+
+    applied: see Answer. view: under which it has worked until now; None: it is no member yet. A
+    newcomer must have nothing. Another member has answered whoever made the later view, under the
+    view that this follows: if it works under another one since, it may have other results.
+    """
+    before = -1 if view is None else view.generation
+    if me in later.newcomers:
+        return applied is None and later.generation > before
+    return me in later.members and later.after == before
 
 
 def next_view(
@@ -183,6 +211,7 @@ def next_view(
         tuple(replaced),
         tuple(vacant[-MOST_VACANT:]),
         tuple(given_up[-MOST_VACANT:]),
+        view.generation,
     )
 
 

@@ -9,7 +9,7 @@ from gadei_ps.groups.agreement import Agreement
 from gadei_ps.groups.membership import Member, View
 from gadei_ps.groups.messages import Apply, Expelled, Fetch, Install, Lost, Message, Send
 
-Result = tuple[int, int]  # the generation and the number of the round that made it
+Result = tuple[View, int]  # the view and the number of the round that made it
 
 
 class Machine:
@@ -32,6 +32,8 @@ class Group:
         self.machines = {one: Machine(one, view) for one in view.members}
         self.flying: list[tuple[Member, Message]] = []
         self.contributed: dict[Result, set[Member]] = {}
+        self.begun: dict[Result, list[Result]] = {}
+        """What has been applied by those that make a round."""
         self.views = {0: view}
         self.results: dict[int, Result] = {}
         self.applied = 0
@@ -42,8 +44,7 @@ class Group:
             if isinstance(one, Send):
                 self.flying.append((one.to, one.message))
             elif isinstance(one, Install):
-                known = self.views.setdefault(one.view.generation, one.view)
-                assert known == one.view, "two views of one generation"
+                self.install(one.view)
                 machine.fetch = None
                 if len(machine.history) + (machine.held is not None) > one.view.settled:
                     raise AssertionError("a held result is given up, though it is here")
@@ -62,6 +63,10 @@ class Group:
             elif isinstance(one, Lost):
                 self.die(machine)  # so does an agent
 
+    def install(self, view: View) -> None:
+        """A machine works under this view from now on."""
+        assert self.views.setdefault(view.generation, view) == view, "two views of one generation"
+
     def compare(self, number: int, result: Result) -> None:
         """A machine applies the result of a round."""
         assert self.results.setdefault(number, result) == result
@@ -75,21 +80,35 @@ class Group:
         if machine is not None and machine.alive:
             self.carry_out(machine, machine.agreement.receive(message))
 
+    def say(self, arrives: Callable[[Member, Message], bool], most: int = 100) -> None:
+        """Messages go about, of which only those arrive of which this holds, and at most so many.
+
+        While one holds another for silent that answers, there is no end of proposals.
+        """
+        left = iter(range(most))
+        while self.flying:
+            to, message = self.flying.pop(0)
+            if arrives(to, message) and next(left, None) is not None:
+                self.flying.insert(0, (to, message))
+                self.deliver(0)
+
     def work(self, machine: Machine, *, ends: bool = True) -> None:
         """Gives its model to the round in hand; and takes the result, if all have given theirs."""
         agreement = machine.agreement
-        if agreement.view is None or agreement.applied is None:
+        if agreement.view is None or agreement.applied is None or agreement.expelled:
             return
         number, view = agreement.applied, agreement.view
         if agreement.holds or number < view.settled:
             return
-        made = (view.generation, number)
+        made = (view, number)
         given = self.contributed.setdefault(made, set())
         if not agreement.frozen:
             agreement.begin()
             given.add(machine.me)
+            begun = self.begun.setdefault(made, list(machine.history))
+            assert begun == machine.history, "members of one view go on from other results"
         if ends and given == set(view.members):  # the last part may arrive at any time
-            decisions = agreement.complete(*made)
+            decisions = agreement.complete(view.generation, number)
             if agreement.holds or any(isinstance(one, Apply) for one in decisions):
                 machine.held = made
             self.carry_out(machine, decisions)

@@ -4,80 +4,12 @@ from __future__ import annotations
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.agreeing import Machine, Parted, Result
+from support.vouched import GivenUp, Wrongly
 
-from gadei_ps.groups.membership import APART, Member
+from gadei_ps.groups.membership import APART
 from gadei_ps.groups.messages import Join, Message
 
 PLACES = st.frozensets(st.integers(0, 4), max_size=3)
-
-
-class GivenUp(Parted):
-    """A person may give up machines. Those that are lost have died, and nothing tells it."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.given_up: set[Member] = set()
-
-    def known(self) -> list[Machine]:
-        return [one for one in self.living() if one.me not in self.given_up]
-
-    def entrust(self) -> None:
-        """Nothing is decided while one does not answer that nobody has given up."""
-        if self.lost <= self.given_up:
-            super().entrust()
-
-    def give_up(self, *gone: Member) -> None:
-        """All are told who hear nothing of these."""
-        self.given_up.update(gone)
-        for one in self.living():
-            for other in gone:
-                self.carry_out(one, one.agreement.give_up(other.machine))
-
-    def step(self, what: str, places: frozenset[int]) -> None:
-        living = self.living()
-        chosen = [living[place].me for place in sorted(places) if place < len(living)]
-        if what == "lose" and len(chosen) < len(living):
-            for me in chosen:
-                self.die(self.machines[me])
-                self.lost.add(me)
-        elif what == "bury":
-            self.give_up(*self.lost)
-        super().step(what, places)
-
-    def come_together(self) -> None:
-        """The network is whole, what is lost is given up, and who is expelled comes back."""
-        self.away.clear()
-        for _ in range(10):
-            self.give_up(*self.lost)
-            self.settle()
-            self.return_()
-            self.entrust()
-        for one in self.living():  # those that had come back are known again
-            self.given_up.discard(one.me)
-        for _ in range(10):
-            self.settle()
-            self.return_()
-            self.entrust()
-
-    def return_(self) -> None:
-        """Machines that are expelled join again. All addresses are known to them."""
-        for one in list(self.machines.values()):
-            if one.alive and one.agreement.expelled:
-                self.join(one)
-        for one in self.living():
-            if one.agreement.view is None:
-                self.carry_out(one, one.agreement.join(self.machines))
-
-    def goes_on(self) -> bool:
-        """Whether all that live make rounds, all the same ones."""
-        self.check()
-        living = self.living()
-        before = [len(one.history) for one in living]
-        self.settle()
-        self.check()
-        assert len({one.agreement.view for one in living}) <= 1, "two groups"
-        return all(len(one.history) > old for one, old in zip(living, before, strict=True))
 
 
 def test_the_last_of_three_goes_on_when_both_others_are_given_up() -> None:
@@ -156,21 +88,6 @@ def test_machines_that_are_given_up_and_dead_change_no_result(
     group.check()
     if any(one.history for one in group.living()):
         assert group.goes_on()
-
-
-class Wrongly(GivenUp):
-    """Machines are given up that live: for a time, there may be two lines of results."""
-
-    def compare(self, number: int, result: Result) -> None:
-        pass
-
-    def step(self, what: str, places: frozenset[int]) -> None:
-        living = self.living()
-        if what == "give up":
-            self.give_up(*(living[place].me for place in places if place < len(living)))
-        elif what == "return":
-            self.return_()
-        super().step(what, places)
 
 
 def test_the_larger_part_of_a_group_was_given_up_and_lives() -> None:
