@@ -30,7 +30,8 @@ NONE_BELOW, ONCE_BELOW, SAME_WITHIN = 1e-3, 1 + 1e-2, 1e-2
 class Sight:
     """What a machine that is a member tells.
 
-    pid: of its agent. frames: of this agent that the job has applied; None if it is not told.
+    pid: of its agent. frames: of this agent that the job has applied; None if it is not told. They
+    are looked at after the rounds, so there may be more of them, but never less.
     """
 
     machine: int

@@ -213,6 +213,8 @@ class Machine:
     def facts(self) -> dict[str, Any]:
         """What the machine is doing."""
         settings = self.settings
+        # First, so that the job has at least the rounds that the agent tells of.
+        agent = self._keeper.facts()
         state = "trained" if self._stays_until else "training"
         job = None
         try:
@@ -231,7 +233,7 @@ class Machine:
             "seconds": time.monotonic() - self._begin,
             "state": _ASKED.get(self._asked, state),
             "log": settings.log,
-            "agent": self._keeper.facts(),
+            "agent": agent,
             "job": job,
         }
 
