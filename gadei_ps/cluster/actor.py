@@ -209,12 +209,13 @@ class MachineActor:
         return {}
 
     def abandon(self) -> None:
-        """Ends the machine if this actor has begun it, and begins it no more."""
+        """Ends the machine if this actor has begun it, and begins it no more. Others are told that
+        it has left: its run goes on."""
         self._is_abandoned = True
         with self._starting:
             has_begun = self._has_begun
         if has_begun:
-            self.ask("stop")
+            self.ask("stop", told="leave")
             self.end()
 
     def end(self) -> dict[str, Any] | None:

@@ -85,7 +85,7 @@ class Conductor:
         self._found = actors(run.name)
         self._is_new, away = not self._found, set[int]()
         if self._found:
-            self._has_begun()
+            self.has_begun()
             there = counted(len(self._found), "machine")
             self._out(say=f"run {run.name} is there: {there}, whose settings stay")
             away = self._away(self._found)
@@ -121,18 +121,23 @@ class Conductor:
             # One that does not answer may have the state of a group in which nobody trains.
             if not away or any("plan" in one for one in members.values()):
                 self._begin_group(group, members)
-        self._has_begun()
 
     def _away(self, found: Actors) -> set[int]:
-        """Machines that do not answer. The others know them, and they come back by themselves."""
-        away = {row["machine"] for row in statuses(found) if row["state"] == "away"}
+        """Machines that do not answer. The others know them, and they come back by themselves.
+
+        Only an actor that has begun does so; a new one may need longer to begin than to answer.
+        """
+        if away := _away(statuses(found)):
+            which = ", ".join(map(str, sorted(away)))
+            self._out(say=f"waiting for machine {which}, which does not answer yet")
+            away = _away(statuses({one: found[one] for one in away}, placing.ANSWER_S))
         if away:
             which = ", ".join(map(str, sorted(away)))
             self._out(say=f"machine {which} does not answer: the others are taken over without it")
         return away
 
-    def _has_begun(self) -> None:
-        """From here on, nothing is to be ended if the command is killed."""
+    def has_begun(self) -> None:
+        """The caller takes nothing back from here on, also if the command is killed."""
         if self.program is None and self._lease is not None:
             self._lease.begun()
 
@@ -328,7 +333,9 @@ class Conductor:
                     seen = {"gradients_applied": self._applied[number]}
                     row = row | {"ended": seen | row["ended"]}
                 self._rows[number] = row
-                if not (self._stops and row["ended"].get("asked") == "stop"):
+                is_stopped = row["ended"].get("asked") == "stop"
+                self._was_stopped |= is_stopped and not self._stops
+                if not (self._stops and is_stopped):
                     self._out(say=f"machine {number} {how_ended(row['ended'])}")
             return
         self._rows[number] = row
@@ -412,6 +419,10 @@ class Conductor:
             "stopped": bool(stopped),
             "exit_code": 4 if stopped else next((code for code in codes if code), 0),
         }
+
+
+def _away(rows: list[Told]) -> set[int]:
+    return {row["machine"] for row in rows if row["state"] == "away"}
 
 
 def _guess(state: str, *, is_last: bool) -> Told:

@@ -113,6 +113,7 @@ def run(order: Told, address: str, out: Output) -> Told:
             conductor.bring(order["data"])
         conductor.begin()
         requests.let_go()
+        conductor.has_begun()
         out(begun=address)
     except BaseException as error:
         if conductor.abandon() or order["address"] is None:

@@ -77,16 +77,12 @@ class Holder:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._driver.pid, signal.SIGKILL)
 
-    def begun(self) -> None:
-        """From here on, the machines go on without the command, and nothing is taken back."""
-        self._has_begun = True
-
-    def miss(self, machines: tuple[int, ...]) -> None:
-        """The command waits for these, which Ray does not know."""
-        self._missed = machines
+    def note(self, has_begun: bool, missed: tuple[int, ...]) -> None:
+        """What Lease tells."""
+        self._has_begun, self._missed = has_begun, missed
 
     def missed(self) -> tuple[int, ...]:
-        """See miss()."""
+        """See Lease.miss()."""
         return self._missed
 
     def tell(self, ended: Mapping[int, Told]) -> None:
@@ -104,18 +100,19 @@ class Lease:
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
-        self._missed: tuple[int, ...] = ()
+        self._has_begun = False
 
     def begun(self) -> None:
-        """See Holder."""
-        self._holder.begun.remote()
+        """From here on, the machines go on without the command, and nothing is taken back."""
+        self._has_begun = True
+        self.miss(())
 
     def miss(self, machines: Collection[int]) -> None:
-        """See Holder."""
-        missed = tuple(sorted(machines))
-        if missed != self._missed:
-            self._missed = missed
-            self._holder.miss.remote(missed)
+        """The command waits for these, which Ray does not know.
+
+        To be told again and again: where its actor dies, the next one knows nothing.
+        """
+        self._holder.note.remote(self._has_begun, tuple(sorted(machines)))
 
     def told(self) -> dict[int, Told]:
         """How other commands have ended machines, since the last time."""

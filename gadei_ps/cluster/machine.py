@@ -184,8 +184,9 @@ class Machine:
         elif what == "signal":
             os.kill(os.getpid(), request["signal"])
         elif what in ("leave", "stop"):
-            if what != self._asked:  # it is asked again where the first time may be lost
-                self._asked = what
+            told = request.get("told", what)  # of one that is taken back: it waits for nobody
+            if told != self._asked:  # it is asked again where the first time may be lost
+                self._asked = told
                 threading.Thread(target=self._end, args=(what,), name=what, daemon=True).start()
         else:
             raise GadeiError(f"nobody knows what {what!r} is")

@@ -144,6 +144,7 @@ def join(
                 f"{placing.told(error)}; machine {number} may have begun: end it (gadei-ps group "
                 f"leave {run} {number})"
             ) from None
+        lease.tell(run, {number: {"exit_code": 0, "asked": "leave"}})
         ray.kill(one, no_restart=True)
         if isinstance(error, _Unwanted):
             raise ClusterError(f"interrupted: machine {number} was taken back") from None

@@ -366,7 +366,7 @@ def _followed(driven: Driven, signalled: Callable[[], int | None]) -> Told:
 
 def _joined(driven: Driven, signalled: Callable[[], int | None], say: Say) -> Told:
     """After the first signal the machine is taken back, unless it has begun before. Other signals
-    change nothing: who ends the driver meanwhile leaves the machine."""
+    change nothing: without its driver, nobody would take the machine back."""
     told = None
     with contextlib.suppress(interrupts.Interrupted):
         while told is None and signalled() is None:

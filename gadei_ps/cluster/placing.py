@@ -46,10 +46,11 @@ class Seat:
     bundle: Mapping[str, float]
 
 
-def living(run: str) -> dict[int, tuple[str, int]]:
+def living(run: str, *, all_hosts: bool = True) -> dict[int, tuple[str, int]]:
     """Machines of the run whose processes live, whatever Ray knows of them: host and group.
 
-    Raises ClusterError for a host whose gadei-ps is another one, or none.
+    Raises ClusterError for a host whose gadei-ps is another one, or none. all_hosts: False: a host
+    of which nothing can be told is left out instead.
     """
     by_host = {one["NodeManagerAddress"]: one["NodeID"] for one in nodes()}
     if len(by_host) == 1:  # a driver is on a node
@@ -62,7 +63,10 @@ def living(run: str) -> dict[int, tuple[str, int]]:
             ).remote()
             for host, node in by_host.items()
         }
-        looks = {host: _look_at(host, one) for host, one in asked.items()}
+        looks = {}
+        for host, one in asked.items():
+            with contextlib.nullcontext() if all_hosts else contextlib.suppress(ClusterError):
+                looks[host] = _look_at(host, one)
     return {
         number: (host, group)
         for host, found in looks.items()

@@ -80,10 +80,8 @@ def gather(run: str) -> dict[int, str]:
 
 
 def living(run: str) -> dict[int, tuple[str, int]]:
-    """As placing.living(); none while a node of the cluster cannot be asked."""
-    with contextlib.suppress(ClusterError):
-        return placing.living(run)
-    return {}
+    """As placing.living(), on the nodes that can be asked."""
+    return placing.living(run, all_hosts=False)
 
 
 def _adopt_all(run: str, hosts: Mapping[int, str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from gadei_ps.cluster.needs import Needs
@@ -28,11 +28,14 @@ class Waits:
 
     def group(self, group: int, rows: Sequence[Told], strays: list[int]) -> None:
         """Looks at the machines of a group, and at those of it that Ray does not know."""
-        if self._needs.due(group, rows) is None:
-            return
-        before, self._of[group] = self._of.get(group), strays
-        if strays and strays != before:
-            self._tell(f"group {group} waits", strays, "which Ray does not know and which may live")
+        is_due = self._needs.due(group, rows) is not None
+        if not strays:
+            self._of.pop(group, None)
+        elif is_due and strays != self._of.get(group):
+            self._of[group] = strays
+            heard = {one for row in rows for one in (row.get("agent") or {}).get("hears", ())}
+            why = "which Ray does not know and which may live"
+            self._tell(f"group {group} waits", strays, why, heard)
 
     def end(self, rows: Sequence[Told]) -> None:
         """Looks at all machines of the run: it goes on until they have ended."""
@@ -45,7 +48,9 @@ class Waits:
             self._since = float("inf")
             self._tell("the run waits", last, "which Ray does not reach")
 
-    def _tell(self, who: str, machines: list[int], why: str) -> None:
-        which = ", ".join(map(str, machines))
-        dead = f"gadei-ps group leave {self._run} {machines[0]} --dead"
-        self._say(f"{who} for machine {which}, {why}: bring back its host, or `{dead}`")
+    def _tell(self, who: str, machines: list[int], why: str, heard: Collection[int] = ()) -> None:
+        """heard: machines that live, so that nobody can give them up."""
+        line = f"{who} for machine {', '.join(map(str, machines))}, {why}: bring back its host"
+        for one in [one for one in machines if one not in heard][:1]:
+            line += f", or `gadei-ps group leave {self._run} {one} --dead`"
+        self._say(line)

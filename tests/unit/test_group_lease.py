@@ -54,7 +54,7 @@ def test_the_driver_of_a_command_that_was_killed_is_not_waited_for(
     """It is stopped here, as one that waits for a machine that does not answer."""
     made = holder(command, driver)
     driver.send_signal(signal.SIGSTOP)
-    made.begun()
+    made.note(True, ())
     made.let_go()
     assert made.state() == ("h, process 1", True) and driver.poll() is None
     command.kill()
@@ -82,11 +82,11 @@ def test_processes_of_another_namespace_may_live(command: Child, driver: Child) 
     command.kill()
     command.wait()
     for one, lives in ((Holder("h", other[0], seen[1]), True), (Holder("h", *other), True)):
-        one.begun()
+        one.note(True, ())
         one.let_go()
         assert one.state() == ("h", lives)
     made = Holder("h", seen[0], other[1])
-    made.begun()
+    made.note(True, ())
     made.let_go()
     assert driver.poll() is None
 
@@ -168,5 +168,16 @@ def test_what_another_command_has_done_is_told_once(command: Child, driver: Chil
     made.tell({1: {"asked": "leave"}})
     made.tell({2: {"asked": "dead"}})
     assert made.told() == {1: {"asked": "leave"}, 2: {"asked": "dead"}} and made.told() == {}
-    made.miss((3,))
-    assert made.missed() == (3,)
+
+
+def test_an_actor_that_ray_begins_again_knows_what_it_must(command: Child, driver: Child) -> None:
+    """Ray makes it as it was made first."""
+    made = holder(command, driver)
+    note = SimpleNamespace(remote=lambda *told: made.note(*told))
+    ours = lease.Lease(SimpleNamespace(note=note))
+    ours.begun()
+    ours.miss({3})
+    for _ in range(2):
+        assert made._has_begun and made.missed() == (3,)
+        made = holder(command, driver)
+        ours.miss({3})

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,26 @@ def test_a_machine_that_is_to_end_begins_no_job(runtime_dir: Path, job_name: str
         made._door.shutdown()
         made._door.server_close()
         made._lock.release()
+
+
+def test_a_machine_that_is_taken_back_has_left(
+    runtime_dir: Path, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A join was interrupted: its run is not stopped, and the machine waits for nobody."""
+    settings = Settings(job_name, 0, 0, 1, 0, ["false"], "/", 1, 0, AGENT, "/dev/null")
+    made = Machine(settings)
+    asked: list[str] = []
+    monkeypatch.setattr(made, "_end", asked.append)
+    actor = pytest.importorskip("gadei_ps.cluster.actor")
+    begun = actor.MachineActor.__new__(actor.MachineActor)
+    begun._run, begun._number, begun._has_begun = job_name, 0, True
+    begun._starting, begun._over, begun._summary = threading.Lock(), threading.Event(), None
+    begun._over.set()
+    begun.abandon()
+    assert made.facts()["state"] == "leaving"
+    monkeypatch.setattr(made, "_keeper", SimpleNamespace(end=lambda: None, additions=0))
+    made._close()
+    assert asked == ["stop"] and made._summary["asked"] == "leave"
 
 
 def test_nobody_else_can_read_the_token_of_a_cluster(

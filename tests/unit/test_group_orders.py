@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ if importlib.util.find_spec("ray") is None:
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from gadei_ps.cluster import driver, lease, machines, placing
+from gadei_ps.cluster import conductor, driver, lease, machines, placing
 from gadei_ps.show.groups import left
 
 Said = Callable[[float], Any]
@@ -52,6 +53,8 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.killed: list[Any] = []
+        self.told: dict[int, dict[str, Any]] = {}
+        """How machines have ended, as the command hears it that looks after the run."""
 
     def get(self, said: Said, timeout: float) -> Any:
         return said(timeout)
@@ -83,7 +86,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(machines.time, "monotonic", lambda: made.now)
     monkeypatch.setattr(machines.time, "sleep", made.sleep)
     monkeypatch.setattr(lease, "missed", lambda run: ())
-    monkeypatch.setattr(lease, "tell", lambda run, ended: None)
+    monkeypatch.setattr(lease, "tell", lambda run, ended: made.told.update(ended))
     return made
 
 
@@ -166,6 +169,8 @@ def test_a_join_that_is_interrupted(
         made(lambda: bool(asked))
     assert world.killed == ([] if where == "status" else [made.new])
     assert ("abandon" in made.new.calls) == (where == "start")
+    left = {1: {"exit_code": 0, "asked": "leave"}}  # the run was not stopped
+    assert world.told == ({} if where == "status" else left)
     assert "ask" not in made.there.calls
 
 
@@ -183,7 +188,7 @@ def test_a_machine_that_cannot_be_taken_back_is_named(
     told = r"^interrupted; machine 1 may have begun: end it \(gadei-ps group leave a 1\)$"
     with pytest.raises(ClusterError, match=told):
         made(lambda: world.now > 5)
-    assert not world.killed
+    assert not world.killed and not world.told
 
 
 def test_who_was_first_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +208,37 @@ def test_who_was_first_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert requests.is_asked() and requests.next() == {"signal": 2}
         requests.let_go()
     assert interrupted == [False]
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_a_command_says_that_it_has_begun_once_it_takes_nothing_back(
+    is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one kills the driver of one that was killed, if that has said so."""
+    calls: list[str] = []
+
+    class Conductor:
+        def __init__(self, *_: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            return lambda *_: calls.append(name) or ()
+
+    def let_go(self: driver.Requests) -> None:
+        calls.append("let_go")
+        if is_interrupted:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(conductor, "Conductor", Conductor)
+    monkeypatch.setattr(driver.Requests, "start", lambda self: None)
+    monkeypatch.setattr(driver.Requests, "let_go", let_go)
+    monkeypatch.setattr(driver.rays, "unnote", lambda *_: None)
+    run = {"name": "a", "every": 1, "groups": [{"machines": 1}]}
+    order = {"run": run, "where": "test", "command": [], "directory": "/", "address": "h:1"}
+    given: Any = (order, "h:1", lambda **_: None)
+    with pytest.raises(ClusterError) if is_interrupted else contextlib.nullcontext():
+        driver.run(*given)
+    rest = ["abandon"] if is_interrupted else ["has_begun", "watch", "summary"]
+    assert calls == ["begin", "let_go", *rest]
 
 
 # -- leave --dead ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ if importlib.util.find_spec("ray") is None:
 
 import ray
 
-from gadei_ps.cluster import actor, conductor, machines, placing
+from gadei_ps.cluster import actor, conductor, machines, placing, strays
 from gadei_ps.cluster.placing import Seat
 
 RUN = {"name": "a", "every": 1, "groups": [{"machines": 2}, {"nodes": ["x", "y"]}]}
@@ -39,6 +39,24 @@ def test_machines_that_live_stay_where_they_are() -> None:
     # More than the file says have come together.
     found = placing.seats(run, {5: ("z", 0), 6: ("x", 0), 7: ("y", 0)})
     assert [seat.number for seat in found] == [5, 6, 7, 2, 3]
+
+
+def test_a_stop_looks_at_each_host_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not keeps no other one away; a run begins only where all of them answer."""
+    known = [{"NodeManagerAddress": one, "NodeID": one * 28, "Alive": True} for one in ("ab", "cd")]
+    task = SimpleNamespace(options=lambda scheduling_strategy: SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr(placing, "nodes", lambda: known)
+    monkeypatch.setattr(placing.ray, "remote", lambda **_: lambda _: task)
+
+    def look_at(host: str, *_: Any) -> dict[str, Any]:
+        if host == "ab":
+            raise ClusterError("node ab: it has just died")
+        return {"living": [("a", 3, 1), ("b", 4, 0)]}
+
+    monkeypatch.setattr(placing, "_look_at", look_at)
+    assert strays.living("a") == {3: ("cd", 1)}
+    with pytest.raises(ClusterError, match="just died"):
+        placing.living("a")
 
 
 def test_other_versions_are_named() -> None:

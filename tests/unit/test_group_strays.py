@@ -71,7 +71,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         hosts["adopted"].append(number)
         return Actor()
 
-    def living(run: str) -> dict[int, tuple[str, int]]:
+    def living(run: str, *, all_hosts: bool) -> dict[int, tuple[str, int]]:
         there = {name: numbers for name, numbers in hosts.items() if name != "adopted"}
         return {one: (name, one // 10) for name, numbers in there.items() for one in numbers}
 
@@ -105,6 +105,7 @@ class Lease:
     def __init__(self) -> None:
         self.ended: dict[int, dict[str, Any]] = {}
         self.missed: set[int] = set()
+        self.has_begun = False
 
     def told(self) -> dict[int, dict[str, Any]]:
         told, self.ended = self.ended, {}
@@ -112,6 +113,9 @@ class Lease:
 
     def miss(self, machines: set[int]) -> None:
         self.missed = set(machines)
+
+    def begun(self) -> None:
+        self.has_begun = True
 
 
 class Run(conductor.Conductor):
@@ -172,6 +176,50 @@ def test_a_run_waits_for_machines_that_it_can_reach(cluster: dict[str, list[int]
     assert not run._has_more({1: None}) and cluster["adopted"] == [2]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_stop_that_has_not_been_told_yet_is_seen(
+    own: bool, cluster: dict[str, list[int]]
+) -> None:
+    """The command that stops a run tells it at its end. If `group run` itself ends all machines,
+    it takes up others, and ends them, too."""
+    run = Run()
+    if own:
+        run.stop()
+    run._strays.look([row(1, hears=[2])])
+    run._groups[1], cluster["x"] = 0, [2]
+    run._hear(row(1) | {"ended": {"exit_code": 0, "asked": "stop"}})
+    assert run._has_more({1: None}) == own and cluster["adopted"] == [2] * own
+
+
+def test_each_wait_of_a_group_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the second one for the same machine. No machine can be given up that others hear."""
+    now = [0.0]
+    for module in (needs, waits):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    said: list[str] = []
+    made = waits.Waits("a", 1.0, said.append)
+    for at, strays_, count in (
+        *((0.0, [2], 0), (10.0, [2], 1), (20.0, [2], 1), (30.0, [2], 1)),
+        *((40.0, [], 1), (50.0, [2], 2), (60.0, [2], 2), (70.0, [2], 2)),
+    ):
+        now[0] = at
+        made.group(0, [NEW], strays_)
+        assert len(said) == count, at
+    stands = row(1, hears=[2], stands=True)
+    for now[0] in (80.0, 90.0):
+        made.group(0, [stands], [2, 3])
+    for now[0] in (100.0, 110.0):
+        made.group(0, [stands], [2])
+    told = "group 0 waits for machine {}, which Ray does not know and which may live: bring back "
+    told += "its host{}"
+    dead = ", or `gadei-ps group leave a {} --dead`"
+    assert said[1:] == [
+        told.format("2", dead.format(2)),
+        told.format("2, 3", dead.format(3)),
+        told.format("2", ""),
+    ]
+
+
 def test_a_run_says_whom_it_waits_for_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -218,7 +266,7 @@ def test_a_run_is_taken_over_though_one_of_its_machines_does_not_answer(
 
     monkeypatch.setattr(conductor.lease, "take", lambda *_: None)
     monkeypatch.setattr(conductor, "actors", lambda _: {one["machine"]: None for one in rows})
-    monkeypatch.setattr(conductor, "statuses", lambda found: rows)
+    monkeypatch.setattr(conductor, "statuses", lambda found, *_: rows)
     monkeypatch.setattr(run, "_prepare", prepare)
     monkeypatch.setattr(run, "_check_program", lambda _: None)
     monkeypatch.setattr(run, "_begin_group", lambda group, _: begun.append(group))
@@ -227,8 +275,44 @@ def test_a_run_is_taken_over_though_one_of_its_machines_does_not_answer(
         run.begin()
     assert prepared == [[0, 1]]
     assert begun == ([] if refused else [0] if is_away else [0, 1])
+    wait = "waiting for machine 2, which does not answer yet"
     line = "machine 2 does not answer: the others are taken over without it"
-    assert run.said[1:] == [line] * is_away
+    assert run.said[1:] == [wait, line] * is_away
+
+
+def test_a_machine_whose_actor_is_only_beginning_is_not_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else would begin it: the command that has made the actor was killed."""
+    run, waited = Run(), list[float]()
+
+    def statuses(found: dict[int, Any], wait_s: float = 10.0) -> list[dict[str, Any]]:
+        waited.append(wait_s)
+        away = {"machine": 2, "state": "away", "ended": None}
+        rows = [row(0), row(1), away if wait_s < conductor.placing.ANSWER_S else NEW]
+        return [one for one in rows if one["machine"] in found]
+
+    monkeypatch.setattr(conductor, "statuses", statuses)
+    assert run._away(dict.fromkeys(range(3))) == set()
+    assert waited == [10.0, conductor.placing.ANSWER_S]
+    assert run.said == ["waiting for machine 2, which does not answer yet"]
+
+
+def test_what_has_begun_may_be_taken_back_until_the_command_lets_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next command kills nobody who takes machines back."""
+    run = Run()
+    monkeypatch.setattr(conductor.lease, "take", lambda *_: run.lease)
+    monkeypatch.setattr(conductor, "actors", lambda _: {})
+    monkeypatch.setattr(conductor.placing, "place", lambda _: {0: None})
+    place = {"host": "h", "port": 1, "taken": None}
+    monkeypatch.setattr(run, "_prepare", lambda _: {0: place})
+    monkeypatch.setattr(run, "_begin_group", lambda *_: None)
+    run.begin()
+    assert not run.lease.has_begun
+    run.has_begun()
+    assert run.lease.has_begun
 
 
 def test_a_run_is_taken_over_while_a_machine_that_joined_begins_again(
