@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gadei_ps.agents import addresses, orders, threads, tls
 from gadei_ps.agents.driver import Driver
-from gadei_ps.agents.events import EXPELLED, LEFT, LOST, TRAINED, Mistake
+from gadei_ps.agents.events import EXPELLED, GIVEN_UP, LEFT, LOST, TRAINED, Mistake
 from gadei_ps.agents.handshake import Identity
 from gadei_ps.agents.letters import MOST_AGENTS, Entry
 from gadei_ps.agents.listener import Listener
@@ -50,6 +50,7 @@ _CODES = {
     LEFT: 0,
     TRAINED: JobStopped.exit_code,
     EXPELLED: AGAIN,
+    GIVEN_UP: AGAIN,
     LOST: AGAIN,
     NOT_FINITE: UsageError.exit_code,
 }

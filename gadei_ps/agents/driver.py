@@ -150,7 +150,7 @@ class Driver:
         if self.agreement.view is not None:
             self._hearing.begin(self.agreement.view.members, last + self._start_s)
         while self.ended is None:
-            self._lookout.look(self.agreement)
+            self._lookout.look(self.agreement, self.post.refusals)
             self._next()
             due = min(last + tick_s, looked + self.training.look_s)
             if (left := due - time.monotonic()) > 0:
@@ -270,7 +270,7 @@ class Driver:
                 if self._leaves:  # another change came first; now others have the state, too
                     self._ask_to_leave()
             elif isinstance(one, Expelled):
-                self.ended = events.LEFT if self._leaves else events.EXPELLED
+                self.ended = events.LEFT if self._leaves else events.without(self.agreement)
             elif isinstance(one, Lost):
                 self.ended = events.LOST
 

@@ -16,6 +16,7 @@ from gadei_ps.groups.messages import Decision, Model
 from gadei_ps.sync.parameters import shown
 
 EXPELLED = "the group goes on without this machine: it was silent for too long"
+GIVEN_UP = "the group goes on without this machine: somebody has said that it is dead"
 LOST = "no machine that can be reached has the state of the group"
 JOB_ENDED = "the job cannot go on"
 TRAINED = "the training has ended"
@@ -59,6 +60,13 @@ Event = Letter | Member | Model | Done | Wish | GoOn | GiveUp
 
 class Mistake(str):
     """Why a life is over after which another one would end as well, until a person acts."""
+
+
+def without(agreement: Agreement) -> str:
+    """Why a life is over that its group goes on without. A later view may say that a person has
+    vouched for its death."""
+    view = agreement.view
+    return GIVEN_UP if view is not None and agreement.me in view.given_up else EXPELLED
 
 
 def why(error: BaseException) -> str:

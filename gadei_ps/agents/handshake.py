@@ -61,7 +61,7 @@ _WORDS = {
     Verdict.TOKEN: "has another token: give all agents of a job the same one",
     Verdict.JOB: "is an agent of another job: look at its address",
     Verdict.OLD: "knows a newer generation of the group: ask for the present one",
-    Verdict.NOT_AWAITED: "does not await this agent: look at the list of members",
+    Verdict.NOT_AWAITED: "does not await this agent: it begins or ends, or has other members",
     Verdict.BUSY: "answers too many calls at once: try again",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from gadei_ps.groups.agreement import Agreement
@@ -55,6 +55,7 @@ class Standing:
     waits: machines without which the group decides nothing, for longer than a silence; dead ones
     only where none is left that may live. stands: these are dead, and fewer than half are left.
     hears: other members of its view that are not silent. doubts: those that are, and may live.
+    refused: why one of `waits` that lives is not heard; nothing if that is not known.
     """
 
     view: int | None = None
@@ -62,6 +63,7 @@ class Standing:
     stands: bool = False
     hears: tuple[int, ...] = ()
     doubts: tuple[int, ...] = ()
+    refused: str = ""
 
 
 class Lookout:
@@ -72,17 +74,19 @@ class Lookout:
         self._last = Standing()
         self._since: float | None = None
 
-    def look(self, agreement: Agreement) -> None:
-        """Something may have changed."""
+    def look(self, agreement: Agreement, refusals: Mapping[int, str]) -> None:
+        """Something may have changed. refusals: of the post."""
         missing, now = agreement.missing, time.monotonic()
         self._since = (self._since or now) if missing else None
         waits = self._since is not None and now - self._since > self._silence_s
+        which = _numbers(missing) if waits else ()
         found = Standing(
             agreement.view.generation if agreement.view is not None else None,
-            _numbers(missing) if waits else (),
+            which,
             waits and agreement.stands,
             _numbers(agreement.hears),
             _numbers(agreement.doubts),
+            next((why for one in which if (why := refusals.get(one))), ""),
         )
         if found != self._last:
             self._last = found

@@ -23,14 +23,13 @@ import time
 from collections.abc import Callable
 
 from gadei_ps import _mesh
-from gadei_ps.agents import frames, letters, listener, threads
+from gadei_ps.agents import frames, letters, listener, threads, tls, troubles
 from gadei_ps.agents.addresses import Address
 from gadei_ps.agents.frames import GREETING, HEADER_BYTES, LETTER, Header
 from gadei_ps.agents.handshake import Hello, Link, Verdict
 from gadei_ps.agents.letters import Entry, Letter
 from gadei_ps.agents.listener import Host, Listener
-from gadei_ps.agents.troubles import Troubles
-from gadei_ps.errors import AgentError, in_words
+from gadei_ps.errors import AgentError, CallRefused, in_words
 from gadei_ps.groups.membership import Member
 from gadei_ps.groups.messages import Message
 
@@ -84,8 +83,11 @@ class Post:
         self._read_out = threading.Condition(self._lock)
         """A connection of a caller has been read to its end."""
         self._closed = False
-        self.troubles = Troubles()
+        # While letters go on, a try follows the one before in less than this.
+        self.troubles = troubles.Troubles(pause_s=piece_s + troubles.LASTS_S)
         """Of agents that cannot be reached, or have sent what cannot be read: why."""
+        self.refusals: dict[int, str] = {}
+        """Of agents that live, and with which this one cannot speak until a person acts: why."""
         door.serve(Link.LETTERS, Host(self._judge, self._take))
 
     @property
@@ -239,6 +241,13 @@ def _counts(entry: Entry, known: Entry | None, of_itself: bool) -> bool:
     return of_itself and entry.incarnation == known.incarnation and entry != known
 
 
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the other agent lives, and would be called in vain again."""
+    if isinstance(error, CallRefused):
+        return error.verdict in (Verdict.VERSION, Verdict.TOKEN, Verdict.JOB)
+    return isinstance(error, tls.Distrusted)
+
+
 class _Way:
     """One address's thread: what is sent to the agent there."""
 
@@ -275,13 +284,23 @@ class _Way:
                 self._talk()
             except (AgentError, OSError, MemoryError) as error:
                 self._waiting.clear()  # what is due will be said again
-                where = f"{self._address[0]}:{self._address[1]}"
-                line = f"agent {self._number} at {where}: {in_words(error)}"
-                self._owner.troubles.note(self._number, line)
+                self._note(error)
                 self._ended.wait(self._rest_s)
                 self._rest_s = min(2 * self._rest_s, _MOST_REST_S)
         with self._ending:
             os.close(self._bell)
+
+    def _note(self, error: BaseException) -> None:
+        """Why nobody is reached. Once this way has been given up, another one knows it."""
+        owner, number = self._owner, self._number
+        line = f"agent {number} at {self._address[0]}:{self._address[1]}: {in_words(error)}"
+        with self._ending:
+            if self._ended.is_set():
+                return
+            owner.troubles.note(number, line)
+            owner.refusals.pop(number, None)
+            if _is_refusal(error):
+                owner.refusals[number] = line
 
     def _wait_for_letters(self) -> None:
         """Without letters there is no need to call, unless to learn of a death."""
@@ -312,6 +331,7 @@ class _Way:
                 self._is_over()
             self._life, self._doubtful = Member(str(self._number), incarnation), None
             owner.troubles.over(self._number)
+            owner.refusals.pop(self._number, None)
             self._rest_s = _FIRST_REST_S
             try:
                 self._send_letters(connection)

@@ -7,6 +7,7 @@ between the secure socket and one end of a socket pair; the other end is what th
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import select
 import socket
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gadei_ps.agents import threads
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import UsageError, reason_of
 
 ROOM = 1 << 17
 """Bytes that a thread has in hand in each direction."""
@@ -24,6 +25,11 @@ LINGER_S = 5.0
 """For what was sent before the data plane has closed its end."""
 _MOST_STEPS = 10
 """Of a handshake: each side waits for the other one a few times."""
+_OTHER_KEY = "KEY_VALUES_MISMATCH"
+
+
+class Distrusted(OSError):
+    """The other side lives, and its certificate is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +45,53 @@ def contexts(certificate: Path, key: Path, authority: Path) -> Contexts:
 
     Raises UsageError for files that cannot be used.
     """
+    files = {"certificate": certificate, "key": key, "authority": authority}
+    for name, path in files.items():
+        _check_readable(name, path)
+    for name in ("certificate", "authority"):
+        _check_certificates(name, files[name])
     made = []
     for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_cert_chain(certificate, key)
-            context.load_verify_locations(authority)
-        except OSError as error:  # ssl.SSLError is one
-            paths = f"{certificate}, {key}, {authority}"
-            raise UsageError(f"{paths}: no certificates for TLS: {error}") from None
+        _load_key(context, certificate, key)
+        context.load_verify_locations(authority)
         made.append(context)
     return Contexts(*made)
+
+
+def _check_readable(name: str, path: Path) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {reason_of(error)}: each host needs its tls.{name} there"
+        ) from None
+
+
+def _check_certificates(name: str, path: Path) -> None:
+    """Where a file is none of them, the errors that follow would not say which one it is."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError:
+        raise UsageError(f"{path}: no certificate in PEM format: tls.{name} is to be one") from None
+
+
+def _load_key(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    def refuse() -> str:  # otherwise the process would ask a person for it, and wait
+        raise UsageError(f"{key}: the key has a password: tls.key is to be one without")
+
+    try:
+        context.load_cert_chain(certificate, key, refuse)
+    except ssl.SSLError as error:
+        if error.reason == _OTHER_KEY:
+            what = f"the key does not fit the certificate: give that of {certificate}"
+        elif error.reason is None:  # it is no key, or one of a kind that nobody knows
+            what = "no key in PEM format: tls.key is to be one"
+        else:
+            what = f"it cannot be used with {certificate}: {_words(error)}"
+        raise UsageError(f"{key}: {what}") from None
 
 
 def checked(certificate: Path, key: Path, authority: Path, *, host: str) -> Contexts:
@@ -68,7 +108,7 @@ def checked(certificate: Path, key: Path, authority: Path, *, host: str) -> Cont
     except ssl.SSLError as error:
         raise UsageError(
             f"{certificate}: other agents would refuse it: {_words(error)}; it must be signed by "
-            f"{authority} and name {host}"
+            f"{authority} and name {host} as {_kind(host)} entry of subjectAltName"
         ) from None
     return given
 
@@ -79,12 +119,22 @@ def _words(error: ssl.SSLError) -> str:
     return (error.reason or str(error)).replace("_", " ").lower()
 
 
+def _kind(host: str) -> str:
+    """Of the entry that names it; neither another one nor the common name would do."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return "a DNS"
+    return "an IP"
+
+
 def tunnel(
     connection: socket.socket, given: Contexts, called_host: str | None, until: float
 ) -> socket.socket:
     """A plain socket to the other side of the connection, which this takes over.
 
-    called_host: that this side has called; None if it was called. Raises OSError.
+    called_host: that this side has called; None if it was called. Raises Distrusted and other
+    OSErrors.
     """
     connection.settimeout(max(0.001, until - time.monotonic()))
     try:
@@ -93,7 +143,7 @@ def tunnel(
         else:
             secure = given.calling.wrap_socket(connection, server_hostname=called_host)
     except ssl.SSLCertVerificationError as error:
-        raise OSError(f"its certificate cannot be trusted: {_words(error)}") from None
+        raise Distrusted(f"its certificate cannot be trusted: {_words(error)}") from None
     except ssl.SSLError as error:  # its number is none of the system's errors
         raise OSError(f"TLS: {_words(error)}") from None
     with contextlib.ExitStack() as stack:

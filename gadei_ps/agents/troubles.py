@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 
@@ -13,16 +14,20 @@ LASTS_S = 10.0
 class Troubles(dict[int, str]):
     """Lines by the numbers of agents, or of groups. For any thread."""
 
-    def __init__(self, lasts_s: float = LASTS_S) -> None:
+    def __init__(self, lasts_s: float = LASTS_S, pause_s: float = math.inf) -> None:
+        """pause_s: where a trouble is not noted for so long, nobody has tried: it begins anew."""
         super().__init__()
-        self._lasts_s = lasts_s
+        self._lasts_s, self._pause_s = lasts_s, pause_s
         self._since: dict[int, float] = {}
+        self._last: dict[int, float] = {}
         self._told: set[int] = set()
 
     def note(self, number: int, line: str) -> None:
         """There is a trouble, again or still. Told once, until it is over."""
-        self[number] = line
         now = time.monotonic()
+        if now - self._last.get(number, now) > self._pause_s:
+            self.over(number)
+        self[number], self._last[number] = line, now
         if now - self._since.setdefault(number, now) >= self._lasts_s and number not in self._told:
             self._told.add(number)
             with contextlib.suppress(OSError):  # nobody reads it any more
@@ -32,4 +37,5 @@ class Troubles(dict[int, str]):
         """There is none any more."""
         self.pop(number, None)
         self._since.pop(number, None)
+        self._last.pop(number, None)
         self._told.discard(number)

@@ -58,6 +58,8 @@ class Conductor:
         """Gradients, as they were last seen of each machine."""
         self._seen: dict[int, tuple[Any, ...]] = {}
         self._begun: set[int] = set()
+        self._said: dict[int, str] = {}
+        """The state that was said last of each machine; some states are not said."""
         self._found: Actors = {}
         self._agents: dict[int, dict[str, str]] = {}
         """Where agents can be reached, by groups, then by the agents' numbers."""
@@ -297,7 +299,7 @@ class Conductor:
         if strays and not self._was_stopped and self._strays.adopt(now, groups):
             return True
         for number in sorted(strays - self._rows.keys()):
-            self._out(say=f"machine {number} {how_ended(LOST)}")
+            self._hear({"machine": number, "state": "away", "ended": LOST})
         return False
 
     def _learn_of_others(self, now: Actors) -> None:
@@ -329,6 +331,7 @@ class Conductor:
         number, before = row["machine"], self._rows.get(row["machine"], {})
         if row["ended"] is not None:
             if before.get("ended") is None:
+                self._said.pop(number, None)
                 if number in self._applied:  # a machine may have ended too soon to know it
                     seen = {"gradients_applied": self._applied[number]}
                     row = row | {"ended": seen | row["ended"]}
@@ -343,7 +346,8 @@ class Conductor:
             self._applied[number] = row["job"]["gradients_applied"]
         if row["state"] == "ending" or (self._stops and row["state"] == "stopping"):
             return
-        if row["state"] != before.get("state"):
+        if row["state"] != self._said.get(number):
+            self._said[number] = row["state"]
             where = f" at {row['host']}" if "host" in row else ""
             log = f", log {row['log']}" if "log" in row and number not in self._begun else ""
             self._begun |= {number} if log else set()

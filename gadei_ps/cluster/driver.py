@@ -79,6 +79,8 @@ def _cluster(order: Told, out: Output) -> Iterator[str]:
         if address is None:
             machines = config.from_mapping(order["run"], "run").machines
             out(say=f"starting Ray on this host, with {counted(machines, 'node')}")
+            if (there := rays.nearby()) is not None and rays.answers(there):
+                out(say=f"Ray runs already, at {there}: give --address to train on its hosts")
             address, token = stack.enter_context(rays.own(machines, Path(order["files"])))
         ray = rays.connect(address, token)
         if order["address"] is None:  # else its node would stay, as long as this is connected

@@ -25,7 +25,7 @@ KILL_S = 3.0
 MISTAKE, STOPPED = 2, 4
 """Exit codes of an agent: another try would fail as well; its job was stopped."""
 _NOWHERE: dict[str, Any] = {"view": None, "waits": [], "stands": False}
-_NOWHERE |= {"hears": [], "doubts": []}
+_NOWHERE |= {"hears": [], "doubts": [], "refused": ""}
 """The standing of an agent that is no member."""
 
 
@@ -248,6 +248,8 @@ def _waiting(told: dict[str, Any]) -> str | None:
         return f"machines {which} have died, most of its group: `group run` has the others go on"
     if not which:
         return None
+    if told["refused"]:  # it lives, and nobody is to say that it is dead
+        return f"hears nothing of {which}: {told['refused']}"
     hosts = "its host" if len(told["waits"]) == 1 else "their hosts"
     return f"hears nothing of {which}, which may live: bring back {hosts}, or `group leave --dead`"
 

@@ -127,9 +127,13 @@ def ran(summary: Mapping[str, Any]) -> str:
     told = f"run {summary['run']}: {counted(len(rows), 'machine')}"
     told += f", {counted(applied, 'gradient')} applied"
     if summary["stopped"]:
-        return f"{told}; it was stopped"
-    told += f"; it was interrupted by {ours}" if ours else ""
-    return told + (f"; failed: {', '.join(map(str, failed))}" if failed else "")
+        told, failed = f"{told}; it was stopped", []
+    elif ours:
+        told += f"; it was interrupted by {ours}"
+    told += f"; failed: {', '.join(map(str, failed))}" if failed else ""
+    left = [row["machine"] for row in rows if row.get("unreached") or row.get("asked") == "lost"]
+    which = f"machine{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
+    return f"{told}; {which} may train on" if left else told
 
 
 def how_ended(summary: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -273,11 +274,14 @@ def test_tls_lets_in_certificates_of_the_authority_only(
     authority = tmp_path / "authority.pem"
     ours = tls.contexts(tmp_path / "agent.pem", tmp_path / "agent.key", authority)
     foreign = tls.contexts(tmp_path / "stranger.pem", tmp_path / "stranger.key", authority)
-    with pytest.raises(UsageError, match="no certificates for TLS"):
-        tls.contexts(tmp_path / "agent.csr", tmp_path / "agent.key", authority)
+    check_what_is_wrong_with_files(tmp_path)
     for name, host, why in (
         ("stranger", "127.0.0.1", "self-signed certificate; it must be signed by .*/authority.pem"),
-        ("agent", "127.0.0.2", "IP address mismatch, .*; it must be signed by .* and name 127.0"),
+        (
+            *("agent", "127.0.0.2"),
+            "IP .*; it must be .* and name 127.0.0.2 as an IP entry of subjectAltName$",
+        ),
+        ("agent", "node", "Host.* for 'node'; it .* name node as a DNS entry of subjectAltName$"),
     ):
         files = tmp_path / f"{name}.pem", tmp_path / f"{name}.key", authority
         with pytest.raises(UsageError, match=f"{name}.pem: other agents would refuse it: {why}"):
@@ -310,6 +314,29 @@ def test_tls_lets_in_certificates_of_the_authority_only(
         close(group)
     monkeypatch.setattr(tls, "LINGER_S", 0.1)
     leave_one_that_does_not_read(ours)
+
+
+def check_what_is_wrong_with_files(folder: Path) -> None:
+    """One file is named, and what to do."""
+    (folder / "folder").mkdir()
+    agent, stranger = folder / "agent.key", folder / "stranger.key"
+    locked, junk = folder / "locked.key", folder / "junk"
+    secret = ["openssl", "pkey", "-in", agent, "-aes256", "-passout", "pass:x", "-out", locked]
+    subprocess.run(secret, check=True, capture_output=True)
+    junk.write_text("-----BEGIN")
+    good = {"certificate": folder / "agent.pem", "key": agent}
+    good |= {"authority": folder / "authority.pem"}
+    for name, path, why in (
+        *((name, folder / "gone", "No such file.*: each host needs its tls") for name in good),
+        *((name, folder / "folder", "Is a directory: each host needs its tls") for name in good),
+        *((name, junk, "no certificate in PEM") for name in ("certificate", "authority")),
+        ("key", junk, "no key in PEM format: tls.key is to be one$"),
+        ("key", stranger, "the key does not fit the certificate: give that of .*/agent.pem$"),
+        ("key", locked, "the key has a password: tls.key is to be one without$"),
+    ):
+        with pytest.raises(UsageError, match=f"^{path}: {why}") as caught:
+            tls.contexts(**good | {name: path})
+        assert "[" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def leave_one_that_does_not_read(contexts: tls.Contexts) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support import eventually
 from support.rounds import CALM_S, Agent, alike, begin, go_on, join, last_words
 from support.waiting import spin
 
-from gadei_ps.agents.events import EXPELLED, LEFT, GiveUp, GoOn, Mistake
+from gadei_ps.agents.events import EXPELLED, GIVEN_UP, LEFT, GiveUp, GoOn, Mistake
+from gadei_ps.agents.hearing import Lookout, Standing
 from gadei_ps.agents.neighbours import Group
 from gadei_ps.agents.state import NOT_FINITE
+from gadei_ps.groups.membership import Member, View
 
 HANGS_S = 2.0  # one that is silent for so long, where one hangs
 
@@ -129,6 +133,20 @@ def test_a_machine_that_hung_hears_that_the_group_goes_on_without_it() -> None:
         one.child.kill()
 
 
+def test_a_machine_that_waits_tells_why_one_that_lives_is_not_heard() -> None:
+    told: list[Standing] = []
+    lookout = Lookout(-1.0, told.append)
+    view = View(3, (Member("0", 0), Member("1", 0), Member("2", 0)))
+    facts: dict[str, Any] = {"view": view, "stands": False, "hears": (), "doubts": ()}
+    waits = SimpleNamespace(missing=view.members[1:], **facts)
+    refusals = {0: "it does not wait for this one", 2: "its certificate"}
+    lookout.look(waits, refusals)  # type: ignore[arg-type]
+    lookout.look(waits, {})  # type: ignore[arg-type]
+    lookout.look(SimpleNamespace(missing=(), **facts), refusals)  # type: ignore[arg-type]
+    known = [(one.waits, one.refused) for one in told]
+    assert known == [((1, 2), "its certificate"), ((1, 2), ""), ((), "")]
+
+
 def test_a_machine_that_was_given_up_and_lives_joins_again() -> None:
     """Of one that is heard, nobody can say that it is dead."""
     other, one = begin(machines(2, HANGS_S))
@@ -140,7 +158,7 @@ def test_a_machine_that_was_given_up_and_lives_joins_again() -> None:
     one.child.send(GiveUp(0))
     go_on([one])
     other.child.signal(signal.SIGCONT)
-    assert last_words(other) == EXPELLED
+    assert last_words(other) == GIVEN_UP
     back = Agent(0, 1, silence_s=HANGS_S)
     join(back, [one])
     go_on([one, back])

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from support import eventually
 from support.agents import IDENTITY, no_threads, nothing_of_agents_left
 from support.processes import Child
 
-from gadei_ps.agents import letters
+from gadei_ps.agents import letters, troubles
 from gadei_ps.agents import post as posts
+from gadei_ps.agents.handshake import Identity
 from gadei_ps.agents.letters import Entry, Letter
 from gadei_ps.agents.listener import Listener
 from gadei_ps.agents.post import Post
@@ -316,6 +318,47 @@ def test_a_connection_that_gets_no_thread_comes_again(end: End) -> None:
     eventually(heard)
     reach(end, child, Member("1", 7), 3)
     child.kill()
+
+
+def test_one_that_lives_and_refuses_is_told_apart_from_one_that_is_gone(end: End) -> None:
+    """Until it is reached, or gone."""
+    stranger = Listener(HOST, Identity("job", b"another token 16"))
+    for entry, refuses in (
+        (Entry(7, *stranger.address), True),
+        (Entry(8, "127.0.0.1", 9), False),
+        (Entry(9, *stranger.address), True),
+    ):
+        end.post.learn({1: entry})
+
+        def is_told(refuses: bool = refuses) -> bool:
+            end.say(Member("1", 7), 1)
+            return (1 in end.post.refusals) == refuses
+
+        eventually(is_told)
+    assert "has another token" in end.post.refusals[1]
+    stranger.close()
+    child, entry = other(10)
+    end.post.learn({1: entry})
+    reach(end, child, Member("1", 10), 3)
+    assert not end.post.refusals and not end.post.troubles
+    child.kill()
+
+
+def test_a_trouble_is_told_once_it_has_lasted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody has tried for a while it begins anew: a machine that comes back is not there at
+    once."""
+    now = [0.0]
+    monkeypatch.setattr(troubles, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made = troubles.Troubles(10.0, pause_s=15.0)
+    for now[0], line in ((0.0, "gone"), (60.0, "ends"), (69.0, "ends"), (70.0, "is gone")):
+        made.note(1, line)
+    assert capsys.readouterr().err == "gadei-ps: is gone\n"
+    made.note(1, "is gone")
+    made.over(1)
+    made.note(1, "ends")
+    assert not capsys.readouterr().err and made == {1: "ends"}
 
 
 def test_an_address_that_is_none_is_told(end: End) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from support import PATIENCE_S
 
-from gadei_ps.cluster import door, machine, orders, rays
+from gadei_ps.cluster import door, driver, machine, orders, rays
 from gadei_ps.cluster.keeper import Keeper
 from gadei_ps.cluster.locks import Lock
 from gadei_ps.cluster.machine import Machine, Settings
@@ -47,6 +48,18 @@ def test_a_word_on_a_machine_is_logged_once(capsys: pytest.CaptureFixture[str]) 
         keeper.told["view"] = view
         keeper.give_up(1)
     assert capsys.readouterr().err.count("agent: machine 1 counts as dead unless it is heard") == 2
+
+
+def test_an_agent_that_waits_says_why_the_other_one_is_not_heard() -> None:
+    """It lives: who says that it is dead, or brings back its host, changes nothing."""
+    keeper = Keeper(AGENT, pytest.fail)
+    why = "agent 1 at 10.0.0.2:4100: its certificate cannot be trusted: self-signed certificate"
+    for refused, line in (
+        (why, f"hears nothing of 1: {why}"),
+        ("", "hears nothing of 1, which may live: bring back its host, or `group leave --dead`"),
+    ):
+        keeper._hear(json.dumps({"waits": [1], "stands": False, "refused": refused}))
+        assert keeper.facts()["why"] == line
 
 
 def test_an_agent_goes_on_though_its_words_cannot_be_written(
@@ -142,6 +155,32 @@ def test_the_cluster_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert rays.nearby() == "10.0.0.2:6379"
     monkeypatch.setenv(rays.ADDRESS_VARIABLE, "auto")
     assert rays.nearby() == "10.0.0.1:6379"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_cluster_that_is_not_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """Somebody who has started Ray on several hosts means these, and has forgotten to say so."""
+    said: list[str] = []
+    (tmp_path / "ray").mkdir()
+    with contextlib.ExitStack() as stack:
+        there = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        address = f"127.0.0.1:{there.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        if not answers:
+            there.close()
+        monkeypatch.setattr(rays, "own", lambda *_: contextlib.nullcontext(("x:1", "token")))
+        monkeypatch.setattr(rays, "connect", lambda *_: None)
+        run = {"name": "a", "every": 1, "groups": [{"machines": 2}]}
+        order = {"order": "run", "address": None, "token": None, "run": run, "files": "x"}
+        with (
+            pytest.raises(ClusterError, match="was killed"),
+            driver._cluster(order | {"command_pid": 0}, lambda say: said.append(say)),
+        ):
+            pass
+    note = f"Ray runs already, at {address}: give --address to train on its hosts"
+    assert said == ["starting Ray on this host, with 2 nodes"] + [note] * answers
 
 
 def test_a_stop_sweeps_up_what_killed_machines_have_left(runtime_dir: Path) -> None:

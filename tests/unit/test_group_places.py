@@ -337,6 +337,14 @@ def test_nothing_is_said_of_machines_that_end_as_their_command_has_asked() -> No
     assert said == ["machine 1 has failed: no room"]
 
 
+def test_a_state_is_said_again_only_after_another_one() -> None:
+    """Between the end of its job and its own, a machine looks as if it trained."""
+    made, said = watching("training")
+    for state in ("ending", "training", "ending", "away", "training"):
+        made._hear({"machine": 1, "state": state, "ended": None})
+    assert said[1:] == ["machine 1: away", "machine 1: training"]
+
+
 def test_gradients_of_a_machine_that_was_ended_at_once() -> None:
     """It has no time to count them: those that were seen last are told."""
     made = conductor.Conductor(config.from_mapping(RUN, "test"), [], "/", lambda **_: None)

@@ -169,6 +169,7 @@ def test_a_run_waits_for_machines_that_it_can_reach(cluster: dict[str, list[int]
     run._groups[1] = 0
     assert not run._has_more({1: None})
     assert run.said.pop() == "machine 2 is not known to Ray any more, and may train on"
+    assert run.summary()["machines"] == [{"machine": 2, "host": None, **conductor.LOST}]
     cluster["x"] = [2]
     assert run._has_more({1: None}) and cluster["adopted"] == [2]
     run.lease.ended[1] = {"exit_code": 0, "asked": "stop"}

@@ -69,6 +69,12 @@ def test_how_a_run_has_ended() -> None:
     )
     assert ran(summary | {"interrupted": None}) == f"{told}; failed: 0, 1"
     assert ran(summary | {"interrupted": None, "stopped": True}) == f"{told}; it was stopped"
+    lost = {"machine": 2, "exit_code": 0, "asked": "lost"}
+    unasked = {"machine": 3, "exit_code": 0, "asked": "stop", "unreached": True}
+    ended = {"run": "a", "machines": [lost], "stopped": False, "interrupted": None}
+    assert ran(ended) == "run a: 1 machine, 0 gradients applied; machine 2 may train on"
+    ended |= {"machines": [lost, unasked], "stopped": True}
+    assert ran(ended).endswith("; it was stopped; machines 2, 3 may train on")
     assert how_ended(passed) == "was interrupted by SIGINT: 1,000 gradients applied"
     assert how_ended(passed | {"asked": "stop"}) == "was stopped"
 
