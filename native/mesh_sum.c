@@ -17,19 +17,19 @@
 #endif
 
 /* The differences are weighted, not the values: what is equal in all stays as it is, and no sum of
-   equal values overflows. */
+   equal values overflows. They are subtracted twice: so a -0 stays one, too. */
 static void WIDE draw(float *restrict out, const float *restrict first, const float *restrict from,
                       float weight, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
-        out[i] += weight * (from[i] - first[i]);
+        out[i] -= weight * (first[i] - from[i]);
 }
 
 static void WIDE draw_first(float *restrict out, const float *restrict first,
                             const float *restrict from, float weight, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
-        out[i] = first[i] + weight * (from[i] - first[i]);
+        out[i] = first[i] - weight * (first[i] - from[i]);
 }
 
 /* Two members, one after the other: values of `out` and `first` are loaded once for both. */
@@ -38,8 +38,8 @@ static void WIDE draw_two(float *restrict out, const float *restrict first,
                           float of_other, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++) {
-        float moved = out[i] + of_one * (one[i] - first[i]);
-        out[i] = moved + of_other * (other[i] - first[i]);
+        float moved = out[i] - of_one * (first[i] - one[i]);
+        out[i] = moved - of_other * (first[i] - other[i]);
     }
 }
 

@@ -2,7 +2,7 @@
 
 One thread, with a connection of its own to each member. A member that is killed shows at once,
 because its connection is closed; one that hangs, or whose network is silent, when nothing has come
-for `silence_s`. Whoever gives up an exchange tells all others which member it has lost.
+for `silence_s`. A member that gives up an exchange tells all others which member it has lost.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Driver:
             self._carry_out(self.agreement.dead(event))
 
     def _hear_stranger(self, letter: Letter) -> None:
-        """Who joins, or begins, is told that it has other settings; who trains goes on."""
+        """A machine that joins, or begins, hears that it has other settings; others go on."""
         theirs, mine = letter.message, self.agreement
         number = int(theirs.sender.machine)
         members = mine.view.members if mine.view is not None else ()
@@ -436,9 +436,10 @@ class Driver:
         elif done.error is None and wanted and not self.agreement.frozen:
             self.state.take(done.result)
             self._carry_out(self.agreement.fetched(generation))
+            self._look()
 
     def _end_of_exchange(self, generation: int, number: int, done: Done) -> None:
-        # Where there is a state, its size is right: who has another one hears it when it fetches.
+        # Where there is a state, its size is right: a machine with another one ends as it fetches.
         if events.is_final(done.error) and not (number and events.is_other_size(done.error)):
             self.ended = events.why(done.error)
         elif done.error is not None:

@@ -341,8 +341,8 @@ class Mesh:
         self._broken = None
 
     def _loss_of(self, place: int, why: str, closed: bool) -> MemberLost:
-        """The error of a loss. Who closes a connection may do so because it has lost another one:
-        it has said so before.
+        """The error of a loss. A member may close a connection because it has lost another one: it
+        has said so before.
 
         place: -1: of this member, unless it knows of another one.
         """

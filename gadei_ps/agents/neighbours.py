@@ -167,7 +167,12 @@ class Neighbours:
         self._inbox.seek(self._goals(view, held))
 
     def _goals(self, view: View, held: Sequence[Model]) -> dict[int, Goal]:
-        """The first member gets the newest models, the others those that it names."""
+        """The first member gets the newest models, the others those that it names.
+
+        Without a state none is of use, and nobody knows which buffers are constants here.
+        """
+        if self._state.rounds < 1:
+            return {}
         place = view.members.index(self._me)
         if self._me == view.first:
             latest = newest(self._inbox.held())

@@ -77,6 +77,8 @@ class JobTraining:
         self._is_copied = False
         self._is_finite = True
         """Whether the last copy is."""
+        self._has_said = False
+        """That the copy of this round is not finite."""
         self._counted = self._client.current_version
         self._begun = self._gradients
         self._samples = total(self._control, "samples")
@@ -91,9 +93,7 @@ class JobTraining:
         """See Training."""
         self._learn(constants)
         if not self._is_copied:
-            self._copy(self._snapshot)
-            if not self._is_finite:
-                self._say_diverged(self._snapshot, "")
+            self._copy_late()
         take_out(self._snapshot, constants, self.buffers)  # the first copy has them
         checksum = _mesh.checksum(weights.data)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -102,7 +102,7 @@ class JobTraining:
             self._client.add(self._exchanged(self._snapshot))
         else:
             self._client.assign(self._exchanged(weights), reset=True)
-        self._is_copied = False
+        self._is_copied = self._has_said = False
         self._begun = self._gradients
         self._counted += 1  # the addition is no gradient
         self._told(rounds, checksum)
@@ -145,6 +145,12 @@ class JobTraining:
         self._look_at(into)
         self._keep(into)
         return trained
+
+    def _copy_late(self) -> None:
+        """For a write without a copy, or one whose copy has been given up."""
+        self._copy(self._snapshot)
+        if not self._is_finite and not self._has_said:
+            self._say_diverged(self._snapshot, "")
 
     def _look_at(self, copied: Floats) -> None:
         """Takes out of a copy what is not exchanged; whether the rest is finite.
@@ -193,6 +199,7 @@ class JobTraining:
         if self._is_finite:
             return max(1, trained)
         self._say_diverged(copied, f"they do not count in round {number + 1}, and ")
+        self._has_said = True
         return 0
 
     def _say_diverged(self, copied: Floats, what: str) -> None:
@@ -238,14 +245,13 @@ class StandingTraining(JobTraining):
         self._learn(constants)
         if self._stand is None:
             self._stand_still()
-            self._copy(self._snapshot)
-            if not self._is_finite:
-                self._say_diverged(self._snapshot, "")
+            self._copy_late()
         self._client.assign(self._exchanged(weights), reset=not self._is_finite)
         self._client.pull(self._snapshot)
         take_out(self._snapshot, constants, self.buffers)
         checksum = _mesh.checksum(self._snapshot.data)
         self._trained()
+        self._has_said = False
         self._begun = self._gradients
         self._let_go()
         self._told(rounds, checksum)

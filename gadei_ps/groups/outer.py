@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gadei_ps.groups.parts import Floats
-from gadei_ps.groups.rules import Rule, blocks, draw, number
+from gadei_ps.groups.rules import Rule, blocks, mix, number
 from gadei_ps.sync.parameters import Parameter, whole
 
 
@@ -84,7 +84,7 @@ class Outer(Rule):
         for here in blocks(parameters):
             self._step(aggregate[here], [model[here] for model in arrived], here, moves)
         own = aggregate[parameters:]
-        draw(own, [model[parameters:] for model in arrived], 1 / (1 + len(arrived)))
+        mix(own, [model[parameters:] for model in arrived], len(arrived) / (1 + len(arrived)))
         self.common[parameters:] = own
         if moves:
             self.differences = 0

@@ -65,8 +65,9 @@ def aggregate(models: Sequence[Floats], weights: Floats, out: Floats) -> None:
     models: float32 of one shape (values,), in the members' order; `out` may be one of them.
     weights: as from `shares`; a model with a weight of 0 is left out, whatever its values are. The
     mean is the first model that counts, moved by the weighted differences of the others to it. So
-    values that are equal in all stay as they are, though the sum of the weights is rounded. Each
-    operation is rounded to float32, in the members' order, so every machine gets the same bits.
+    values that are equal in all stay as they are, to the bit, though the sum of the weights is
+    rounded. Each operation is rounded to float32, in the members' order, so every machine gets the
+    same bits. Two values whose difference is beyond float32 give an infinity.
     """
     if len(models) != len(weights) or not models:
         raise ValueError(f"{len(models)} models, {len(weights)} weights")
@@ -78,7 +79,8 @@ def aggregate(models: Sequence[Floats], weights: Floats, out: Floats) -> None:
         total, product = scratch[:, : len(out[here])]
         total[:] = before = first[here]
         for model, weight in rest:
-            np.subtract(model[here], before, out=product)
+            # Subtracted twice, for -0 - (-0 - -0) is -0, and -0 + (-0 - -0) is not.
+            np.subtract(before, model[here], out=product)
             np.multiply(product, weight, out=product)
-            np.add(total, product, out=total)
+            np.subtract(total, product, out=total)
         out[here] = total

@@ -24,23 +24,20 @@ def aggregate(models: Sequence[Floats], weights: Floats) -> list[np.float32]:
         (first, _), *rest = [pair for pair in zip(values, weights, strict=True) if pair[1]]
         mean = first
         for value, weight in rest:
-            mean = f32(mean + f32(f32(value - first) * weight))
+            mean = f32(mean - f32(f32(first - value) * weight))
         means.append(mean)
     return means
 
 
 def mix(own: Floats, arrived: Sequence[Floats], weight: float) -> list[np.float32]:
-    """Mixing with the mean of what has arrived."""
+    """The mean with what has arrived; the own model is the first, unless the others weigh more."""
     if not arrived:
         return list(own)
-    each = f32(weight / len(arrived))
-    mixed = []
-    for place, value in enumerate(own):
-        value_ = value
-        for model in arrived:
-            value_ = f32(value_ + f32(f32(model[place] - value) * each))
-        mixed.append(value_)
-    return mixed
+    rest, each = f32(1 - weight), f32(weight / len(arrived))
+    models, weights = [own, *arrived], [rest, *[each] * len(arrived)]
+    if each > rest:
+        models, weights = [*arrived, own], [*weights[1:], rest]
+    return aggregate(models, np.array(weights))
 
 
 class Outer:

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from gadei_ps.groups import parts
 from gadei_ps.groups.parts import BLOCK, Floats
 from gadei_ps.sync.parameters import Parameter, shown
 
@@ -44,15 +45,19 @@ def blocks(values: int) -> Iterator[slice]:
     return (slice(begin, min(begin + BLOCK, values)) for begin in range(0, values, BLOCK))
 
 
-def draw(own: Floats, models: Sequence[Floats], each: float) -> None:
-    """Moves `own`, in place, by `each` of its difference to every one of the models.
+def mix(own: Floats, models: Sequence[Floats], weight: float) -> None:
+    """Makes of `own`, in place, 1 - weight times itself plus weight times the mean of the models.
 
-    Values that are equal in all stay as they are, whatever `each` is rounded to.
+    Without models it stays as it is. See parts.aggregate: the one that counts most comes first, for
+    what is small in it is lost beside great values of another one that it is moved from.
     """
-    for here in blocks(len(own)):
-        before = own[here].copy()
-        for model in models:
-            own[here] += (model[here] - before) * np.float32(each)
+    if not models:
+        return
+    rest, each = np.float32(1 - weight), np.float32(weight / len(models))
+    counted = [(own, rest), *((model, each) for model in models)]
+    if rest < each:
+        counted = [*counted[1:], counted[0]]
+    parts.aggregate([one for one, _ in counted], np.array([one for _, one in counted]), own)
 
 
 class Rule(ABC):
@@ -158,4 +163,4 @@ class Mix(Rule):
 
     def end_round(self, aggregate: Floats, arrived: Sequence[Floats]) -> None:
         """See Rule."""
-        draw(aggregate, arrived, self.weight / max(1, len(arrived)))
+        mix(aggregate, arrived, self.weight)

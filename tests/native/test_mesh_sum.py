@@ -50,6 +50,7 @@ def test_sums_are_those_of_numpy(seed: int, samples: list[int], values: int) -> 
         (0.2, chance.integers(0, 2**32, shape, np.uint32).view(np.float32)),
     ):
         models = np.where(chance.random(shape) < share, other, models)
+    models[:, chance.random(values) < 0.1] = -0.0  # in all
     weights = parts.shares(samples)
     wanted = np.empty(values, np.float32)
     with np.errstate(all="ignore"):

@@ -6,12 +6,13 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from support import eventually
 from support.agents import IDENTITY, nothing_of_agents_left
 from support.rounds import Agent, alike, begin, go_on, join
 
-from gadei_ps.agents.inbox import Inbox
+from gadei_ps.agents.inbox import Goal, Inbox
 from gadei_ps.agents.listener import Listener
 from gadei_ps.agents.neighbours import Group, Neighbours
 from gadei_ps.agents.post import Post
@@ -19,7 +20,7 @@ from gadei_ps.agents.state import State
 from gadei_ps.groups import reading
 from gadei_ps.groups.compress import Wire
 from gadei_ps.groups.membership import Member, View
-from gadei_ps.groups.messages import Model
+from gadei_ps.groups.messages import Aim, Model
 
 
 @pytest.mark.parametrize(
@@ -103,3 +104,21 @@ def test_a_model_that_goes_just_before_the_offer_is_not_offered(
     neighbours.offer(view, 1)
     taken = neighbours.take(view, 1)
     assert taken is not None and not taken.models
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_machine_without_a_state_seeks_no_models(
+    alone: tuple[Neighbours, View], leads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not know yet which buffers are constants: it would refuse those of a good model."""
+    sought: list[dict[int, Goal]] = []
+    monkeypatch.setattr(Inbox, "seek", lambda _, goals: sought.append(goals))
+    neighbours, view = alone
+    if not leads:
+        view = View(0, (Member("7", 0), *view.members))
+        neighbours.hear(view, view.first, Aim((Model(1, 3),)))
+    neighbours.look(view)
+    assert sought and not any(sought)
+    neighbours._state.advance(np.zeros(100, np.float32))
+    neighbours.look(view)
+    assert sought[-1][1].version == (0 if leads else 3)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from gadei_ps.agents import training
+from gadei_ps.agents import owning, training
+from gadei_ps.agents.owning import OwningTraining, StandingOwner
 from gadei_ps.agents.training import JobTraining, StandingTraining
+from gadei_ps.groups.membership import Member
+from gadei_ps.groups.shares import Shares
 from gadei_ps.memory.layout import CONTROL, Role
 from gadei_ps.memory.weights import FloatArray, Tensor, place
 
@@ -23,7 +27,7 @@ KINDS = pytest.mark.parametrize("kind", [JobTraining, StandingTraining])
 class Job:
     """In the place of a client. The optimizer has its state while it `is_warm`."""
 
-    model, current_version = MODEL, 0
+    job, model, current_version = "job", MODEL, 0
     place = SimpleNamespace(
         control=SimpleNamespace(view=lambda of: np.zeros((), CONTROL)[()] if of is CONTROL else 0)
     )
@@ -67,7 +71,7 @@ def weights(**values: float) -> FloatArray:
 
 
 def begun(
-    kind: type[JobTraining], job: Job, monkeypatch: pytest.MonkeyPatch
+    kind: Callable[..., JobTraining], job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[JobTraining, list[str], list[int]]:
     """The training, what it notes, and its checksums."""
     monkeypatch.setattr(training, "_attached", lambda *_: job)
@@ -149,3 +153,42 @@ def test_machines_with_other_constants_tell_the_same_checksum(
         assert len(notes) == 1 and job.views["mask"].flat[0] == mask
         found.update(sums)
     assert len(found) == 1
+
+
+class Batches:
+    """In the place of what a client owns: none."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def take_back(self) -> None:
+        pass
+
+    def copy(self, into: FloatArray) -> SimpleNamespace:
+        return SimpleNamespace(unanswered=(), samples=0, version=len(self._job.pull(into)))
+
+
+@pytest.mark.parametrize("kind", [OwningTraining, StandingOwner])
+def test_a_machine_that_owns_batches_says_once_in_a_round_that_it_has_diverged(
+    kind: type[OwningTraining], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it copies again before it takes the weights of its group."""
+    monkeypatch.setattr(owning, "Owned", Batches)
+    monkeypatch.setattr(owning.owned, "is_on", lambda _: True)
+    me, job = Member("0", 0), Job()
+
+    def made(*facts: Any) -> OwningTraining:
+        return kind(*facts, me, Shares(0, 1))
+
+    one, notes, _ = begun(made, job, monkeypatch)
+    one._control["batches"] = 4
+    copied, group = weights(), weights(w=5)
+    for rounds in (1, 2):
+        job.views["w"][1] = np.nan
+        assert one.copy(rounds - 1, copied) == 0
+        one.write(rounds, group, ())
+        assert len(notes) == rounds and f"do not count in round {rounds}" in notes[-1]
+        assert job.weights.tobytes() == group.tobytes()
+    job.views["w"][1] = np.nan
+    one.write(3, group, ())  # that of a round without a copy
+    assert len(notes) == 3 and "do not count" not in notes[-1]

@@ -42,7 +42,7 @@ def test_an_agent_that_is_to_leave_before_it_begins_does_not_begin() -> None:
 
 
 def test_a_word_on_a_machine_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever vouches for its death says so until the agent knows it."""
+    """A person's word on its death is repeated until the agent knows it."""
     keeper = Keeper(AGENT, pytest.fail)
     for view in (3, 3, 3, 4):
         keeper.told["view"] = view

@@ -70,7 +70,7 @@ def test_the_sum_is_that_of_the_reference_and_of_its_parts(
     )
     whole = np.empty(values, np.float32)
     parts.aggregate(all_, weights, whole)
-    assert whole.tolist() == reference.aggregate(all_, weights)
+    assert whole.tobytes() == np.array(reference.aggregate(all_, weights), np.float32).tobytes()
     for part in parts.cut(values, members):
         piece = np.empty(part.stop - part.start, np.float32)
         parts.aggregate([model[part] for model in all_], weights, piece)
@@ -109,15 +109,15 @@ def test_a_long_model_is_summed_in_blocks() -> None:
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=8), st.integers(1, 3))
 @example([5, 1, 1, 1, 1, 1], 3)
 def test_what_is_equal_in_all_stays_as_it_is(samples: list[int], arrived: int) -> None:
-    """However weights are rounded, and however great the values are."""
+    """However weights are rounded, and whatever the values are: a -0 is one, too."""
     most = np.finfo(np.float32).max
-    values = np.array([most, -most, 1 / 3, -2.7e-40, 0, np.pi], np.float32)
+    values = np.array([most, -most, 1 / 3, -2.7e-40, 0, -0.0, np.pi], np.float32)
     out = np.empty_like(values)
     parts.aggregate([values] * len(samples), parts.shares(samples), out)
-    assert out.tolist() == values.tolist()
+    assert out.tobytes() == values.tobytes()
     for text in RULES:
         found = run(reading.parse(text), values, [[values, *[values] * arrived]])
-        assert found.tolist() == values.tolist(), text
+        assert found.tobytes() == values.tobytes(), text
 
 
 # -- formats --------------------------------------------------------------------------------------
@@ -259,8 +259,18 @@ def test_mixing_among_all_keeps_the_mean(weight: float, all_: list[Floats]) -> N
     for place, own in enumerate(all_):
         others = [one for k, one in enumerate(all_) if k != place]
         mixed.append(run(Mix(weight), own, [[own, *others]]))
-        assert mixed[-1].tolist() == reference.mix(own, others, weight)
+        wanted = np.array(reference.mix(own, others, weight), np.float32)
+        assert mixed[-1].tobytes() == wanted.tobytes()
     np.testing.assert_allclose(np.mean(mixed, 0), np.mean(all_, 0), atol=1e-4)
+
+
+def test_a_model_that_does_not_count_changes_no_bit() -> None:
+    """However great its values are beside those of the one that counts."""
+    most = np.finfo(np.float32).max
+    own = np.array([1e8, most, -0.0, 1e-45, 3], np.float32)
+    other = np.array([1, -most, 5, 1e8, -0.0], np.float32)
+    for weight, wanted in ((0, own), (1, other)):
+        assert run(Mix(weight), own, [[own, other]]).tobytes() == wanted.tobytes()
 
 
 @quick
