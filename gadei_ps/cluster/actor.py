@@ -59,6 +59,7 @@ def look() -> dict[str, Any]:
         "memory": shm.SHM.is_dir() and os.access(shm.SHM, os.W_OK),
         "directory": directory,
         "living": [(*one, _group(*one)) for one in door.here()],
+        "own": sorted({run for run, _ in door.here() if rays.own_address(run)}),
     }
 
 

@@ -207,7 +207,7 @@ def status(order: Told, address: str, out: Output) -> Told:
     from gadei_ps.cluster import machines
 
     found = _found(order, address)
-    rows = machines.placed(found, machines.statuses(found))
+    rows = machines.placed(found, machines.with_others(machines.statuses(found)))
     return {"run": order["name"], "address": address, "machines": rows}
 
 

@@ -64,6 +64,20 @@ def placed(found: Actors, rows: Sequence[Told]) -> list[Told]:
     return [known.get(row["machine"], {}) | row for row in rows]
 
 
+def with_others(rows: Sequence[Told]) -> list[Told]:
+    """These rows, and one for each machine of which they tell though Ray does not know it: it was
+    given up for dead, say, and has come back."""
+    known = {row["machine"] for row in rows}
+    away = {"state": "away", "ended": None, "why": "Ray does not know it: start Ray on its host"}
+    return [*rows, *({"machine": one} | away for one in sorted(_told_of(rows) - known))]
+
+
+def _told_of(rows: Iterable[Told]) -> set[int]:
+    """Machines that others hear, or that may live."""
+    agents = [_agent(row) for row in rows]
+    return {one for agent in agents for one in (*agent["hears"], *agent["doubts"])}
+
+
 def _answers(asked: dict[int, Any], wait_s: float = ANSWER_S) -> dict[int, Any]:
     """What each actor says, or the error of one that does not answer in time."""
     until = time.monotonic() + wait_s
@@ -286,7 +300,7 @@ def end(
     others = set(living)
     while True:
         rows = statuses(wanted)
-        others.update(*((*_agent(row)["hears"], *_agent(row)["doubts"]) for row in rows))
+        others |= _told_of(rows)
         passed_s = time.monotonic() - begin
         late = [row for row in rows if row["ended"] is None]
         if passed_s > AWAY_S:

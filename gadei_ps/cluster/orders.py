@@ -74,6 +74,8 @@ def to_run(wanted: Run, file: Path, address: str | None) -> Told:
     """
     if address is None:
         _check_own(wanted, file)
+    else:
+        _check_apart(wanted.name)
     return {
         "order": "run",
         "name": wanted.name,
@@ -94,20 +96,40 @@ def _check_own(wanted: Run, file: Path) -> None:
                 )
 
 
+def _there(name: str) -> str:
+    return f"run {name!r} is on this host already"
+
+
+def _stop_first(name: str) -> str:
+    return f"{_there(name)}: stop it first (gadei-ps group stop {name})"
+
+
+def _check_apart(name: str) -> None:
+    """Raises UsageError if this host has the run in a cluster of its own, or what is left of it.
+
+    Its machines listen where no other host reaches them.
+    """
+    own = rays.own_address(name)
+    is_left = own is not None and (rays.answers(own) or door.here(name))
+    if is_left or locked(rays.lock_path(name)):
+        raise UsageError(_stop_first(name))
+
+
 @contextlib.contextmanager
 def _alone(name: str, say: Say) -> Iterator[None]:
     """In this block nobody else on this host starts a cluster for the run. Raises UsageError."""
-    there = f"run {name!r} is on this host already"
     paths.directory(make=True)
     try:
-        lock = Lock(rays.lock_path(name), f"{there}: stop it first (gadei-ps group stop {name})")
+        lock = Lock(rays.lock_path(name), _stop_first(name))
     except JobInUse as error:
         raise UsageError(str(error)) from None
     try:
         noted = rays.noted(name)
-        if noted is not None and rays.answers(noted["address"]):
-            where = noted["address"]
-            if not noted["token"]:
+        where = noted["address"] if noted is not None else None
+        if noted is None and door.here(name):  # `group run` is on another host
+            where = rays.nearby()
+        if where is not None and rays.answers(where):
+            if noted is None or not noted["token"]:
                 raise UsageError(f"run {name!r} is in the cluster at {where}: say --address")
             say(
                 f"waiting for the end of the Ray cluster at {where}, whose command was killed",
@@ -116,7 +138,7 @@ def _alone(name: str, say: Say) -> Iterator[None]:
             if not _is_gone(where, LAST_S):
                 note = rays.note_path(name)
                 raise UsageError(
-                    f"{there}, at {where}: end its Ray, or remove {note} if that is none"
+                    f"{_there(name)}, at {where}: end its Ray, or remove {note} if that is none"
                 )
         rays.forget(name)
         yield

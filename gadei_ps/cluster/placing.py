@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,15 @@ from ray.util.scheduling_strategies import (
 import gadei_ps
 from gadei_ps.cluster import rays
 from gadei_ps.cluster.actor import CALLS, NAMESPACE, MachineActor, actor_name, look
-from gadei_ps.cluster.config import Run
+from gadei_ps.cluster.config import Run, job_name
 from gadei_ps.errors import ClusterError
+from gadei_ps.show.counts import counted
 
 PLACE_S = 30.0
 ANSWER_S = 60.0
 """For a new actor, whose process has to start first."""
+NODE = "node:"
+"""Begins the name of a resource that Ray has at one address alone."""
 
 Actors = dict[int, Any]
 
@@ -49,11 +53,12 @@ class Seat:
 def living(run: str, *, all_hosts: bool = True) -> dict[int, tuple[str, int]]:
     """Machines of the run whose processes live, whatever Ray knows of them: host and group.
 
-    Raises ClusterError for a host whose gadei-ps is another one, or none. all_hosts: False: a host
-    of which nothing can be told is left out instead.
+    Raises ClusterError for a host whose gadei-ps is another one, or none, or that has the run in a
+    cluster of its own. all_hosts: False: such a host, or one of which nothing can be told, is left
+    out instead.
     """
     by_host = {one["NodeManagerAddress"]: one["NodeID"] for one in nodes()}
-    if len(by_host) == 1:  # a driver is on a node
+    if len(by_host) == 1:  # a driver is on a node, which may be of a cluster of this host's own
         looks = {host: look() for host in by_host}
     else:
         task = ray.remote(num_cpus=0, max_retries=0)(look)
@@ -66,7 +71,7 @@ def living(run: str, *, all_hosts: bool = True) -> dict[int, tuple[str, int]]:
         looks = {}
         for host, one in asked.items():
             with contextlib.nullcontext() if all_hosts else contextlib.suppress(ClusterError):
-                looks[host] = _look_at(host, one)
+                looks[host] = _look_at(host, one, run)
     return {
         number: (host, group)
         for host, found in looks.items()
@@ -82,9 +87,9 @@ def seats(run: Run, there: Mapping[int, tuple[str, int]]) -> list[Seat]:
     for place, group in enumerate(run.groups):
         bundles = list(group.bundles())
         for number in sorted(one for one, (_, ours) in there.items() if ours == place):
-            node = f"node:{there[number][0]}"
+            node = f"{NODE}{there[number][0]}"
             fitting = [one for one in bundles if node in one] or [
-                one for one in bundles if not any(name.startswith("node:") for name in one)
+                one for one in bundles if not any(name.startswith(NODE) for name in one)
             ]
             if fitting:
                 bundles.remove(fitting[0])
@@ -94,12 +99,17 @@ def seats(run: Run, there: Mapping[int, tuple[str, int]]) -> list[Seat]:
     return found
 
 
-def _look_at(host: str, reference: Any) -> dict[str, Any]:
+def _look_at(host: str, reference: Any, run: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = ray.get(reference, timeout=ANSWER_S)
     except Exception as error:
         raise ClusterError(f"node {host}: {told(error)}") from None
     check(host, found)
+    if run in found["own"]:
+        raise ClusterError(
+            f"run {run} is on host {host} already, in a Ray cluster of its own: stop it there "
+            f"first (gadei-ps group stop {run}), or give this one another name"
+        )
     return found
 
 
@@ -125,12 +135,7 @@ def place(run: Run) -> Actors:
     """New actors for all machines of the run; each on a node of its own, and where a machine's
     process lives already, on that host. Raises ClusterError."""
     wanted = seats(run, living(run.name))
-    free = len(nodes())
-    if free < len(wanted):
-        raise ClusterError(
-            f"{run.name}: {len(wanted)} machines are wanted, and the cluster has {free}: start "
-            "Ray on more (ray start --address), or ask for fewer"
-        )
+    _check_nodes(run.name, wanted, nodes())
     drop(run.name)
     bundles = [dict(one.bundle) for one in wanted]
     made = placement_group(
@@ -139,8 +144,8 @@ def place(run: Run) -> Actors:
     if not made.wait(PLACE_S):
         drop(run.name)
         raise ClusterError(
-            f"{run.name}: Ray has no place for {len(wanted)} machines: {_wanted(bundles)}; see "
-            "`ray status`"
+            f"{run.name}: Ray has no place for {len(wanted)} machines, each on a node of its own: "
+            f"{_wanted(bundles)}; see `ray status`"
         )
     return {
         one.number: actor(run.name, one.number, PlacementGroupSchedulingStrategy(made, place))
@@ -148,9 +153,56 @@ def place(run: Run) -> Actors:
     }
 
 
-def _wanted(bundles: list[dict[str, float]]) -> str:
-    kinds = {", ".join(f"{name} {count:g}" for name, count in one.items()) for one in bundles}
-    return " or ".join(sorted(kinds)) + " on each"
+def _check_nodes(run: str, wanted: Sequence[Seat], known: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ClusterError if a cluster of these nodes cannot have all these seats: Ray itself would
+    only wait. known: as nodes() says them."""
+    have = Counter(name for one in known for name in one["Resources"] if name.startswith(NODE))
+    asked = [(address, one.number) for one in wanted if (address := _address(one.bundle))]
+    missing = [address for address, _ in asked if not have[NODE + address]]
+    if missing:
+        raise ClusterError(f"{run}: {_no_nodes(missing, known)}, or correct `nodes`")
+    for address, _ in asked:
+        ours, free = [number for at, number in asked if at == address], have[NODE + address]
+        if len(ours) > free:
+            raise ClusterError(
+                f"{run}: machines {', '.join(map(str, ours))} are to be at {address}, or train "
+                f"there already, and the cluster has {counted(free, 'node')} there: correct "
+                f"`nodes`, or end a machine there (gadei-ps stop {job_name(run, ours[-1])})"
+            )
+    if len(known) < len(wanted):
+        raise ClusterError(
+            f"{run}: {len(wanted)} machines are wanted, and the cluster has {len(known)}: start "
+            "Ray on more (ray start --address), or ask for fewer"
+        )
+
+
+def _no_nodes(missing: Sequence[str], known: Sequence[Mapping[str, Any]]) -> str:
+    what = "is no node" if len(missing) == 1 else "are no nodes"
+    there = ", ".join(sorted({one["NodeManagerAddress"] for one in known}))
+    return (
+        f"{', '.join(missing)} {what} of the cluster; its nodes are {there}: start Ray there (ray "
+        "start --address)"
+    )
+
+
+def _address(bundle: Mapping[str, float]) -> str:
+    """Where it must be; nothing if it may be anywhere."""
+    return next((one.removeprefix(NODE) for one in bundle if one.startswith(NODE)), "")
+
+
+def _wanted(bundles: Sequence[Mapping[str, float]]) -> str:
+    """What machines are to have, and where."""
+    places: dict[str, list[str]] = {}
+    for one in bundles:
+        what = [f"{count:g} {name}" for name, count in one.items() if not name.startswith(NODE)]
+        places.setdefault(" and ".join(what), []).append(_address(one))
+    found = []
+    for wish, addresses in places.items():
+        if named := [address for address in addresses if address]:
+            found.append(f"{wish} at {', '.join(named)}")
+        if others := addresses.count(""):
+            found.append(f"{wish} on {counted(others, 'other node' if named else 'node')}")
+    return "; ".join(found)
 
 
 def actor(run: str, number: int, strategy: Any) -> Any:
@@ -175,14 +227,16 @@ def beside(run: str, number: int, used: Collection[str], host: str | None = None
 
     used: nodes that have one. host: the node's address, if it must be a certain one.
     """
-    for one in nodes():
+    known = nodes()
+    if host is not None and host not in {one["NodeManagerAddress"] for one in known}:
+        raise ClusterError(f"run {run}: {_no_nodes([host], known)}, or name another one")
+    for one in known:
         if one["NodeID"] not in used and host in (None, one["NodeManagerAddress"]):
             strategy = NodeAffinitySchedulingStrategy(one["NodeID"], soft=False)
             return actor(run, number, strategy)
     where = f"node {host} has" if host else "all nodes have"
     raise ClusterError(
-        f"{where} a machine of {run} already, or cannot be reached: start Ray on another one (ray "
-        "start --address)"
+        f"{where} a machine of {run} already: start Ray on another one (ray start --address)"
     )
 
 

@@ -59,6 +59,12 @@ def noted(run: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "address" in found else None
 
 
+def own_address(run: str) -> str | None:
+    """Of the cluster of this host's own that is noted for a run; None if none is."""
+    found = noted(run)
+    return found["address"] if found is not None and found["token"] else None
+
+
 def nearby() -> str | None:
     """Address of the cluster of which this host is a node, if `ray start` has been run here."""
     place = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"

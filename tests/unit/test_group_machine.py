@@ -329,6 +329,48 @@ def test_the_cluster_of_a_command_that_was_killed_ends_before_the_next_one(
     assert not rays.lock_path("a").exists()
 
 
+def test_a_run_that_this_host_has_begins_in_no_other_cluster(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the first one is touched: neither its machines nor the note on its cluster."""
+    monkeypatch.setattr(orders, "Driven", None)
+    (tmp_path / "a.toml").write_text("every = 1\n[[groups]]\nmachines = 1\n")
+
+    def refused(address: str | None) -> str:
+        with pytest.raises(UsageError) as caught:
+            orders.run(tmp_path / "a.toml", ["true"], address, tmp_path, say_nothing)
+        return str(caught.value)
+
+    there = "run 'a' is on this host already: stop it first (gadei-ps group stop a)"
+    lock = Lock(rays.lock_path("a"), "")  # its Ray is just starting
+    assert refused("h:1") == there
+    lock.release()
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        rays.note("a", f"127.0.0.1:{cluster.getsockname()[1]}", "secret")
+        assert refused("h:1") == there
+    with monkeypatch.context() as changed:
+        changed.setattr(orders.door, "here", lambda name: [(name, 0)])
+        assert refused("h:1") == there  # its command was killed, and its machines train on
+    assert rays.own_address("a")
+    with pytest.raises(TypeError, match="NoneType"):  # all has ended
+        orders.run(tmp_path / "a.toml", ["true"], "h:1", tmp_path, say_nothing)
+
+
+def test_a_run_of_several_hosts_begins_on_none_of_them_alone(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command is on another host, so nothing is noted on this one."""
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        where = f"127.0.0.1:{cluster.getsockname()[1]}"
+        monkeypatch.setenv(rays.ADDRESS_VARIABLE, where)
+        with orders._alone("a", say_nothing):
+            pass  # it has no machine here
+        monkeypatch.setattr(orders.door, "here", lambda name: [(name, 0)])
+        with pytest.raises(UsageError, match=f"^run 'a' is in the cluster at {where}: say --addr"):
+            orders._alone("a", say_nothing).__enter__()
+    assert not rays.lock_path("a").exists()
+
+
 CLUSTER = """
 import socket, time
 door = socket.create_server(("127.0.0.1", 0))

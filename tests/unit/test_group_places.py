@@ -189,6 +189,14 @@ def test_a_node_whose_machine_has_ended_can_get_another_one() -> None:
     assert machines.used_nodes(rows) == {"x"}
 
 
+def test_a_machine_that_only_others_know_is_away() -> None:
+    """It was given up for dead, and has come back before Ray on its host has."""
+    rows = machines.with_others([row(2, 7, hears=[3, 4]), row(3, 7, hears=[2, 4], doubts=[5])])
+    assert [(one["machine"], one["state"]) for one in rows[2:]] == [(4, "away"), (5, "away")]
+    assert rows[2]["ended"] is None and rows[2]["why"].startswith("Ray does not know it")
+    assert machines.with_others([AWAY, row(2, 7, hears=[9])]) == [AWAY, row(2, 7, hears=[9])]
+
+
 DOUBTS = row(2, 7, doubts=[9])
 
 

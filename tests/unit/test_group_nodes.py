@@ -1,0 +1,92 @@
+"""What is said at once of a cluster that cannot have the machines of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gadei_ps.cluster import config, rays
+from gadei_ps.errors import ClusterError
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed: pip install 'gadei-ps[cluster]'", allow_module_level=True)
+
+import ray
+
+from gadei_ps.cluster import actor, placing
+
+RUN = {"name": "a", "every": 1, "groups": [{"machines": 2}, {"nodes": ["x", "y"]}]}
+
+
+def cluster(*addresses: str) -> list[dict[str, Any]]:
+    """Nodes at these addresses, as Ray tells of them."""
+    head = {"node:__internal_head__": 1.0}
+    return [
+        {"NodeManagerAddress": one, "Resources": {"CPU": 1.0, f"node:{one}": 1.0} | head}
+        for one in addresses
+    ]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "there", "why"),
+    [
+        ("xyzw", {}, ""),
+        ("xyzw", {7: ("z", 0)}, ""),
+        ("xzzw", {}, "a: y is no node of the cluster; its nodes are w, x, z: start Ray there "),
+        # Also where there are too few: which are missing says more than how many.
+        ("zw", {}, "a: x, y are no nodes of the cluster; its nodes are w, z: start Ray"),
+        ("xyw", {}, "a: 4 machines are wanted, and the cluster has 3: start Ray on more"),
+        # Ray would never place them: each has a node of its own.
+        (
+            "xyzw",
+            {0: ("z", 0), 1: ("z", 0)},
+            "a: machines 0, 1 are to be at z, or train there already, and the cluster has 1 node "
+            "there: correct `nodes`, or end a machine there (gadei-ps stop a-1)",
+        ),
+        ("xyzz", {0: ("z", 0), 1: ("z", 0)}, ""),
+        ("xyzw", {0: ("x", 0)}, "a: machines 0, 2 are to be at x, or train there already"),
+    ],
+)
+def test_a_cluster_that_cannot_have_all_machines(
+    addresses: str, there: dict[int, tuple[str, int]], why: str
+) -> None:
+    """It is said at once: Ray itself would wait."""
+    wanted = placing.seats(config.from_mapping(RUN, "test"), there)
+    with pytest.raises(ClusterError) if why else contextlib.nullcontext() as caught:
+        placing._check_nodes("a", wanted, cluster(*addresses))
+    assert not why or str(caught.value).startswith(why)  # type: ignore[union-attr]
+
+
+def test_a_machine_joins_on_no_node_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [one | {"NodeID": one["NodeManagerAddress"]} for one in cluster("x", "y")]
+    monkeypatch.setattr(placing, "nodes", lambda: known)
+    with pytest.raises(ClusterError, match=r"^run a: z is no node of the cluster; its nodes are x"):
+        placing.beside("a", 0, ["x"], "z")
+    with pytest.raises(ClusterError, match=r"^node x has a machine of a already: start Ray on ano"):
+        placing.beside("a", 0, ["x"], "x")
+
+
+def test_what_machines_are_to_have_is_said_in_words() -> None:
+    any_one, x, y = {"CPU": 1, "GPU": 2}, {"CPU": 1, "node:x": 0.001}, {"CPU": 1, "node:y": 0.001}
+    assert placing._wanted([x, any_one, y]) == "1 CPU at x, y; 1 CPU and 2 GPU on 1 node"
+    assert placing._wanted([x, {"CPU": 1}, {"CPU": 1}]) == "1 CPU at x; 1 CPU on 2 other nodes"
+
+
+def test_machines_of_another_cluster_are_not_taken(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a host's own cluster train for another `group run`, where no other host reaches
+    them."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "h")
+    monkeypatch.setattr(actor.door, "here", lambda: [("a", 0), ("b", 0)])
+    monkeypatch.setattr(actor, "_group", lambda *_: 0)
+    monkeypatch.setattr(ray, "get", lambda found, timeout: found)
+    rays.note("a", "127.0.0.2:1", "a token")
+    rays.note("b", "h:1", None)
+    with pytest.raises(ClusterError, match="run a is on host h already, in a Ray cluster of its "):
+        placing._look_at("h", actor.look(), "a")
+    assert placing._look_at("h", actor.look(), "b")["living"] == [("a", 0, 0), ("b", 0, 0)]
