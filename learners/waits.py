@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import weakref
@@ -56,20 +57,29 @@ def limit(timeout_s: float | None) -> float | None:
 
 
 class OnlyOne:
-    """A call of several parts, of one thread at a time: the others get a UsageError."""
+    """A call of several parts, of one thread at a time: the others get a UsageError.
+
+    An interrupt may come at any instant. Python looks for one after a call of C, and where a
+    function of Python begins; so `__exit__` is C, which has left before an interrupt can come.
+    """
 
     def __init__(self, learner: _native.Learner, kind: int) -> None:
         self._learner = learner
         self._kind = kind
+        self._leave = functools.partial(learner.leave, kind)
 
     def __enter__(self) -> None:
         try:
             self._learner.enter(self._kind)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        except BaseException:  # an interrupt, once it has entered
+            self._leave()
+            raise
 
-    def __exit__(self, *exc: object) -> None:
-        self._learner.leave(self._kind)
+    @property
+    def __exit__(self) -> Callable[..., None]:
+        return self._leave
 
 
 class Carrier(Protocol):

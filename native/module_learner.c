@@ -133,7 +133,7 @@ METHOD(enter)
 METHOD(leave)
 {
     enum ps_call kind;
-    if (take_kind(args, count, &kind) < 0)
+    if (take_kind(args, count > 1 ? 1 : count, &kind) < 0)
         return NULL;
     ps_leave(&LEARNER->calls, kind);
     Py_RETURN_NONE;
@@ -374,7 +374,7 @@ static PyGetSetDef properties[] = {
 static PyMethodDef methods[] = {
     ENTRY(enter, "enter(kind): begins a call of several parts; ValueError if another thread is in "
                  "one, or the learner has detached"),
-    ENTRY(leave, "leave(kind): ends it"),
+    ENTRY(leave, "leave(kind, *exc): ends it; an __exit__ in which no interrupt can come"),
     ENTRY(shut, "shut(): waits for the push that is under way; nothing is published afterwards"),
     ENTRY(claim, "claim(timeout_ns) -> address of the free slot, this thread's now, or a result < 0"),
     ENTRY(push, "push(facts, gradients) -> sequence number, or a result < 0: claims, writes and "

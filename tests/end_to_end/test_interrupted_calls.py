@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import Optimizer
 
 ROUNDS = 12
+TURNS = 2000
 HOW: dict[str, Any] = {"kind": "adam", "lr": 1e-3}
 
 
@@ -153,3 +155,25 @@ def test_a_reply_that_was_not_awaited(job_name: str, monkeypatch: pytest.MonkeyP
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def test_a_call_that_is_interrupted_gives_back_its_turn(job_name: str) -> None:
+    """At every instruction: the interrupts come within a few microseconds of each other."""
+    chance = random.Random(1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with daemon(job_name), Client(job_name, tensors={"w": np.zeros(9, np.float32)}) as client:
+            for _ in range(TURNS):
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, 5e-5 + chance.random() * 1e-4)
+                    while True:
+                        with client._pushing:
+                            pass
+                with client._pushing:
+                    pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
