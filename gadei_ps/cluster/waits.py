@@ -15,7 +15,7 @@ Told = dict[str, Any]
 
 
 class Waits:
-    """Of one run: each wait is said once, as long as it lasts."""
+    """Of one run. However long a wait lasts, it is said once."""
 
     def __init__(self, run: str, silence_s: float, say: Callable[[str], None]) -> None:
         """say: is given a line."""

@@ -150,8 +150,8 @@ def can_work(me: Member, applied: int | None, view: View | None, later: View) ->
     """Whether a machine can go on under a view of a greater rank, with what it has.
 
     applied: see Answer. view: under which it has worked until now; None: it is no member yet. A
-    newcomer must have nothing. Another member has answered whoever made the later view, under the
-    view that this follows: if it works under another one since, it may have other results.
+    newcomer must have nothing. The later view was made from what its other members answered under
+    the view before it: one that has gone on under another view since may have other results.
     """
     before = -1 if view is None else view.generation
     if me in later.newcomers:

@@ -102,16 +102,22 @@ def test_two_jobs_train_together_and_an_agent_is_killed(two_jobs: list[str]) -> 
         eventually(lambda job=job: len(status(job)["learners"]) == 1)
 
 
+def _pair(first: str, second: str, overlap: bool) -> tuple[Agent, Agent, dict[int, str]]:
+    """Agents of two jobs that have made three rounds, and where they listen."""
+    agents = dict(zip((0, 1), (f"127.0.0.1:{port}" for port in ports(2)), strict=True))
+    one = Agent(first, 0, agents, overlap=overlap)
+    other = Agent(second, 1, agents, overlap=overlap)
+    for machine in (one, other):
+        machine.go_on(3)
+    return one, other, agents
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_statistic_that_has_diverged_where_a_group_begins(overlap: bool, job_name: str) -> None:
     """It is the group's where the first machine has it, and no other one's."""
     with _two_jobs(job_name, last_variance=np.inf) as jobs:
         a, b = jobs
-        agents = dict(zip((0, 1), (f"127.0.0.1:{port}" for port in ports(2)), strict=True))
-        one = Agent(a, 0, agents, overlap=overlap)
-        other = Agent(b, 1, agents, overlap=overlap)
-        for machine in (one, other):
-            machine.go_on(3)
+        one, other, _ = _pair(a, b, overlap)
         assert (_weights(b)["variance"] == 1).all() and (_weights(a)["variance"] == 1).all()
         for machine in (one, other):
             told = ["buffers 'mask', 'floor' held an infinity" in note for note in machine.notes]
@@ -126,11 +132,7 @@ def test_a_constant_stays_one_through_the_death_of_an_agent(overlap: bool, job_n
     """Also one that only the group's first machine has: the others keep their own."""
     with _two_jobs(job_name, last_variance=np.inf) as jobs:
         a, b = jobs
-        agents = dict(zip((0, 1), (f"127.0.0.1:{port}" for port in ports(2)), strict=True))
-        one = Agent(b, 0, agents, overlap=overlap)
-        other = Agent(a, 1, agents, overlap=overlap)
-        for machine in (one, other):
-            machine.go_on(2)
+        one, other, agents = _pair(b, a, overlap)
         assert other.end(signal.SIGKILL) == -signal.SIGKILL
         one.go_on(1)
         again = Agent(a, 1, {0: agents[0]}, overlap=overlap, joins=True)

@@ -202,7 +202,7 @@ def test_machines_with_other_settings_do_not_begin_or_join() -> None:
 
 
 def test_a_machine_with_a_model_of_another_size_ends_and_no_other_one() -> None:
-    """Its next life would end as well. Whoever of the two calls the other one."""
+    """Its next life would end as well. It does not matter which of the two calls."""
     agents = begin([Agent(1), Agent(2)])
     go_on(agents)
     for number in (0, 3):
