@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -346,35 +346,6 @@ def test_a_circle_of_c_sources_is_found() -> None:
     other = "static int third(int a)\n{\n    return first(a);\n}\n"
     assert not circles(calls_in_c({"a.c": one, "b.c": other}))
     assert circles(calls_in_c({"a.c": one, "b.c": other + "int second(int a)\n{\n}\n"}))
-
-
-MOST_LINES = 450
-
-
-def too_long(paths: Iterable[Path]) -> dict[str, int]:
-    """Files with more than MOST_LINES lines. By their paths: names stand in several folders."""
-    lines = {str(path): len(path.read_text().splitlines()) for path in paths}
-    return {path: count for path, count in lines.items() if count > MOST_LINES}
-
-
-def test_no_source_is_too_long(tmp_path: Path) -> None:
-    suffixes = ("*.py", "*.pyi", "*.c", "*.h", "*.cu")
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *suffixes],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    if listed.returncode:
-        pytest.skip("not a git work tree")
-    paths = [ROOT / name for name in listed.stdout.splitlines()]
-    assert len(paths) > 300
-    assert not too_long(path for path in paths if path.exists())
-    long, short = tmp_path / "a/same.c", tmp_path / "b/same.c"
-    for path, count in ((long, MOST_LINES + 1), (short, MOST_LINES)):
-        path.parent.mkdir()
-        path.write_text("\n" * count)
-    assert too_long([long, short]) == {str(long): MOST_LINES + 1}
 
 
 COMPILERS = {"numba", "llvmlite"}
