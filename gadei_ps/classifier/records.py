@@ -18,11 +18,12 @@ import json
 import lzma
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gadei_ps.errors import UsageError
 from gadei_ps.machine import given
@@ -82,8 +83,12 @@ def opened(path: str | PathLike[str]) -> Records:
     separator, skipped = _separator(text)
     if separator != ",":
         form = (*form, f"columns separated by {SEPARATORS.get(separator, repr(separator))}")
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL
+    if separator == "\t" and _quotes_are_text(text):
+        form = (*form, "quotes are part of the text")
+        quoting = csv.QUOTE_NONE
     del text
-    return Records(None, _csv(path, body, encoding, separator, skipped), form)
+    return Records(None, _csv(path, body, encoding, separator, quoting, skipped), form)
 
 
 def error(path: str | PathLike[str], line: int | None, what: str, remedy: str) -> DatasetError:
@@ -223,7 +228,29 @@ def _separator(text: str) -> tuple[str, int]:
             score = (int(alike * 2 > len(rows)), 0)
         if score > best_score:
             best, best_score = separator, score
+    if best_score[0] < 2 and _quotes_are_text(text):
+        best = "\t"
     return best, 0
+
+
+def _quotes_are_text(text: str) -> bool:
+    """Whether this is a TSV file without quoting: each line is a row, and quotes are characters.
+
+    The lines must have tabs, most of them the same number, and quoting must not fit: the strict
+    parser fails, or joins lines although each has its tabs.
+    """
+    if '"' not in text:
+        return False
+    tabs = Counter(line.count("\t") for line in io.StringIO(text, newline=None) if line.strip())
+    (usual, count), lines = max(tabs.items(), key=lambda one: one[1]), tabs.total()
+    if not usual or count * 2 <= lines:
+        return False
+    csv.field_size_limit(MOST_BYTES)
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+        return count == lines and sum(map(_has_content, reader)) != lines
+    except csv.Error:
+        return True
 
 
 def _tried(sample: str, cut: bool, separator: str) -> list[list[str]]:
@@ -243,7 +270,12 @@ def _has_content(row: list[str]) -> bool:
 
 
 def _csv(
-    path: str | PathLike[str], body: bytes, encoding: str, separator: str, skipped: int
+    path: str | PathLike[str],
+    body: bytes,
+    encoding: str,
+    separator: str,
+    quoting: Literal[0, 3],
+    skipped: int,
 ) -> Iterator[Row]:
     """Each non-blank row with the number of the line on which it begins, from 1."""
     lines = io.TextIOWrapper(io.BytesIO(body), encoding, newline="")
@@ -251,7 +283,7 @@ def _csv(
         lines.readline()
     csv.field_size_limit(MOST_BYTES)
     # Strict, because the lenient parser silently drops the rows after a single quote.
-    reader = csv.reader(lines, delimiter=separator, strict=True)
+    reader = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
     while True:
         line = reader.line_num + 1 + skipped
         try:

@@ -2,7 +2,7 @@
 
 The launcher reads the data and starts a job and its learners. After each epoch it measures the
 shared weights on the held-out tenth, while training continues. It keeps the best weights, and stops
-when they no longer improve. It computes no gradients. It replaces learners that die.
+when neither accuracy nor loss improves. It computes no gradients. It replaces learners that die.
 """
 
 from __future__ import annotations

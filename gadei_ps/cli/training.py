@@ -77,7 +77,7 @@ def train(
         Path, typer.Option(metavar="DIR", help="Directory that the model is written to.")
     ] = Path("model"),
     patience: Annotated[
-        int, typer.Option(metavar="E", help="Stop after E epochs without improvement.")
+        int, typer.Option(metavar="E", help="Stop after E epochs without a higher held-out accuracy, or a lower loss at the same.")
     ] = 5,
     dropout: Annotated[
         float, typer.Option(metavar="P", help="Probability with which dropout zeroes a unit.")

@@ -93,6 +93,25 @@ def test_what_separates_nothing(tmp_path: Path, separator: str) -> None:
         read_training(path)
 
 
+@pytest.mark.parametrize(
+    ("lines", "texts"),
+    [
+        (['ok\t"a one', "no\tb", 'ok\t"c', "no\td"], ['"a one', "b", '"c', "d"]),
+        (['ok\t"a', 'no\tb"', 'ok\t"c', 'no\td"'], ['"a', 'b"', '"c', 'd"']),
+        (["ok\ta", "no\tb"] * 9000 + ['ok\t"c', "no\td"], ["a", "b"] * 9000 + ['"c', "d"]),
+        (['ok\t"a, ""b"" c"', "no\td"], ['a, "b" c', "d"]),
+        (['"ok"\t"a\nb"', '"no"\t"c"'], ["a\nb", "c"]),
+    ],
+    ids=["open", "joined", "late", "quoted", "quoted lines"],
+)
+def test_tabs_with_and_without_quoting(tmp_path: Path, lines: list[str], texts: list[str]) -> None:
+    """An opening quote in a file that does not quote must not hide the columns or join lines."""
+    data = read_training(written(tmp_path, "\n".join(["label\ttext", *lines * 5]), "data.tsv"))
+    assert data.texts == tuple(texts * 5)
+    assert data.label_names == ("no", "ok")
+    assert ("quotes are part of the text" in data.notices[0]) == any(t[0] == '"' for t in texts)
+
+
 def test_an_array_of_json_objects(tmp_path: Path) -> None:
     """Values are read as texts; a key that is missing is empty."""
     objects = [{"n": 1, "text": x, "label": y == "x", "all": None} for x, y in ROWS]
