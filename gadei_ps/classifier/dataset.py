@@ -127,12 +127,14 @@ def read_test(
 class Table(NamedTuple):
     """A file's header, its rows, all as wide as the header, and its texts.
 
-    header: empty if the file has none. notices: how the file was read, and what was left out.
+    header: empty if the file has none. text_at: number of the column of the texts. notices: how the
+    file was read, and what was left out.
     """
 
     header: tuple[str, ...]
     rows: list[list[str]]
     texts: list[str]
+    text_at: int = 0
     notices: tuple[str, ...] = ()
 
 
@@ -148,7 +150,8 @@ def read_table(path: str | PathLike[str], text_column: str | None = None) -> Tab
         row += [""] * (width - len(row))
     header = opened.records.names or opened.columns.names
     texts = [row[opened.columns.text].strip() for row in rows]
-    return Table(tuple(header), rows, texts, (*opened.notices(), *opened.left_out()))
+    notices = (*opened.notices(), *opened.left_out())
+    return Table(tuple(header), rows, texts, opened.columns.text, notices)
 
 
 class _Labelled(NamedTuple):

@@ -17,20 +17,32 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
 from gadei_ps.classifier.dataset import UNSEEN_LABEL
+from gadei_ps.classifier.inference import (
+    BATCH,
+    CONFIG,
+    FORMAT,
+    FORMAT_OF_CUTS,
+    LABELS,
+    METRICS,
+    RESULT_FILES,
+    VOCABULARY,
+    WEIGHTS,
+    ModelDirectoryError,
+    Sizes,
+    batches,
+    failure,
+    resolved,
+)
 from gadei_ps.classifier.words import PADDING, WORDS, Vocabulary
-from gadei_ps.errors import GadeiError
-from gadei_ps.machine import given
-from gadei_ps.show.counts import counted
 from gadei_ps.show.strict_json import finite
 from gadei_ps.storage import files
 
@@ -78,28 +90,15 @@ class SentenceClassifier(torch.nn.Module):
         lookup: Lookup = functional.embedding,
     ) -> None:
         super().__init__()
-        sizes = (vocabulary_size, classes, embedding, maps, *widths)
-        if not widths or not all(isinstance(n, int) and n > 0 for n in sizes):
-            raise ValueError(f"sizes must be positive integers: {sizes}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1: {dropout}")
-        self.sizes: dict[str, Any] = {
-            "vocabulary_size": vocabulary_size,
-            "classes": classes,
-            "embedding": embedding,
-            "maps": maps,
-            "widths": sorted(widths, reverse=True),
-            "dropout": dropout,
-        }
+        sizes = Sizes(vocabulary_size, classes, embedding, maps, widths, dropout)
+        self.sizes = sizes.as_dict()
         self.dropout = dropout
         self.sparse = sparse
         self.linear = linear
         self.lookup = lookup
         self.widest = max(widths)
-        features = maps * len(widths)
-        self.tap_features = [
-            maps * sum(width > tap for width in widths) for tap in range(self.widest)
-        ]
+        self.tap_features = sizes.tap_features
+        features = sizes.features
         generator = torch.Generator().manual_seed(seed)
 
         def uniform(shape: tuple[int, ...], bound: float) -> torch.nn.Parameter:
@@ -166,7 +165,7 @@ def evaluate(
     model: SentenceClassifier,
     tokens: NDArray[np.int32],
     labels: NDArray[np.int64],
-    batch_size: int = 64,
+    batch_size: int = BATCH,
 ) -> tuple[float, float]:
     """Accuracy (0 to 1) and mean cross-entropy (nats) without dropout.
 
@@ -187,28 +186,14 @@ def evaluate(
     return correct / len(labels), loss / known if known else math.nan
 
 
-def predict(
-    model: SentenceClassifier, tokens: NDArray[np.int32], batch_size: int = 64
-) -> NDArray[np.float32]:
-    """Probabilities, float32 (n, classes), of sentences (n, width), without dropout."""
-    probabilities = np.empty((len(tokens), model.sizes["classes"]), np.float32)
-    for rows, logits in _logits(model, tokens, batch_size):
-        probabilities[rows] = logits.softmax(dim=1).numpy()
-    return probabilities
-
-
 def _logits(
     model: SentenceClassifier, tokens: NDArray[np.int32], batch_size: int
 ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-    """Row numbers and their logits on the CPU, shortest sentences first, for less padding."""
-    lengths = (tokens != PADDING).sum(axis=1)
-    order = np.argsort(lengths, kind="stable")
+    """Row numbers and their logits on the CPU, as `batches` gives them."""
     training = model.training
     model.eval()
     try:
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
-            batch = tokens[rows, : max(1, lengths[rows[-1]])]
+        for rows, batch in batches(tokens, batch_size):
             with torch.no_grad():
                 logits = model(torch.from_numpy(batch).to(model.embedding.device))
             yield rows, logits.cpu()
@@ -218,55 +203,30 @@ def _logits(
 
 # The result directory
 
-_FORMAT = 2
-_FORMAT_OF_CUTS = 3
-"""Of a model whose texts are not cut into words. Releases that only know words refuse it."""
-_WEIGHTS, _VOCABULARY, _LABELS, _CONFIG, _METRICS = RESULT_FILES = (
-    "weights.safetensors",
-    "vocabulary.json",
-    "labels.json",
-    "config.json",
-    "metrics.json",
-)
-
-
-class ModelDirectoryError(GadeiError):
-    """A result directory cannot be written or read. The message is one line with the remedy."""
-
-
-class Result(NamedTuple):
-    """What a result directory holds. The model is in evaluation mode."""
-
-    model: SentenceClassifier
-    vocabulary: Vocabulary
-    label_names: tuple[str, ...]
-    config: dict[str, Any]
-    metrics: dict[str, Any]
-
 
 def check_result_directory(directory: str | os.PathLike[str]) -> None:
     """Raise ModelDirectoryError if `save_result` would refuse `directory`.
 
     The directory may be missing, empty, or an earlier result. Call this before a long training.
     """
-    path = _resolved(directory)
+    path = resolved(directory)
     try:
         names = {entry.name for entry in path.iterdir()}
     except FileNotFoundError:
         parent = next(p for p in path.parents if p.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-            raise _error(path, f"{parent} is not a writable directory", _ELSEWHERE) from None
+            raise failure(path, f"{parent} is not a writable directory", _ELSEWHERE) from None
         try:  # for root, access() is not reliable
             Path(tempfile.mkdtemp(prefix=".gadei-ps-", dir=parent)).rmdir()
         except OSError as error:
-            raise _error(path, f"cannot be made ({error.strerror})", _ELSEWHERE) from None
+            raise failure(path, f"cannot be made ({error.strerror})", _ELSEWHERE) from None
         return
     except OSError as error:
-        raise _error(path, f"cannot be used ({error.strerror})", _ELSEWHERE) from None
+        raise failure(path, f"cannot be used ({error.strerror})", _ELSEWHERE) from None
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise _error(path, f"{path.parent} is not writable", _ELSEWHERE)
-    if names and not (names <= set(RESULT_FILES) and _CONFIG in names):
-        raise _error(path, "holds other files than an earlier result", "empty it or name another")
+        raise failure(path, f"{path.parent} is not writable", _ELSEWHERE)
+    if names and not (names <= set(RESULT_FILES) and CONFIG in names):
+        raise failure(path, "holds other files than an earlier result", "empty it or name another")
 
 
 def save_result(
@@ -287,16 +247,16 @@ def save_result(
     write fails; then nothing has changed.
     """
     check_result_directory(directory)
-    path = _resolved(directory)
-    number = _FORMAT if vocabulary.cut == WORDS else _FORMAT_OF_CUTS
+    path = resolved(directory)
+    number = FORMAT if vocabulary.cut == WORDS else FORMAT_OF_CUTS
     settings = {"format": number, "model": model.sizes, "training": dict(config)}
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     contents = {
-        _WEIGHTS: safetensors.torch.save(tensors),
-        _VOCABULARY: vocabulary.to_json().encode(),
-        _LABELS: _json({"labels": list(label_names)}),
-        _CONFIG: _json(settings),
-        _METRICS: _json(dict(metrics)),
+        WEIGHTS: safetensors.torch.save(tensors),
+        VOCABULARY: vocabulary.to_json().encode(),
+        LABELS: _json({"labels": list(label_names)}),
+        CONFIG: _json(settings),
+        METRICS: _json(dict(metrics)),
     }
     mark = secrets.token_hex(4)
     fresh = path.with_name(f".{path.name}.{mark}.new")
@@ -307,95 +267,14 @@ def save_result(
             files.write(fresh / name, [data])
         files.replace_directory(fresh, path)
     except OSError as error:
-        raise _error(path, f"cannot be written ({error.strerror})", _ELSEWHERE) from None
+        what = f"cannot be written ({error.strerror})"
+        raise ModelDirectoryError(f"{path}: {what}; {_ELSEWHERE}") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)  # what could not be written, or the earlier one
-
-
-def load_result(directory: str | os.PathLike[str]) -> Result:
-    """Read what `save_result` wrote. Raises ModelDirectoryError if a file is missing or damaged."""
-    path = _resolved(directory)
-    if not path.is_dir():
-        raise _error(path, "is not a directory", "give the directory of a finished training")
-    config = _read_object(path / _CONFIG)
-    if config.get("format") not in (_FORMAT, _FORMAT_OF_CUTS):
-        what = f"has format {config.get('format')!r}, not {_FORMAT} or {_FORMAT_OF_CUTS}"
-        raise _error(path / _CONFIG, what, "load it with the version that wrote it")
-    metrics = _read_object(path / _METRICS)
-    labels = _read_object(path / _LABELS).get("labels")
-    if not isinstance(labels, list) or not all(isinstance(name, str) for name in labels):
-        raise _damaged(path / _LABELS, "labels must be a list of strings")
-    try:
-        vocabulary = Vocabulary.from_json(_read(path / _VOCABULARY).decode())
-    except ValueError as error:
-        raise _damaged(path / _VOCABULARY, str(error)) from None
-    sizes = config.get("model")
-    if not isinstance(sizes, dict):
-        raise _damaged(path / _CONFIG, "the sizes of the model are missing")
-    # Compared before the model is built, because a damaged size could need all the memory.
-    for name, file, number in (
-        ("vocabulary_size", _VOCABULARY, len(vocabulary)),
-        ("classes", _LABELS, len(labels)),
-    ):
-        if sizes.get(name) != number:
-            what = (
-                f"{counted(number, 'entry', 'entries')}, but config.json says {sizes.get(name)!r}"
-            )
-            raise _damaged(path / file, what)
-    model = _load_model(path, sizes)
-    return Result(model, vocabulary, tuple(labels), config, metrics)
-
-
-def _load_model(path: Path, sizes: dict[str, Any]) -> SentenceClassifier:
-    try:
-        tensors = safetensors.torch.load(_read(path / _WEIGHTS))
-    except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise _damaged(path / _WEIGHTS, str(error)) from None
-    try:
-        with torch.device("meta"):
-            shapes = SentenceClassifier(**sizes)
-    except (TypeError, ValueError) as error:
-        raise _damaged(path / _CONFIG, str(error)) from None
-    expected = {name: (t.shape, t.dtype) for name, t in shapes.state_dict().items()}
-    if {name: (t.shape, t.dtype) for name, t in tensors.items()} != expected:
-        raise _damaged(path / _WEIGHTS, "the tensors are not those that config.json describes")
-    model = SentenceClassifier(**sizes)
-    model.load_state_dict(tensors)
-    return model.eval()
 
 
 _ELSEWHERE = "name another directory"
 
 
-def _resolved(directory: str | os.PathLike[str]) -> Path:
-    return Path(os.path.realpath(directory))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with given.opened(path) as file:
-            return file.read()
-    except OSError as error:
-        raise _damaged(path, str(error.strerror)) from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise _damaged(path, "not a JSON object")
-    return value
-
-
 def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=2).encode()
-
-
-def _damaged(path: Path, what: str) -> ModelDirectoryError:
-    return _error(path, f"missing or damaged ({what})", "restore the directory or train again")
-
-
-def _error(path: Path, what: str, remedy: str) -> ModelDirectoryError:
-    return ModelDirectoryError(" ".join(f"{path}: {what}; {remedy}".split()))

@@ -12,7 +12,8 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from gadei_ps.classifier import network, words
+from gadei_ps.classifier import inference, words
+from gadei_ps.classifier.columns import LABEL
 from gadei_ps.classifier.dataset import Table
 from gadei_ps.errors import UsageError
 from gadei_ps.storage import files
@@ -21,32 +22,42 @@ CHUNK = 1024  # number of sentences that are labelled at once
 
 
 class Prediction(NamedTuple):
-    """The most likely label of a sentence and its probability, 0 to 1."""
+    """The most likely label of a sentence and its probability, 0 to 1.
+
+    known_words: how many of its words the model knows. Without any, the label is a guess.
+    """
 
     text: str
     label: str
     probability: float
+    known_words: int
 
 
 class Predictor:
     """A trained model. Raises ModelDirectoryError if the directory has none."""
 
     def __init__(self, directory: Path) -> None:
-        self._result = network.load_result(directory)
+        self._result = inference.load_result(directory)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Labels that the model predicts."""
+        return self._result.label_names
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction for each sentence."""
         return list(self.stream(texts))
 
     def _predicted(self, texts: Sequence[str]) -> list[Prediction]:
-        encoded = words.encode(texts, self._result.vocabulary)
-        probabilities = network.predict(self._result.model, encoded.padded())
+        tokens = words.encode(texts, self._result.vocabulary).padded()
+        probabilities = self._result.model.probabilities(tokens)
         best = probabilities.argmax(axis=1)
         names = self._result.label_names
         chosen = probabilities[np.arange(len(texts)), best]
+        known = (tokens > words.UNKNOWN).sum(axis=1)
         return [
-            Prediction(sentence, names[label], float(probability))
-            for sentence, label, probability in zip(texts, best, chosen, strict=True)
+            Prediction(sentence, names[label], float(probability), int(count))
+            for sentence, label, probability, count in zip(texts, best, chosen, known, strict=True)
         ]
 
     def stream(self, lines: Iterable[str], chunk: int = CHUNK) -> Iterator[Prediction]:
@@ -57,17 +68,51 @@ class Predictor:
 
 
 def sentences(stream: IO[bytes]) -> Iterator[str]:
-    """The lines that are not blank. Raises UsageError if a line is not UTF-8."""
+    """The lines without white space around them. Raises UsageError if a line is not UTF-8."""
     for number, raw in enumerate(iter(stream.readline, b""), start=1):
         try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            yield raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError as error:
             raise UsageError(
                 f"standard input, line {number}: byte 0x{raw[error.start]:02x} is not UTF-8; "
                 "give UTF-8 text"
             ) from None
-        if line:
-            yield line
+
+
+class Compared(NamedTuple):
+    """Predictions beside true labels. column: its name or number. rows: that have a label."""
+
+    accuracy: float
+    column: str
+    rows: int
+
+
+def compare(
+    table: Table, predictions: Sequence[Prediction], label_names: Iterable[str]
+) -> Compared | None:
+    """Accuracy where a column holds true labels; None without one, or if several may be it.
+
+    It is the column `label`, or else the only one of which most values are labels of the model.
+    """
+    known = set(label_names)
+    columns = {
+        at: [value.strip() for value in column]
+        for at, column in enumerate(zip(*table.rows, strict=True))
+        if at != table.text_at
+    }
+    found = [
+        at
+        for at, column in columns.items()
+        if 2 * sum(value in known for value in column) > sum(map(bool, column))
+    ]
+    if len(found) > 1:
+        found = [at for at in found if table.header and table.header[at] == LABEL]
+    if len(found) != 1:
+        return None
+    pairs = zip(columns[found[0]], predictions, strict=True)
+    right = [true == one.label for true, one in pairs if true]
+    name = repr(table.header[found[0]]) if table.header else str(found[0] + 1)
+    return Compared(sum(right) / len(right), name, len(right))
 
 
 def write_csv(table: Table, predictions: Sequence[Prediction], out: Path | None) -> None:

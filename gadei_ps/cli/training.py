@@ -22,9 +22,10 @@ from gadei_ps.cli.options import (
 )
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
+from gadei_ps.show.counts import counted
 
 if TYPE_CHECKING:
-    from gadei_ps.classifier.predict import Prediction
+    from gadei_ps.classifier.predict import Prediction, Predictor
 
 
 def train(
@@ -77,7 +78,11 @@ def train(
         Path, typer.Option(metavar="DIR", help="Directory that the model is written to.")
     ] = Path("model"),
     patience: Annotated[
-        int, typer.Option(metavar="E", help="Stop after E epochs without a higher held-out accuracy, or a lower loss at the same.")
+        int,
+        typer.Option(
+            metavar="E",
+            help="Stop after E epochs without a better held-out accuracy or loss.",
+        ),
     ] = 5,
     dropout: Annotated[
         float, typer.Option(metavar="P", help="Probability with which dropout zeroes a unit.")
@@ -144,7 +149,8 @@ def train(
     """
     if address is not None and groups is None:
         raise UsageError("--address needs --groups")
-    _need_torch("train")
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("train needs PyTorch: pip install 'gadei-ps[torch]'")
     from gadei_ps.classifier.settings import Settings
     from gadei_ps.show import view
 
@@ -223,47 +229,70 @@ def predict(
         raise UsageError("give sentences or --csv, not both")
     if out is not None and csv is None:
         raise UsageError("--out needs --csv")
-    _need_torch("predict")
+    from gadei_ps.classifier.predict import Predictor
+
+    result: dict[str, Any] = {"model_dir": str(directory), "csv": None if out is None else str(out)}
+    if csv is not None:
+        found, more = _predict_table(directory, csv, text_column, out, as_json)
+        result |= more
+    elif texts:
+        found = Predictor(directory).predict(texts)
+        if not as_json:
+            for one in found:
+                _print_prediction(one)
+    else:
+        found = _predict_lines(Predictor(directory), as_json)
+    if as_json:
+        print_json(result | {"predictions": [one._asdict() for one in found]})
+    if strange := [one.text for one in found if not one.known_words]:
+        _notice(
+            f"{len(strange):,} of {counted(len(found), 'sentence')} without a word that the model "
+            f"knows (first: {strange[0][:40]!r}): the label is a guess"
+        )
+    return 0
+
+
+def _predict_table(
+    directory: Path, csv: Path, text_column: str | None, out: Path | None, as_json: bool
+) -> tuple[list[Prediction], dict[str, Any]]:
+    """Predictions for a file, and what the result has on them; writes them unless as_json."""
     from gadei_ps.classifier import dataset
-    from gadei_ps.show.counts import counted
+    from gadei_ps.classifier.predict import Predictor, compare, write_csv
 
     # The file is read first, so that a mistake in it is reported before the model is loaded.
-    table = None if csv is None else dataset.read_table(csv, text_column)
-    for notice in table.notices if table is not None else ():
-        print(f"gadei-ps: {notice}", file=sys.stderr, flush=True)
-    from gadei_ps.classifier.predict import Predictor, sentences, write_csv
-
+    table = dataset.read_table(csv, text_column)
+    for notice in table.notices:
+        _notice(notice)
     predictor = Predictor(directory)
-    if table is not None:
-        found = predictor.predict(table.texts)
-        if out is not None or not as_json:
-            write_csv(table, found, out)
-        if out is not None and not as_json:
-            print(f"{counted(len(found), 'sentence')} labelled: {out}")
-    elif texts:
-        found = predictor.predict(texts)
-    else:
-        typed = sys.stdin.isatty()
-        if typed:
-            print("one sentence a line; end with Ctrl-D", file=sys.stderr)
-        stream = predictor.stream(sentences(sys.stdin.buffer), *([1] if typed else []))
-        found = []
-        for one in stream:
-            found.append(one)
-            if not as_json:
-                _print_prediction(one)
-    if as_json:
-        print_json(
-            {
-                "model_dir": str(directory),
-                "csv": None if out is None else str(out),
-                "predictions": [one._asdict() for one in found],
-            }
-        )
-    elif texts:
-        for one in found:
+    found = predictor.predict(table.texts)
+    if out is not None or not as_json:
+        write_csv(table, found, out)
+    if out is not None and not as_json:
+        print(f"{counted(len(found), 'sentence')} labelled: {out}")
+    if (true := compare(table, found, predictor.label_names)) is None:
+        return found, {}
+    rows = counted(true.rows, "row")
+    _notice(f"accuracy {true.accuracy:.4f} on {rows} with a label in column {true.column}")
+    return found, {"accuracy": true.accuracy}
+
+
+def _predict_lines(predictor: Predictor, as_json: bool) -> list[Prediction]:
+    """Predictions for the lines of standard input; printed unless as_json."""
+    from gadei_ps.classifier.predict import sentences
+
+    typed = sys.stdin.isatty()
+    if typed:
+        _notice("one sentence a line; end with Ctrl-D")
+    found = []
+    for one in predictor.stream(sentences(sys.stdin.buffer), *([1] if typed else [])):
+        found.append(one)
+        if not as_json:
             _print_prediction(one)
-    return 0
+    return found
+
+
+def _notice(text: str) -> None:
+    print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
 
 
 def _print_prediction(one: Prediction) -> None:
@@ -273,8 +302,3 @@ def _print_prediction(one: Prediction) -> None:
     terminal = sys.stdout.isatty()
     label, text = (shown(part) if terminal else part for part in (one.label, one.text))
     print(label, f"{one.probability:.4f}", text, sep="\t", flush=terminal)
-
-
-def _need_torch(command: str) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError(f"{command} needs PyTorch: pip install 'gadei-ps[torch]'")

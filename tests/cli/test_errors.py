@@ -28,6 +28,7 @@ def test_import_is_quick() -> None:
     """Of the command line, and of what commands that only ask a job import besides."""
     heavy = {
         "gadei_ps.cli.app": {"torch", "numba", "numpy", "pydantic", "psutil"},
+        "gadei_ps.classifier.predict": {"torch", "numba"},
         "gadei_ps.commands.jobs": {"torch", "numba", "structlog", "asyncio"},
     }
     code = "import sys"
@@ -227,8 +228,10 @@ def test_runtime_directory_of_others(cli: Cli, job_name: str) -> None:
 
 def test_model_directory_without_a_model(cli: Cli) -> None:
     result = cli("predict", cli.directory, "hello", "--json")
-    assert result.code == 1
+    assert result.code == 2
     assert "missing or damaged" in result.json["error"]
+    missing = cli("predict", "none", "hello")
+    assert (missing.code, "no such directory" in missing.error) == (2, True)
 
 
 def test_traceback_on_request(cli: Cli, job_name: str) -> None:

@@ -110,11 +110,12 @@ def test_predict(cli: Cli, trained: tuple[Path, Result], interpreters: None) -> 
     assert all(0.5 < float(probability) <= 1 for _, probability, _ in lines)
 
     cli.interpreters = False
-    piped = cli("predict", model, "--json", stdin=b"a new invoice\n\nthe accident").json
-    assert [(one["label"], one["text"]) for one in piped["predictions"]] == [
-        ("billing", texts[0]),
-        ("claim", texts[1]),
-    ]
+    said = cli("predict", model, "--json", stdin=b"a new invoice\n\nthe accident\nqwertz")
+    found = said.json["predictions"]
+    assert [one["text"] for one in found] == [texts[0], "", texts[1], "qwertz"]
+    assert (found[0]["label"], found[2]["label"]) == ("billing", "claim")
+    assert [bool(one["known_words"]) for one in found] == [True, False, True, False]
+    assert "2 of 4 sentences without a word that the model knows (first: '')" in said.err
 
 
 def test_standard_input_that_is_not_text() -> None:
@@ -143,6 +144,11 @@ def test_predict_csv(cli: Cli, trained: tuple[Path, Result]) -> None:
         header, *rest = csv.reader(file)
     assert header == ["text", "label", "predicted_label", "predicted_probability"]
     assert len(rest) == len(labelled.json["predictions"]) == 6
+    right = sum(row[1] == row[2] for row in rest)
+    assert labelled.json["accuracy"] == right / 6
+    assert f"accuracy {right / 6:.4f} on 6 rows with a label in column 'label'" in labelled.err
+    again = cli("predict", model, "--csv", "out.csv", "--json")
+    assert again.json["accuracy"] == right / 6
     assert "no column named 'text'" in cli("predict", model, "--csv", "in.csv").error
 
 
@@ -153,7 +159,7 @@ def test_a_terminal_takes_no_text_for_commands(
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     with contextlib.redirect_stdout(out):
-        training._print_prediction(Prediction("a\x1b[2Jb", "x", 0.5))
+        training._print_prediction(Prediction("a\x1b[2Jb", "x", 0.5, 1))
     assert out.getvalue() == f"x\t0.5000\t{text}"
 
 

@@ -255,13 +255,13 @@ def test_what_train_and_predict_write(
     recorder: Recorder, place: Path, whole: bool, told: list[str]
 ) -> None:
     pytest.importorskip("torch")
-    from gadei_ps.classifier import network
+    from gadei_ps.classifier.inference import load_result
 
     assert recorder.record("result_of_old", place / "root", place / "before") == 0
     count = Files(place, whole, ("labels.csv",))
 
     def version(path: Path) -> int | None:
-        return network.load_result(path).config["training"]["version"] if path.exists() else None
+        return load_result(path).config["training"]["version"] if path.exists() else None
 
     def check(root: Path, allowed: tuple[str, ...]) -> None:
         count.check(root, allowed)

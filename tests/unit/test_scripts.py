@@ -14,12 +14,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from gadei_ps.classifier.network import (  # noqa: E402
-    SentenceClassifier,
-    evaluate,
-    load_result,
-    save_result,
-)
+from gadei_ps.classifier.inference import load_result  # noqa: E402
+from gadei_ps.classifier.network import SentenceClassifier, evaluate, save_result  # noqa: E402
 from gadei_ps.classifier.words import Vocabulary, encode  # noqa: E402
 
 

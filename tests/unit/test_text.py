@@ -17,14 +17,17 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
 from gadei_ps.classifier.dataset import UNSEEN_LABEL  # noqa: E402
-from gadei_ps.classifier.network import (  # noqa: E402
+from gadei_ps.classifier.inference import (  # noqa: E402
     RESULT_FILES,
+    Classifier,
     ModelDirectoryError,
+    Sizes,
+    load_result,
+)
+from gadei_ps.classifier.network import (  # noqa: E402
     SentenceClassifier,
     check_result_directory,
     evaluate,
-    load_result,
-    predict,
     save_result,
 )
 from gadei_ps.classifier.words import Vocabulary, encode  # noqa: E402
@@ -34,6 +37,11 @@ from gadei_ps.storage import files  # noqa: E402
 def small(classes: int = 3, **options: Any) -> SentenceClassifier:
     options = {"embedding": 8, "maps": 4, "dropout": 0.0, **options}
     return SentenceClassifier(30, classes, **options)
+
+
+def in_numpy(model: SentenceClassifier) -> Classifier:
+    tensors = {name: one.numpy() for name, one in model.state_dict().items()}
+    return Classifier(Sizes(**model.sizes), tensors)
 
 
 def sentences(count: int, width: int, seed: int = 0) -> Any:
@@ -135,6 +143,7 @@ def test_the_padding_row_stays_zero() -> None:
 def test_sizes_are_kims() -> None:
     model = SentenceClassifier(1000, 6)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes == Sizes(1000, 6).shapes
     assert shapes == {
         "embedding": (1000, 300),
         "filters": (1200, 300),
@@ -230,7 +239,7 @@ def test_evaluate_is_accuracy_and_mean_loss(batch_size: int) -> None:
 def test_unseen_labels_count_as_wrong_and_have_no_loss() -> None:
     model = small()
     tokens = sentences(8, 9)
-    right = predict(model, tokens).argmax(axis=1)
+    right = in_numpy(model).probabilities(tokens).argmax(axis=1)
     labels = np.where(np.arange(8) < 6, right, UNSEEN_LABEL)
     accuracy, loss = evaluate(model, tokens, labels)
     assert accuracy == 0.75
@@ -250,12 +259,12 @@ def test_there_must_be_something_to_evaluate() -> None:
 def test_predict_gives_probabilities_in_the_order_of_the_rows() -> None:
     model = small()
     tokens = sentences(23, 9)
-    probabilities = predict(model, tokens, batch_size=4)
+    probabilities = in_numpy(model).probabilities(tokens, batch_size=4)
     assert probabilities.dtype == np.float32
     assert probabilities.sum(axis=1) == pytest.approx(1, abs=1e-5)
     expected = plain_logits(model, torch.from_numpy(tokens)).softmax(1).detach().numpy()
     np.testing.assert_allclose(probabilities, expected, rtol=1e-4)
-    assert predict(model, tokens[:0]).shape == (0, 3)
+    assert in_numpy(model).probabilities(tokens[:0]).shape == (0, 3)
 
 
 # The result directory
@@ -282,9 +291,9 @@ def test_a_result_is_read_back_whole(tmp_path: Path) -> None:
     assert sorted(p.name for p in directory.iterdir()) == sorted(RESULT_FILES)
     result = load_result(directory)
     tokens = encode(["w\u00e41 w\u00e42 never", "w\u00e43"], result.vocabulary).padded()
-    np.testing.assert_array_equal(predict(result.model, tokens), predict(model, tokens))
-    assert not result.model.training
-    assert result.model.sizes == model.sizes
+    expected = model.eval()(torch.from_numpy(tokens)).detach().numpy()
+    np.testing.assert_allclose(result.model.logits(tokens), expected, atol=1e-5)
+    assert result.model.sizes.as_dict() == model.sizes
     assert result.vocabulary == VOCABULARY
     assert result.label_names == LABELS
     assert result.config["training"] == {"learning_rate": 0.01}
@@ -430,7 +439,7 @@ def test_files_that_do_not_fit_together_are_named(tmp_path: Path) -> None:
 
 
 def test_a_result_directory_that_is_none_is_named(tmp_path: Path) -> None:
-    assert "is not a directory" in unreadable(tmp_path / "none")
+    assert "there is no such directory" in unreadable(tmp_path / "none")
     (tmp_path / "file").write_text("")
     assert "is not a directory" in unreadable(tmp_path / "file")
 
