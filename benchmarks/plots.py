@@ -1,4 +1,7 @@
-"""Draws the plots of docs/ from the result files."""
+"""Draws the plots of docs/ from the result files.
+
+python -m gadei_ps.benchmarks.plots
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from gadei_ps.benchmarks import suite
 from gadei_ps.show.counts import counted
 
 Row = dict[str, Any]
@@ -21,7 +25,35 @@ DRAWN: dict[str, Drawing] = {}
 
 
 OURS = "gadei-ps"
-COLOURS = {OURS: "tab:red", "limit": "black"}
+COLOURS = {
+    OURS: "tab:red",
+    "gadei-ps, weights in place": "darkred",
+    "gadei-ps, bfloat16": "lightcoral",
+    "limit": "black",
+    "Hogwild": "tab:blue",
+    "Hogwild sparse": "tab:cyan",
+    "DDP gloo": "tab:green",
+    "gloo": "tab:green",
+    "torch single": "tab:orange",
+    "torch single sparse": "tab:brown",
+    "torch": "tab:orange",
+    "C": "tab:gray",
+    "MPI": "tab:purple",
+    "MPI one-sided": "tab:purple",
+    "MPI two-sided": "tab:pink",
+    "Ray actor": "tab:olive",
+    "iceoryx2": "navy",
+    "Pipe": "tab:blue",
+    "ZeroMQ": "teal",
+    "Queue": "gold",
+}
+"""Of all plots: red is gadei-ps, and no two contenders of a plot share a colour."""
+NAMES = {
+    OURS: "gadei-ps (its own linear kernel)",
+    "DDP gloo": "DDP (gloo, dense embedding)",
+    "limit": "limit (forward and backward, torch's kernel)",
+}
+"""What contenders are called where their name alone would mislead."""
 
 
 def _drawn(name: str) -> Callable[[Drawing], Drawing]:
@@ -45,25 +77,57 @@ def _lines(
     for name, points in found.items():
         points.sort()
         style = {"linestyle": "--"} if name == "limit" else {"marker": "o", "markersize": 3}
-        axes.plot(*zip(*points, strict=True), label=name, color=COLOURS.get(name), **style)
+        axes.plot(*zip(*points, strict=True), label=name, color=COLOURS[name], **style)
     axes.set_xscale("log")
+
+
+def _legend(figure: Any, axes: Iterable[Any], columns: int = 4) -> None:
+    """Draws one legend below all axes, with the contenders of each."""
+    shown: dict[str, Any] = {}
+    for axis in axes:
+        handles, names = axis.get_legend_handles_labels()
+        shown |= dict(zip(names, handles, strict=True))
+    figure.legend(
+        shown.values(), shown.keys(), loc="outside lower center", ncols=columns, fontsize=8
+    )
 
 
 @_drawn("nlc")
 def _nlc(result: Result, figure: Any) -> None:
+    """Bars by mini-batch; the thin lines are the spread of the rounds."""
     sets = list(dict.fromkeys(row["set"] for row in result["rows"]))
     learners = sorted({row["learners"] for row in result["rows"]})
-    axes = figure.subplots(len(learners), len(sets), sharex=True, squeeze=False)
+    sizes = sorted({row["mini_batch"] for row in result["rows"]})
+    axes = figure.subplots(len(learners), len(sets), squeeze=False)
     for i, count in enumerate(learners):
         for k, name in enumerate(sets):
-            where = {"set": name, "learners": count}
-            _lines(axes[i][k], result["rows"], "mini_batch", where)
+            rows = [one for one in result["rows"] if (one["set"], one["learners"]) == (name, count)]
+            _bars(axes[i][k], rows, sizes)
             axes[i][k].set_title(f"{name}, {counted(count, 'learner')}", fontsize=9)
-            axes[i][k].set_yscale("log")
             axes[i][k].set_ylabel("samples/s")
     for axis in axes[-1]:
         axis.set_xlabel("mini-batch")
-    axes[-1][0].legend(fontsize=6)
+    _legend(figure, axes.flat)
+
+
+def _bars(axes: Any, rows: list[Row], sizes: list[int]) -> None:
+    """A group of bars for each mini-batch, a bar for each contender."""
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    width = 0.8 / len(names)
+    for place, name in enumerate(names):
+        found = {row["mini_batch"]: row for row in rows if row["contender"] == name}
+        taken = [size for size in sizes if size in found]
+        axes.bar(
+            [sizes.index(size) + (place - (len(names) - 1) / 2) * width for size in taken],
+            [found[size]["median"] for size in taken],
+            width,
+            yerr=[found[size]["median"] * found[size]["spread"] for size in taken],
+            error_kw={"elinewidth": 0.6},
+            color=COLOURS[name],
+            label=NAMES.get(name, name),
+        )
+    axes.set_xticks(range(len(sizes)), map(str, sizes))
+    axes.set_ylim(bottom=0)
 
 
 @_drawn("apply")
@@ -78,9 +142,10 @@ def _apply(result: Result, figure: Any) -> None:
             if row["contender"] == OURS and row["wire"] == "bfloat16"
         ]
         _lines(axis, halves, "bytes", {"optimizer": kind})
-        axis.set_title(kind, fontsize=9)
+        axis.set_title({"SGD": "SGD", "ADAMW": "AdamW"}.get(kind, kind.capitalize()), fontsize=9)
         axis.set_ylabel("ns per value", fontsize=8)
-    axes.flat[0].legend(fontsize=6)
+        axis.set_xlabel("bytes of the weights", fontsize=8)
+    _legend(figure, axes.flat)
 
 
 def _per_byte(rows: Iterable[Row]) -> list[Row]:
@@ -96,30 +161,31 @@ def _ingest(result: Result, figure: Any) -> None:
         _lines(axis, result["rows"], "bytes", {"learners": count}, scale=1e-9)
         axis.set_title(counted(count, "learner"), fontsize=9)
         axis.set_xlabel("bytes of the model")
+    axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("GB/s of gradients applied")
-    axes[0].legend(fontsize=6)
+    _legend(figure, axes)
 
 
 @_drawn("latency")
 def _latency(result: Result, figure: Any) -> None:
+    """Points, since lengths of bars mean nothing on a logarithmic axis."""
     axes = figure.subplots(1, 2)
     for axis, mode in zip(axes, ("spinning", "asleep"), strict=True):
-        rows = [row for row in result["rows"] if row["mode"] == mode]
-        names = list(dict.fromkeys(row["contender"] for row in rows))
-        for quantile, shade in (("p99", 0.35), ("p50", 1.0)):
-            values = [
-                next(
-                    row["median"] * 1e6
-                    for row in rows
-                    if row["contender"] == name and row["quantile"] == quantile
-                )
-                for name in names
-            ]
-            axis.barh(names, values, alpha=shade, color="tab:red", label=quantile)
+        found = {
+            (row["contender"], row["quantile"]): row["median"] * 1e6
+            for row in result["rows"]
+            if row["mode"] == mode
+        }
+        names = sorted({name for name, _ in found}, key=lambda name: -found[name, "p50"])
+        for place, name in enumerate(names):
+            ends = found[name, "p50"], found[name, "p99"]
+            axis.plot(ends, (place, place), color=COLOURS[name], linewidth=1)
+            axis.plot(*ends[:1], place, marker="o", color=COLOURS[name])
+            axis.plot(*ends[1:], place, marker="|", color=COLOURS[name], markersize=9)
+        axis.set_yticks(range(len(names)), names)
         axis.set_xscale("log")
-        axis.set_xlabel("us, a 4 KB push until it is applied")
-        axis.set_title(mode, fontsize=9)
-        axis.legend(fontsize=6)
+        axis.set_xlabel("µs until a push of 4 KB is applied; dot: median, end: p99", fontsize=8)
+        axis.set_title(f"gadei-ps {mode}", fontsize=9)
 
 
 @_drawn("time_to_accuracy")
@@ -131,11 +197,11 @@ def _time_to_accuracy(result: Result, figure: Any) -> None:
             if row["set"] == name:
                 points = [(one["seconds"], one["validation_accuracy"]) for one in row["curve"]]
                 who = row["contender"]
-                axis.plot(*zip(*points, strict=True), label=who, color=COLOURS.get(who))
+                axis.plot(*zip(*points, strict=True), label=NAMES.get(who, who), color=COLOURS[who])
         axis.set_title(name, fontsize=9)
-        axis.set_xlabel("s of training")
+        axis.set_xlabel("s of training, one run")
     axes[0].set_ylabel("accuracy on the held-out tenth")
-    axes[0].legend(fontsize=6)
+    _legend(figure, axes)
 
 
 @_drawn("scale")
@@ -147,22 +213,22 @@ def _scale(result: Result, figure: Any) -> None:
             for row in result["rows"]
             if row.get("series") == by and row["unit"] == "s"
         )
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, color="tab:red")
-        axis.set_xscale("log")
-        axis.set_xlabel(by)
+        values = [value for _, value in points]
+        style = {"marker": "o", "markersize": 3, "color": COLOURS[OURS]}
         if by == "bytes":
-            axis.set_yscale("log")
+            axis.loglog([count for count, _ in points], values, **style)
         else:
-            axis.set_ylim(bottom=0)
-    axes[0].set_ylabel("us per gradient applied")
+            axis.plot([str(count) for count, _ in points], values, **style)
+            axis.set_ylim(0, 1.1 * max(values))
+        axis.set_xlabel("bytes of the weights" if by == "bytes" else by)
+    axes[0].set_ylabel("µs per gradient applied")
 
 
 @_drawn("gpu-timeline")
 def _gpu_timeline(result: Result, figure: Any) -> None:
     rows = [row for row in result["rows"] if "lanes_us" in row]
     axes = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
-    colours = {"compute": "tab:blue", "push": "tab:red", "pull": "tab:green"}
+    colours = {"compute": "tab:blue", "push": "tab:orange", "pull": "tab:green"}
     for axis, row in zip(axes, rows, strict=True):
         lanes = row["lanes_us"]
         for place, (name, spans) in enumerate(reversed(lanes.items())):
@@ -187,3 +253,8 @@ def draw(results: Path, directory: Path, names: Iterable[str] | None = None) -> 
                 figure.savefig(path, metadata={"Date": None})
             pyplot.close(figure)
             yield path
+
+
+if __name__ == "__main__":
+    for drawn in draw(suite.RESULTS, suite.RESULTS.parents[1] / "docs" / "plots"):
+        print(drawn)

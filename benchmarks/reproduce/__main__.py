@@ -1,9 +1,10 @@
 """`make reproduce`: repeats what the papers report, and writes docs/reproduction.md.
 
-    python -m gadei_ps.benchmarks.reproduce [--quick] [--write] [PART]...
+    python -m gadei_ps.benchmarks.reproduce [--quick] [--write] [--redraw] [PART]...
 
 Each part runs in its own process and writes a result file. The document is made of all result
-files. `--write`: only writes the document. `--quick`: small sizes for a trial; writes nothing.
+files. `--write`: only writes the document. `--redraw`: only draws the plots again whose figures are
+in the result files. `--quick`: small sizes for a trial; writes nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import subprocess
 import textwrap
 import time
+from collections.abc import Iterable
 
 import matplotlib
 
@@ -59,12 +61,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Repeats what the papers report.")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="the document only")
+    parser.add_argument("--redraw", action="store_true", help="plots from stored results only")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     options = parser.parse_args()
     for name in options.parts:
         if name not in PARTS:
             parser.error(f"there is no part {name!r}; give some of {', '.join(PARTS)}")
+    if options.redraw:
+        redraw(options.parts or PARTS)
+        return
     if options.here:
         _run(options.parts[0], options.quick)
         return
@@ -81,8 +87,6 @@ def main() -> None:
 def _run(name: str, quick: bool) -> None:
     """Runs one part in this process."""
     matplotlib.use("Agg")
-    # With this salt, the same figures give the same file.
-    matplotlib.rcParams["svg.hashsalt"] = "gadei-ps"
     if quick:
         part.PLOTS = part.scratch()
     begin = time.monotonic()
@@ -97,6 +101,14 @@ def _run(name: str, quick: bool) -> None:
             "command": f"python -m gadei_ps.benchmarks.reproduce {name}",
         }
         found.write(name, facts)
+
+
+def redraw(names: Iterable[str]) -> None:
+    """Draw the plots of these parts from their result files, where the files have the figures."""
+    for name in names:
+        module = importlib.import_module(f"gadei_ps.benchmarks.reproduce.{name}")
+        if hasattr(module, "draw"):
+            module.draw(part.read(name)[0].data)
 
 
 def document() -> str:

@@ -10,11 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import numpy.typing as npt
-
-matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from gadei_ps.benchmarks.reproduce import cutting, part
@@ -234,7 +231,9 @@ def _plot(times: FloatArray, runs: dict[str, Driven]) -> None:
             axes.set_ylabel("s, by learner", fontsize=8)
     iterations = np.arange(1, len(times) + 1)
     top = figure.add_subplot(grid[1, :])
-    top.plot(iterations, cutting.oracle(times), color="black", linewidth=1, label="oracle")
+    top.plot(
+        iterations, cutting.oracle(times), color=COLOURS["oracle"], linewidth=1, label="oracle"
+    )
     below = figure.add_subplot(grid[2, :], sharex=top)
     for name in ("full", "best fixed", "order", "learned"):
         style = {"color": COLOURS[name], "linewidth": 1, "label": name}
@@ -246,11 +245,4 @@ def _plot(times: FloatArray, runs: dict[str, Driven]) -> None:
     below.set_ylabel("s per iteration")
     below.set_ylim(bottom=0)
     below.set_xlabel("iteration")
-    save(figure, "cutoff_throughput.svg")
-
-
-def save(figure: Any, name: str) -> None:
-    """Saves a plot into the plots' directory. The same figures give the same file."""
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(part.PLOTS / name, metadata={"Date": None})
-    pyplot.close(figure)
+    part.save(figure, "cutoff_throughput.svg")

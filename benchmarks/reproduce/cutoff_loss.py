@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot
 
-from gadei_ps.benchmarks.reproduce import cutoff_cluster
+from gadei_ps.benchmarks.reproduce import cutoff_cluster, part
 from gadei_ps.benchmarks.reproduce.digits import Digits
-from gadei_ps.benchmarks.reproduce.part import PLOTS, Part, Row
+from gadei_ps.benchmarks.reproduce.part import Part, Row
+from gadei_ps.show.colours import SYNC
 from gadei_ps.simulate import compare, oracle
 from gadei_ps.simulate.compare import Learning
 from gadei_ps.simulate.run_times import Recorded
@@ -24,7 +25,8 @@ QUICK_ITERATIONS = 22  # two more than the predictors need
 POINTS = 200
 SEED = 100  # not the seed of the recording that trains the model
 REACHED = (0.30, 0.20, 0.15)  # validation losses
-STYLES = {"wild": "tab:green", "cutoff": "tab:red", "order": "tab:orange", "sync": "tab:blue"}
+MODELS = {"wild": "asp", "cutoff": "cutoff", "order": "cutoff:by=order", "sync": "bsp"}
+"""The colours are those of these models."""
 
 
 def run(quick: bool = False) -> Part:
@@ -45,7 +47,7 @@ def run(quick: bool = False) -> Part:
         for name, spec in specs.items():
             found = compare.run(compare.model(spec, learners), setting, learning)
             runs[name] = found.as_dict(best.throughput) | {"model": spec.partition("=")[0]}
-    _draw(runs)
+    draw({"runs": runs})
     return Part(
         "Cutoff SGD: validation loss against time",
         f"Figure 4 of Teng and Wood 2018 in virtual time, with real gradients of a network with "
@@ -117,16 +119,17 @@ def _at(curve: list[dict[str, float]], moment: float) -> float:
     return float(np.interp(moment, times, [point["loss"] for point in curve]))
 
 
-def _draw(runs: dict[str, dict[str, Any]]) -> None:
+def draw(data: dict[str, Any]) -> None:
+    """Draw the curves."""
     figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, one in runs.items():
+    for name, one in data["runs"].items():
         points = [(point["seconds"], point["loss"]) for point in one["curve"]]
-        axes.plot(*zip(*points, strict=True), label=name, color=STYLES[name])
-        axes.plot(*points[-1], marker="o", markersize=4, color=STYLES[name])
+        colour = SYNC[MODELS[name]]
+        axes.plot(*zip(*points, strict=True), label=name, color=colour)
+        axes.plot(*points[-1], marker="o", markersize=4, color=colour)
     axes.set_xlabel("s of virtual time")
     axes.set_ylabel("loss of the test images")
     axes.set_yscale("log")
     axes.legend(fontsize=8)
-    figure.savefig(PLOTS / "cutoff_loss.svg", metadata={"Date": None})
-    pyplot.close(figure)
+    part.save(figure, "cutoff_loss.svg")

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gadei_ps.show.colours import SYNC
 from gadei_ps.sync.order_statistics import best_cutoff, sorted_mean, throughput
 from gadei_ps.sync.prediction import FloatArray, Predictor
 from gadei_ps.sync.run_time_model import RunTimeModel
 
 COLOURS = {
     "oracle": "black",
-    "learned": "tab:red",
-    "order": "tab:blue",
-    "sampled": "tab:purple",
-    "best fixed": "tab:orange",
-    "full": "tab:green",
+    "learned": SYNC["cutoff"],
+    "order": SYNC["cutoff:by=order"],
+    "sampled": SYNC["cutoff:by=sampled"],
+    "best fixed": "tab:gray",
+    "full": SYNC["bsp"],
 }
 
 

@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.benchmarks.reproduce import mnist
-from gadei_ps.benchmarks.reproduce.part import PLOTS, Part, Row
+from gadei_ps.benchmarks.reproduce import mnist, part
+from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import from_mapping
 from gadei_ps.job.control import Status, ask
 from gadei_ps.machine import process
 from gadei_ps.machine.launch import Learners
+from gadei_ps.memory import weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.segment import attach
 from gadei_ps.memory.shm import segment_name
-from gadei_ps.memory.weights import data, read_table
+from gadei_ps.show.colours import colours
 
 SECONDS = (0.020, 0.025, 0.035, 0.050)
 """Duration of an iteration, by learner."""
@@ -49,8 +50,8 @@ def train(sync: str, epochs: int, test: mnist.Images) -> dict[str, Any]:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     with Daemon(config) as served:
         segment = attach(segment_name(name, "weights"), SegmentKind.WEIGHTS, writable=True)
-        model = read_table(segment)
-        shared = model.views(data(segment))
+        model = weights.read_table(segment)
+        shared = model.views(weights.data(segment))
         for key, values in mnist.start().items():
             shared[key][...] = values
         command = process.module_command("gadei_ps.benchmarks.reproduce.mnist_learner")
@@ -90,7 +91,7 @@ def run(quick: bool = False) -> Part:
     test = mnist.load("t10k")
     epochs = 1 if quick else EPOCHS
     runs = [train(sync, epochs, test) for sync in (MODELS[:4] if quick else MODELS)]
-    _draw(runs)
+    draw({"runs": runs})
     slowest = next(one for one in runs if one["sync"] == "bsp")
     rows = []
     for one in runs:
@@ -122,16 +123,19 @@ def run(quick: bool = False) -> Part:
     )
 
 
-def _draw(runs: list[dict[str, Any]]) -> None:
+def draw(data: dict[str, Any]) -> None:
+    """Draw the curves; of ElasticBSP the least and the greatest R, since they differ little."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    runs = [one for one in data["runs"] if not one["sync"].endswith(("=30", "=60", "=120"))]
+    colour = colours(one["sync"] for one in runs)
     for one in runs:
         points = np.array(one["curve"])
-        axes.plot(points[:, 0], points[:, 1], label=one["sync"], linewidth=1)
+        name = one["sync"]
+        axes.plot(points[:, 0], points[:, 1], label=name, color=colour[name], linewidth=1)
     axes.set_xlabel("seconds")
     axes.set_ylabel("accuracy on the test images")
     axes.set_ylim(0.85, 1.0)
     axes.legend(fontsize=7)
-    figure.savefig(PLOTS / "elastic_accuracy.svg")
-    pyplot.close(figure)
+    part.save(figure, "elastic_accuracy.svg")

@@ -6,9 +6,11 @@ from typing import Any
 
 from matplotlib import pyplot
 
+from gadei_ps.benchmarks.reproduce import part
 from gadei_ps.benchmarks.reproduce.cutoff_loss import reached
 from gadei_ps.benchmarks.reproduce.digits import Digits
-from gadei_ps.benchmarks.reproduce.part import PLOTS, Part, Row
+from gadei_ps.benchmarks.reproduce.part import Part, Row
+from gadei_ps.show.colours import colours
 from gadei_ps.simulate import compare, oracle
 from gadei_ps.simulate.compare import Learning
 from gadei_ps.simulate.run_times import parse
@@ -41,7 +43,7 @@ def run(quick: bool = False) -> Part:
         runs[spec] = found.as_dict(best.throughput)
     alike = Setting(LEARNERS, parse(ALIKE, 0), gradients=gradients)
     times = {spec: _seconds(spec, alike) for spec in MODELS}
-    _draw(runs)
+    draw({"runs": runs})
     return Part(
         "ElasticBSP: accuracy against time",
         f"Figure 4 of Zhao et al. 2019 in virtual time, with real gradients of a network with one "
@@ -102,21 +104,25 @@ def _rows(runs: dict[str, dict[str, Any]]) -> list[Row]:
     return rows
 
 
-def _draw(runs: dict[str, dict[str, Any]]) -> None:
+def draw(data: dict[str, Any]) -> None:
+    """Draw the curves and the times; of ElasticBSP the least and the greatest R."""
+    kept = (AHEAD[0], AHEAD[-1])
+    shown = [spec for spec in MODELS if "elastic" not in spec or int(spec.split(":")[1]) in kept]
+    runs = {spec: data["runs"][spec] for spec in shown}
+    colour = colours(runs)
     figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for spec, one in runs.items():
         points = [(point["seconds"], point["accuracy"]) for point in one["curve"]]
-        style = {"linestyle": "-" if "elastic" in spec else "--", "linewidth": 1}
-        left.plot(*zip(*points, strict=True), label=spec, **style)
+        left.plot(*zip(*points, strict=True), label=spec, color=colour[spec], linewidth=1)
     top = max(point["accuracy"] for one in runs.values() for point in one["curve"])
     left.set_ylim(max(0.0, top - 0.1), top + 0.005)
     left.set_xlabel("s of virtual time")
     left.set_ylabel("accuracy on the test images")
     left.legend(fontsize=7)
-    right.barh(list(runs), [one["seconds"] for one in runs.values()], color="tab:red")
+    seconds = [one["seconds"] for one in runs.values()]
+    right.barh(list(runs), seconds, color=list(colour.values()))
     right.invert_yaxis()
     right.set_xlabel("s of virtual time for all epochs")
     right.tick_params(labelsize=7)
-    figure.savefig(PLOTS / "elastic_loss.svg", metadata={"Date": None})
-    pyplot.close(figure)
+    part.save(figure, "elastic_loss.svg")

@@ -7,9 +7,11 @@ from typing import Any
 
 from matplotlib import pyplot
 
+from gadei_ps.benchmarks.reproduce import part
 from gadei_ps.benchmarks.reproduce.digits import Digits
-from gadei_ps.benchmarks.reproduce.part import PLOTS, Part, Row
+from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.groups.compress import Wire
+from gadei_ps.show.colours import colours
 from gadei_ps.simulate import groups_report, groups_setting
 from gadei_ps.simulate.groups_report import Learning
 from gadei_ps.simulate.groups_setting import GroupSetting, Links
@@ -51,7 +53,8 @@ def run(quick: bool = False) -> Part:
     for rule, k, groups in cases[:2] if quick else cases:
         told = _train(problem, rule, TRAINED, groups, k, passes)
         runs.append({"rule": rule, "k": k, "groups": groups, **told})
-    _draw(speeds, alone, [one for one in runs if (one["k"], one["groups"]) == (K, P)])
+    data = {"traffic": traffic, "speeds": speeds, "alone": alone, "runs": runs}
+    draw(data)
     return Part(
         "Worker groups: traffic, speed-up, and accuracy",
         "Yan and Shao, *Asynchronous Distributed Data Parallelism for Machine Learning*, in "
@@ -70,7 +73,7 @@ def run(quick: bool = False) -> Part:
         "figure is the mean of the groups' models on the test images. The paper has none here.",
         [*_traffic_rows(traffic), *_speed_rows(speeds), *_accuracy_rows(alone, runs)],
         plots=["groups.svg"],
-        data={"traffic": traffic, "speeds": speeds, "alone": alone, "runs": runs},
+        data=data,
     )
 
 
@@ -174,22 +177,28 @@ def _accuracy_rows(alone: dict[str, Any], runs: list[dict[str, Any]]) -> list[Ro
     return rows
 
 
-def _draw(speeds: list[dict[str, Any]], alone: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+def draw(data: dict[str, Any]) -> None:
+    """Draw the speed-up, and the accuracy of each rule with the usual k and number of groups."""
+    speeds, alone = data["speeds"], data["alone"]
+    runs = [one for one in data["runs"] if (one["k"], one["groups"]) == (K, P)]
+    colour = colours((one["rule"] for one in runs), {})
     figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     machines = [one["machines"] for one in speeds]
     left.loglog(machines, machines, color="black", linestyle="--", label="linear")
-    left.loglog(machines, [one["speed_up"] for one in speeds], marker="o", label="groups of 4")
+    speed_up = [one["speed_up"] for one in speeds]
+    left.loglog(machines, speed_up, marker="o", color="tab:blue", label="groups of 4")
     left.set_xlabel("machines")
     left.set_ylabel("speed-up")
     left.legend(fontsize=7)
     for label, one in [("one machine", alone), *((one["rule"], one) for one in runs)]:
         points = [(point["samples"], point["accuracy"]) for point in one["curve"]]
-        right.plot(*zip(*points, strict=True), label=label, linewidth=1)
+        # A machine alone is what all rules are compared with.
+        style = {"color": colour.get(label, "black"), "linewidth": 1}
+        right.plot(*zip(*points, strict=True), label=label, **style)
     top = max(point["accuracy"] for one in (alone, *runs) for point in one["curve"])
     right.set_ylim(max(0.0, top - 0.15), top + 0.005)
     right.set_xlabel("samples")
     right.set_ylabel("accuracy on the test images")
     right.legend(fontsize=7)
-    figure.savefig(PLOTS / "groups.svg", metadata={"Date": None})
-    pyplot.close(figure)
+    part.save(figure, "groups.svg")

@@ -15,7 +15,7 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from gadei_ps.benchmarks.reproduce import cutoff_cluster, cutting
+from gadei_ps.benchmarks.reproduce import cutoff_cluster, cutting, part
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Calibration
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.run_times import training
@@ -163,4 +163,4 @@ def _plot(measured: list[Measured]) -> None:
             axes.tick_params(labelsize=7)
         line[0].set_ylabel("s", fontsize=8)
     grid[0][0].legend(fontsize=7, loc="upper left")
-    cutoff_cluster.save(figure, "cutoff_order_statistics.svg")
+    part.save(figure, "cutoff_order_statistics.svg")

@@ -13,6 +13,16 @@ PLOTS = ROOT / "docs" / "plots"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def save(figure: Any, name: str) -> None:
+    """Save a plot into the plots' directory. The same figures give the same file."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(PLOTS / name, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def scratch() -> Path:
     """A directory for the plots of a quick run, which must not replace the others."""
     return Path(tempfile.mkdtemp(prefix="gadei-ps-plots-"))

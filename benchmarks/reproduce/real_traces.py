@@ -17,8 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from gadei_ps.benchmarks.nlc_texts import CHECKOUT, VARIABLE
-from gadei_ps.benchmarks.reproduce import cutting
-from gadei_ps.benchmarks.reproduce.cutoff_cluster import save
+from gadei_ps.benchmarks.reproduce import cutting, part
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Calibration, Driven
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.errors import UsageError
@@ -31,6 +30,10 @@ from gadei_ps.sync.run_time_model import RunTimeModel
 FOLDER = "trace-pai-minibatch"
 JOBS = (1, 3)
 LAG = training.LAG
+
+
+RANKS = {"1st": "skyblue", "6th": "tab:blue", "9th": "navy", "10th": "black"}
+"""The ranks of run times that are drawn, with their colours."""
 
 
 @dataclass
@@ -159,7 +162,8 @@ def _plot(tests: list[Tested]) -> None:
     figure, grid = pyplot.subplots(2, len(tests), figsize=(9, 4.2), layout="constrained")
     for (above, below), one in zip(grid.T, tests, strict=True):
         ordered = np.sort(one.times, axis=1)[:, [0, one.times.shape[1] // 2, -2, -1]]
-        above.plot(ordered, linewidth=0.6, color="tab:gray")
+        for values, (name, colour) in zip(ordered.T, RANKS.items(), strict=True):
+            above.plot(values, linewidth=0.6, color=colour, label=name)
         above.set_title(one.name, fontsize=7)
         above.set_xlabel("iteration", fontsize=7)
         names = list(one.calibration)
@@ -171,7 +175,8 @@ def _plot(tests: list[Tested]) -> None:
         below.set_xlabel("rank", fontsize=7)
         for axes in (above, below):
             axes.tick_params(labelsize=6)
-    grid[0][0].set_ylabel("1st, 6th, 9th, 10th time", fontsize=7)
+    grid[0][0].set_ylabel("run time, by rank", fontsize=7)
+    grid[0][0].legend(fontsize=6)
     grid[1][0].set_ylabel("error, %", fontsize=7)
     grid[1][0].legend(fontsize=6)
-    save(figure, "cutoff_real_traces.svg")
+    part.save(figure, "cutoff_real_traces.svg")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ import numpy.typing as npt
 from matplotlib import pyplot
 
 from gadei_ps.benchmarks.nlc_texts import data_directory
-from gadei_ps.benchmarks.reproduce.part import PLOTS, Part, Row
+from gadei_ps.benchmarks.reproduce import part
+from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.simulate import compare
 from gadei_ps.simulate.run_times import parse
 from gadei_ps.simulate.setting import Setting
@@ -81,7 +83,13 @@ def run(quick: bool = False) -> Part:
             if model != "asp"
         ),
     ]
-    _draw({**found, **measured}, growth)
+    data = {
+        "simulated": found,
+        "measured": measured,
+        "by_learners": growth,
+        "by_model": bounded,
+    }
+    draw(data)
     return Part(
         "Staleness under ASP",
         "GaDei, section 2.1: the staleness of a gradient is the number of versions by which the "
@@ -95,12 +103,7 @@ def run(quick: bool = False) -> Part:
         "may arrive in one iteration.",
         rows,
         plots=["staleness.svg"],
-        data={
-            "simulated": found,
-            "measured": measured,
-            "by_learners": growth,
-            "by_model": bounded,
-        },
+        data=data,
     )
 
 
@@ -187,40 +190,48 @@ def _measured_rows(measured: dict[str, Counts], law: str) -> list[Row]:
 
 # -- plot ---------------------------------------------------------------------------------------
 
-STYLES = {
-    "equal": ("tab:red", "-"),
-    "unequal": ("tab:blue", "-"),
-    "async-bcd": ("black", "--"),
-    "piag": ("grey", "--"),
+COLOURS = {
+    "equal": "tab:blue",
+    "unequal": "tab:orange",
+    "async-bcd": "tab:green",
+    "piag": "tab:purple",
 }
+MOST = {"equal": "navy", "unequal": "tab:brown"}
 
 
-def _draw(found: dict[str, Counts], growth: dict[str, dict[int, Counts]]) -> None:
+def draw(data: dict[str, Any]) -> None:
+    """Draw the distributions for 8 learners, and the mean and the maximum by learners."""
     figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, counts in found.items():
-        colour, line = STYLES[name]
+    growth = data["by_learners"]
+    for name, kept in {**data["simulated"], **data["measured"]}.items():
+        counts = _counts(kept)
         values = list(range(max(counts) + 1))
         total = sum(counts.values())
         shares = [counts.get(value, 0) / total for value in values]
         kind = "simulated, " if name in growth else "measured, "
-        left.plot(values, shares, color=colour, linestyle=line, label=kind + name)
+        left.plot(values, shares, color=COLOURS[name], label=kind + name)
     left.axvline(LEARNERS - 1, color="black", linewidth=0.5)
     left.set_xlabel("staleness, 8 learners")
     left.set_ylabel("share of the gradients")
     left.legend(fontsize=7)
     for kind, runs in growth.items():
-        colour, _ = STYLES[kind]
-        teams = list(runs)
-        means = [_mean(counts) for counts in runs.values()]
-        right.plot(teams, means, color=colour, marker="o", markersize=3, label=f"{kind}, mean")
-        most = [max(counts) for counts in runs.values()]
-        right.plot(teams, most, color=colour, linestyle=":", label=f"{kind}, maximum")
+        teams = [int(team) for team in runs]
+        counted = [_counts(counts) for counts in runs.values()]
+        means = [_mean(counts) for counts in counted]
+        style = {"color": COLOURS[kind], "marker": "o", "markersize": 3}
+        right.plot(teams, means, label=f"{kind}, mean", **style)
+        most = [max(counts) for counts in counted]
+        right.plot(teams, most, color=MOST[kind], linestyle=":", label=f"{kind}, maximum")
     right.plot(teams, [n - 1 for n in teams], color="black", linestyle="--", label="n - 1")
     right.plot(teams, [2 * (n - 1) for n in teams], color="grey", linestyle="--", label="2(n - 1)")
     right.set_xscale("log")
     right.set_yscale("log")
     right.set_xlabel("learners")
     right.legend(fontsize=7)
-    figure.savefig(PLOTS / "staleness.svg", metadata={"Date": None})
-    pyplot.close(figure)
+    part.save(figure, "staleness.svg")
+
+
+def _counts(kept: Mapping[Any, int]) -> Counts:
+    """Counts whose keys may be text, as in a result file."""
+    return {int(value): count for value, count in kept.items()}

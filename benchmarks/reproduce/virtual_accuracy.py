@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gadei_ps.benchmarks.reproduce import virtual_learner
-from gadei_ps.benchmarks.reproduce.part import PLOTS, Part, Row
+from gadei_ps.benchmarks.reproduce import part, virtual_learner
+from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.benchmarks.reproduce.virtual_learner import BATCHES, Problem, accuracy, problem
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import JobFailed
@@ -19,10 +19,11 @@ from gadei_ps.job.config import from_mapping
 from gadei_ps.job.control import Status
 from gadei_ps.machine import process
 from gadei_ps.machine.launch import Learners
+from gadei_ps.memory import weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.segment import attach
 from gadei_ps.memory.shm import segment_name
-from gadei_ps.memory.weights import data, read_table
+from gadei_ps.show.colours import colours
 
 WORKERS, STAGES = 2, 2
 MODELS = tuple((D, s_local) for D in (0, 1, 4) for s_local in (0, 3))
@@ -51,7 +52,7 @@ def run(quick: bool = False) -> Part:
                 found[case].append(train(name, one, case, epochs, seed))
         runs += [each for some in found.values() for each in some]
         rows += _rows(name, found)
-    _draw(runs)
+    draw({"runs": runs})
     told = {"rates": RATES, "batches": BATCHES, "epochs": EPOCHS, "seeds": SEEDS}
     return Part(
         "Virtual workers: accuracy against time",
@@ -102,7 +103,7 @@ def train(
                 time.sleep(0.01)
             begin = time.monotonic()
             segment = attach(segment_name(job, "weights"), SegmentKind.WEIGHTS, writable=False)
-            shared = read_table(segment).views(data(segment))
+            shared = weights.read_table(segment).views(weights.data(segment))
             while True:
                 done = status["work"]["state"] == "done" and not status["learners"]
                 seconds = time.monotonic() - begin
@@ -154,9 +155,12 @@ def _rows(name: str, found: dict[Any, list[dict[str, Any]]]) -> list[Row]:
     return rows
 
 
-def _draw(runs: list[dict[str, Any]]) -> None:
+def draw(data: dict[str, Any]) -> None:
+    """Draw the curves of the first seed."""
     from matplotlib import pyplot
 
+    runs = data["runs"]
+    colour = colours(dict.fromkeys(one["sync"] for one in runs), {"asp": "tab:gray"})
     sets = list(dict.fromkeys(one["set"] for one in runs))
     figure, axes = pyplot.subplots(1, len(sets), figsize=(8, 4), layout="constrained")
     for axis, name in zip(axes, sets, strict=True):
@@ -164,12 +168,12 @@ def _draw(runs: list[dict[str, Any]]) -> None:
             if one["set"] == name and one["seed"] == 0:
                 points = np.array(one["curve"])
                 label = "plain learner" if one["sync"] == "asp" else one["sync"]
-                axis.plot(points[:, 0], points[:, 1], label=label, linewidth=1)
+                style = {"color": colour[one["sync"]], "linewidth": 1}
+                axis.plot(points[:, 0], points[:, 1], label=label, **style)
         best = max(one["accuracy"] for one in runs if one["set"] == name)
         axis.set_ylim(best - 0.15, best + 0.01)
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("seconds")
     axes[0].set_ylabel("accuracy on the test file")
     axes[0].legend(fontsize=7)
-    figure.savefig(PLOTS / "virtual_accuracy.svg")
-    pyplot.close(figure)
+    part.save(figure, "virtual_accuracy.svg")

@@ -16,7 +16,7 @@ from gadei_ps.show.tables import table
 
 Line = Mapping[str, Any]
 NEEDED = "plot needs matplotlib: pip install 'gadei-ps[plot]'"
-COLOURS = {"loss": "tab:blue", "samples_per_s": "tab:red", "accuracy": "tab:green"}
+COLOURS = {"loss": "tab:blue", "samples_per_s": "tab:orange", "accuracy": "tab:green"}
 
 
 def shown(lines: Sequence[Line]) -> RenderableType:

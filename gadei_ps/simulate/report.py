@@ -11,6 +11,7 @@ from rich.text import Text
 
 from gadei_ps.errors import UsageError
 from gadei_ps.show import tables
+from gadei_ps.show.colours import colours
 
 Result = Mapping[str, Any]
 
@@ -128,9 +129,10 @@ def plot(result: Result, path: Path) -> None:
 
 def _draw_losses(result: Result, figure: Any) -> None:
     axes = figure.subplots()
+    colour = colours(one["model"] for one in result["models"])
     for one in result["models"]:
         points = [(point["seconds"], point["loss"]) for point in one["curve"]]
-        axes.plot(*zip(*points, strict=True), label=one["model"])
+        axes.plot(*zip(*points, strict=True), label=one["model"], color=colour[one["model"]])
     axes.set_xlabel("s of virtual time")
     axes.set_ylabel("held-out loss")
     axes.set_yscale("log")
@@ -139,22 +141,24 @@ def _draw_losses(result: Result, figure: Any) -> None:
 
 def _draw_speeds(result: Result, figure: Any) -> None:
     names = [one["model"] for one in result["models"]]
+    found = colours(names)
+    colour = [found[name] for name in names]
     left, middle, right = figure.subplots(1, 3)
-    left.barh(names, [one["gradients_per_s"] for one in result["models"]], color="tab:red")
+    left.barh(names, [one["gradients_per_s"] for one in result["models"]], color=colour)
     left.axvline(result["oracle"]["gradients_per_s"], color="black", linestyle="--", label="oracle")
     left.set_xlabel("gradients/s")
     left.legend(fontsize=7)
     done = [0.0 for _ in names]
     for key, label, shade in (("waiting_share", "waiting", 1.0), ("lost_share", "lost", 0.45)):
         parts = [one[key] for one in result["models"]]
-        middle.barh(names, parts, left=done, color="tab:blue", alpha=shade, label=label)
+        middle.barh(names, parts, left=done, color=colour, alpha=shade, label=label)
         done = [a + b for a, b in zip(done, parts, strict=True)]
     middle.set_xlabel("share of the learners' time")
     middle.set_yticklabels([])
     middle.legend(fontsize=7)
     for key, shade in (("p99", 0.35), ("p50", 1.0)):
         parts = [one["staleness"][key] for one in result["models"]]
-        right.barh(names, parts, color="tab:green", alpha=shade, label=key)
+        right.barh(names, parts, color=colour, alpha=shade, label=key)
     right.set_xlabel("staleness, gradients")
     right.set_yticklabels([])
     right.legend(fontsize=7)
