@@ -40,6 +40,7 @@ from gadei_ps.groups.compress import Wire
 from gadei_ps.groups.membership import MOST_MEMBERS, Member, View
 from gadei_ps.groups.shares import Shares
 from gadei_ps.job.number_types import Real, Whole
+from gadei_ps.machine import log
 from gadei_ps.sync.parameters import SpecError
 
 CLOSE_S = 5.0
@@ -267,6 +268,7 @@ def _tell(**facts: Any) -> None:
 def main() -> None:
     """Prints an error in one line."""
     threads.guard()
+    log.outlive_reader()
     try:
         told = orders.lines(sys.stdin.fileno())
         code = run(read(next(told, "")), told)

@@ -7,10 +7,13 @@ only ask a job are spared.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
 from typing import Any, TextIO, cast
+
+from gadei_ps.machine.output import write
 
 # Of sd-daemon(3), which are those of syslog, by the names of structlog's methods.
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "exception": 3, "critical": 2}
@@ -42,6 +45,32 @@ class _Patient:
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
+
+
+class _Discarding(io.FileIO):
+    """A file that discards what cannot be written.
+
+    A closed terminal, a reader that has ended or a full disk must not end a job.
+    """
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            write(self.fileno(), data)
+        return len(data)
+
+
+def outlive_reader() -> None:
+    """Makes prints to this process' standard error never fail."""
+    buffer = getattr(sys.stderr, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)  # the same if Python does not buffer
+    if isinstance(raw, io.FileIO) and raw.fileno() == 2:  # else a program has put its own there
+        sys.stderr.flush()
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(_Discarding(2, "w", closefd=False)),
+            sys.stderr.encoding,
+            "backslashreplace",
+            line_buffering=True,
+        )
 
 
 def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False) -> None:

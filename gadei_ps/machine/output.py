@@ -43,12 +43,12 @@ class _Log:
         if self._fd is None:
             return
         try:
-            _write(self._fd, data)
+            write(self._fd, data)
         except OSError as error:
             self.close()
             text = f"gadei-ps: {self._path}: {error.strerror}; the rest is not written there\n"
             with contextlib.suppress(OSError):
-                _write(2, text.encode(errors="replace"))
+                write(2, text.encode(errors="replace"))
 
     def close(self) -> None:
         if self._fd is not None:
@@ -124,7 +124,7 @@ class _Stream:
         shown, self._ready, self._size = b"".join(self._ready), [], 0
         if self._to is not None:
             try:
-                _write(self._to, shown)
+                write(self._to, shown)
             except OSError:
                 self._to = None
         return self._to is not None or self._log is not None
@@ -138,8 +138,8 @@ class _Stream:
         os.close(self.fd)
 
 
-def _write(fd: int, data: bytes) -> None:
-    """All of it. Raises OSError."""
+def write(fd: int, data: bytes) -> None:
+    """Writes all of it. Raises OSError."""
     left = memoryview(data)
     while left:
         try:

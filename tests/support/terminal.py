@@ -1,0 +1,67 @@
+"""Commands in a terminal of their own, which may be closed while they run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import subprocess
+import termios
+import threading
+from pathlib import Path
+from typing import Self
+
+from support.waiting import PATIENCE_S
+
+LOOK_S = 0.02
+
+
+class Terminal:
+    """A shell's command line in the foreground of a pseudo-terminal."""
+
+    def __init__(self, directory: Path, line: str) -> None:
+        self._master, slave = os.openpty()
+        self.process = subprocess.Popen(
+            ["sh", "-c", line],
+            cwd=directory,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+        self.err = ""
+        self._closing = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # no process has the other end any more
+            while not self._closing:
+                if select.select([self._master], [], [], LOOK_S)[0]:
+                    self.err += os.read(self._master, 4096).decode(errors="replace")
+
+    def interrupt(self) -> None:
+        """Ctrl-C: all processes of the command line get SIGINT."""
+        os.write(self._master, b"\x03")
+
+    def close(self) -> None:
+        """The session gets SIGHUP, and every write to the terminal fails."""
+        if not self._closing:
+            self._closing = True
+            self._reader.join()  # a read that is under way would keep it open
+            os.close(self._master)
+
+    def wait(self) -> int:
+        """Returns the exit code."""
+        return self.process.wait(PATIENCE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.close()
