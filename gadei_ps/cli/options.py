@@ -59,7 +59,9 @@ JobArgument = Annotated[
 ]
 Command = Annotated[
     list[str],
-    typer.Argument(metavar="COMMAND", help="The learner's program and its arguments, after --."),
+    typer.Argument(
+        metavar="COMMAND", help="The learner's program and its arguments; -- before it is optional."
+    ),
 ]
 Device = Annotated[
     DeviceName,

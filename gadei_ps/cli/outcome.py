@@ -17,7 +17,8 @@ from typing import Any
 
 import typer
 
-from gadei_ps.errors import GadeiError, JobNotFound, in_words
+from gadei_ps.cli.switches import separated
+from gadei_ps.errors import GadeiError, JobNotFound, UsageError, in_words
 from gadei_ps.machine import interrupts, log
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.show.plain import plain
@@ -31,16 +32,22 @@ LEARNER_FILE_VARIABLE = "GADEI_PS_LEARNER_FILE"
 def execute(app: typer.Typer, args: Sequence[str]) -> int:
     """Runs a command line; returns its exit code. Call it once, from the main thread."""
     interrupts.install()
+    log.outlive_reader()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if our parent closed it
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    command = typer.main.get_command(app)
+    try:
+        args, mistake = separated(command, args), None
+    except UsageError as error:
+        mistake = error
     ours = args[: args.index("--") if "--" in args else len(args)]
     learner_file = os.environ.pop(LEARNER_FILE_VARIABLE, "")  # learners start other commands
     as_json, json_log = "--json" in ours, "--json-log" in ours
     try:
-        code = typer.main.get_command(app).main(
-            list(args), prog_name="gadei-ps", standalone_mode=False
-        )
+        if mistake is not None:
+            raise mistake
+        code = command.main(list(args), prog_name="gadei-ps", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
     except Interrupted as interrupted:

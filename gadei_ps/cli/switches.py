@@ -1,13 +1,24 @@
-"""Commands whose help shows no type beside a switch, which takes no value."""
+"""Commands as typer makes them, with two differences.
+
+The help shows no type beside a switch, which takes no value. All words after the first one of a
+learner's program belong to that program, also without `--` before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from typer import Typer
 from typer.core import TyperCommand, TyperGroup
 
+from gadei_ps.errors import UsageError
+
+# Names that no user gives to a job, but that programs begin with.
+INTERPRETER = re.compile(r"(.*/)?(python[0-9.]*|sh|bash|env|uv|torchrun)")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -26,6 +37,54 @@ class _Command(TyperCommand):
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
+
+
+def separated(command: Any, args: Sequence[str]) -> list[str]:
+    """Puts `--` before the program of a command line that starts learners; others stay.
+
+    Raises UsageError if the job's name is missing.
+    """
+    before: list[str] = []
+    words = list(args)
+    while isinstance(command, TyperGroup) and words and words[0] in command.commands:
+        before.append(words[0])
+        command = command.commands[words.pop(0)]
+    if not any(one.name == "command" for one in command.params):
+        return list(args)
+    line = " ".join(("gadei-ps", *before))
+    takes_value = {
+        name: not getattr(one, "is_flag", False) for one in command.params for name in one.opts
+    }
+    return [*before, *_before_program(line, takes_value, words)]
+
+
+def _before_program(line: str, takes_value: dict[str, bool], words: list[str]) -> list[str]:
+    job, at = "", 0
+    while at < len(words) and words[at] != "--":
+        word = words[at]
+        if word in ("-h", "--help"):
+            return words
+        is_option = word.startswith("-") and word != "-"
+        unknown = word.partition("=")[0] not in takes_value
+        if INTERPRETER.fullmatch(job) and (unknown if is_option else not shutil.which(word)):
+            before = [one for one in words[:at] if one != job]
+            raise _nameless(line, before, [job, *words[at:]])
+        if is_option:
+            at += 1 + takes_value.get(word, False)
+        elif job:
+            return [*words[:at], "--", *words[at:]]
+        else:
+            job, at = word, at + 1
+    if not job and at + 1 < len(words):
+        raise _nameless(line, words[:at], words[at + 1 :])
+    if at == len(words) and job.endswith(".py"):
+        raise _nameless(line, [one for one in words if one != job], ["python", job])
+    return words
+
+
+def _nameless(line: str, options: Sequence[str], program: Sequence[str]) -> UsageError:
+    words = shlex.join([*options, "--", *program])
+    return UsageError(f"the name of the job is missing: {line} NAME {words}")
 
 
 class App(Typer):

@@ -12,9 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support
+import typer
 from shell import FOREVER, Cli, is_running, learning
+from support.terminal import Terminal
 
+from gadei_ps.cli.app import app
+from gadei_ps.cli.switches import separated
 from gadei_ps.commands import jobs
+from gadei_ps.errors import UsageError
 from gadei_ps.machine import gpus
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -38,6 +43,86 @@ def test_job_for_as_long_as_its_learners(
     told = "optimizer momentum, lr 0.5, momentum 0.9 (from the job; momentum by default); sync ssp:"
     assert result.err.count(told) == 1, result.err
     assert not is_running(job_name)
+
+
+SLOW_END = """
+import os, pathlib, signal, time
+import numpy as np
+from gadei_ps.learners.client import Client
+
+def save(*_):
+    time.sleep(0.2)
+    pathlib.Path(f"saved.{os.environ['GADEI_PS_LEARNER']}").touch()
+    raise SystemExit
+
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, save)
+with Client(tensors={"w": np.zeros(8)}) as client:
+    while True:
+        client.push({"w": np.ones(8)})
+        time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run demo --lr 2 -- python train.py --lr 3 -- --out w.npz",
+        "run --lr=2 demo -- python train.py --lr 3",
+        "run --quiet demo --lr 2 -- python -u -m train --json",
+        "attach demo -- python train.py --device cuda",
+        "group run groups.toml --quiet -- python train.py --quiet",
+        "run python --lr 2 -- true",
+    ],
+)
+def test_all_words_after_the_program_belong_to_it(words: str) -> None:
+    given = words.split()
+    command = typer.main.get_command(app)
+    assert separated(command, given) == given
+    without = words.replace(" -- ", " ", 1).split()
+    assert separated(command, without) == given
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("run --learners 2 -- python train.py", "run NAME --learners 2 -- python train.py"),
+        ("run -- python -m train", "run NAME -- python -m train"),
+        ("run python train.py --lr 1", "run NAME -- python train.py --lr 1"),
+        ("run --lr 1 python -m train", "run NAME --lr 1 -- python -m train"),
+        ("run --lr 1 train.py", "run NAME --lr 1 -- python train.py"),
+        ("attach -- python train.py", "attach NAME -- python train.py"),
+        ("group run -- python train.py", "group run NAME -- python train.py"),
+    ],
+)
+def test_a_forgotten_name_of_the_job(words: str, advice: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        separated(typer.main.get_command(app), words.split())
+    assert str(raised.value) == f"the name of the job is missing: gadei-ps {advice}"
+
+
+@pytest.mark.parametrize("reader", ["terminal", "tee"])
+def test_a_closed_terminal_and_a_reader_that_has_ended(
+    cli: Cli, job_name: str, learner: list[str], reader: str
+) -> None:
+    """Every print of the launcher fails, and all goes on as with the signal alone."""
+    (cli.directory / "learner.py").write_text(SLOW_END)
+    options = ["--learners", "2", "--out", "w.npz"]
+    run = [sys.executable, "-m", "gadei_ps", "run", job_name, *options, "--", *learner]
+    tee = f"{{ trap : INT; {shlex.join(run)}; echo $? > code; }} 2>&1 | tee log"
+    line = tee if reader == "tee" else f"exec {shlex.join(run)}"
+    with Terminal(cli.directory, line) as terminal:
+        support.eventually(learning(job_name, terminal, 2))
+        terminal.interrupt() if reader == "tee" else terminal.close()
+        code = terminal.wait()
+    if reader == "tee":
+        support.eventually((cli.directory / "code").exists)
+        code = int((cli.directory / "code").read_text())
+    assert code == 128 + (signal.SIGINT if reader == "tee" else signal.SIGHUP)
+    for index in range(2):
+        assert (cli.directory / f"saved.{index}").exists(), "it had the time to save"
+    with np.load(cli.directory / "w.npz") as weights:
+        assert weights["w"].max() < 0
 
 
 def test_job_file_with_a_flag(cli: Cli, job_name: str, learner: list[str]) -> None:
