@@ -117,7 +117,7 @@ static int read_model(gadei_learner *learner)
         if (row->count > learner->elements || row->start > learner->elements - row->count ||
             row->start < end || row->dims > PS_MAX_DIMS ||
             !memchr(row->name, 0, sizeof row->name) ||
-            (row->dims && (!row->shape[0] || row->count % row->shape[0])))
+            (row->dims && (row->shape[0] ? row->count % row->shape[0] : row->count)))
             return ps_fail(learner, GADEI_ERROR, "the weights segment's table is damaged at row %u",
                            i);
         struct gadei_tensor *tensor = &learner->tensors[i];

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xf3c865d1ed5cd742ull
+#define PS_BUILD 0x8f1bd92903c1fa93ull
 
 #endif

@@ -243,16 +243,16 @@
 
 /* A row of the table in the weights segment.
  *
- * 0            120    124    128         192      200     208     216 256
- * || name[120] | role | dims || shape[8] || start | count | group |   ||
+ * 0            376    380    384         448      456     464     472 512
+ * || name[376] | role | dims || shape[8] || start | count | group |   ||
  */
 #define PS_TENSOR_FIELDS(F, P, T)                                          \
-  F(T, 0, char, name, [120], W, "UTF-8, ends with a zero byte")            \
-  F(T, 120, u32, role, , W, "enum ps_tensor_role") F(T, 124, u32, dims, , W, "") \
-  F(T, 128, u64, shape, [PS_MAX_DIMS], W, "the first `dims`")              \
-  F(T, 192, u64, start, , W, "first element; a multiple of 16 (64 bytes)") \
-  F(T, 200, u64, count, , W, "elements")                                   \
-  F(T, 208, u64, group, , W, "of parameters, from 0; buffers: 0") P(216, 40)
+  F(T, 0, char, name, [376], W, "UTF-8, ends with a zero byte")            \
+  F(T, 376, u32, role, , W, "enum ps_tensor_role") F(T, 380, u32, dims, , W, "") \
+  F(T, 384, u64, shape, [PS_MAX_DIMS], W, "the first `dims`")              \
+  F(T, 448, u64, start, , W, "first element; a multiple of 16 (64 bytes)") \
+  F(T, 456, u64, count, , W, "elements")                                   \
+  F(T, 464, u64, group, , W, "of parameters, from 0; buffers: 0") P(472, 40)
 
 /* Begins the weights segment; W writes it before the magic.
  *
@@ -433,7 +433,7 @@
   X(ps_server, PS_SERVER_FIELDS, 64)       \
   X(ps_entry, PS_ENTRY_FIELDS, 768)        \
   X(ps_control, PS_CONTROL_FIELDS, 255296) \
-  X(ps_tensor, PS_TENSOR_FIELDS, 256)      \
+  X(ps_tensor, PS_TENSOR_FIELDS, 512)      \
   X(ps_weights, PS_WEIGHTS_FIELDS, 192)    \
   X(ps_span, PS_SPAN_FIELDS, 24)           \
   X(ps_record, PS_RECORD_FIELDS, 320)      \

@@ -233,7 +233,8 @@ uint64_t ps_first_block(const struct ps_weights *weights)
 
 static struct ps_shape shape_of(const struct ps_tensor *tensor, float *residue)
 {
-    uint64_t rows = tensor->dims ? tensor->shape[0] : 1;
+    /* A tensor without values counts as one row without values. */
+    uint64_t rows = tensor->dims && tensor->shape[0] ? tensor->shape[0] : 1;
     return (struct ps_shape){rows, tensor->count / rows, residue ? residue + tensor->start : NULL};
 }
 

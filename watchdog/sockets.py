@@ -207,13 +207,13 @@ class ControlServer:
     def _serve(self, client: Client) -> None:
         while not client.waiting and len(client.received) >= control.LENGTH.size:
             (length,) = control.LENGTH.unpack_from(client.received)
-            if length > control.MAX_MESSAGE:
+            if length > control.MAX_REQUEST:
                 # Where the next message begins is unknown: the connection ends with the reply.
                 self.reply(client, failure(ControlError(f"message of {length} bytes")))
                 raise ValueError("message too long")
             end = control.LENGTH.size + length
             if len(client.received) < end:
-                if len(client.received) > control.MAX_MESSAGE + control.LENGTH.size:
+                if len(client.received) > control.MAX_REQUEST + control.LENGTH.size:
                     raise ValueError("more than a message")
                 return
             raw = bytes(client.received[control.LENGTH.size : end])
@@ -236,7 +236,7 @@ class ControlServer:
             else:
                 self.reply(client, answer)
         # A client that sends requests while its reply is pending may not fill our memory.
-        if client.waiting and len(client.received) > control.MAX_MESSAGE:
+        if client.waiting and len(client.received) > control.MAX_REQUEST:
             raise ValueError("requests sent without waiting for the reply")
 
     def check_room(self, client: Client) -> None:

@@ -108,7 +108,7 @@ class TensorConfig(_Table):
     """[[tensors]]: a tensor of the model, for jobs whose learners do not bring it."""
 
     name: str
-    shape: list[Annotated[Whole, Field(gt=0)]]
+    shape: list[Annotated[Whole, Field(ge=0)]]
     role: Literal["parameter", "buffer"] = "parameter"
 
 

@@ -1,6 +1,7 @@
 """The control protocol: what learners and tools say to a job's watchdog over its Unix socket.
 
-A message is a 4-byte length (network order) and that many bytes of JSON, at most MAX_MESSAGE.
+A message is a 4-byte length (network order) and that many bytes of JSON, at most MAX_REQUEST
+of a request and MAX_MESSAGE of a reply.
 Every request has `v` (the protocol's version) and `op`; every reply has `ok`, and if that is false
 `error` (one line) and `kind` (name of the error's class). A request `offer` comes with the
 descriptor of a file that holds the initial weights. While segments are made for a request, notes
@@ -28,10 +29,12 @@ from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
 from gadei_ps.job import paths
 from gadei_ps.job.optimizer import Said
 from gadei_ps.memory import shm
-from gadei_ps.memory.layout import AHEAD, MAX_GROUPS, MAX_LEARNERS, OWNED
+from gadei_ps.memory.layout import AHEAD, MAX_DIMS, MAX_GROUPS, MAX_LEARNERS, OWNED
+from gadei_ps.memory.weights import MAX_ELEMENTS, MAX_NAMES, NAME_BYTES
 
 PROTOCOL: Final = 1
-MAX_MESSAGE = 1 << 20
+MAX_MESSAGE = 1 << 20  # of a reply
+MAX_REQUEST = 1 << 25  # an offer names all tensors
 LENGTH = struct.Struct("!I")
 RECONNECT_S = 0.02
 UCRED = struct.Struct("3i")
@@ -46,10 +49,12 @@ class _Message(BaseModel):
 
 class TensorOffer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str = Field(max_length=119)
-    shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=8)
+    name: str = Field(max_length=NAME_BYTES)
+    shape: list[Annotated[int, Field(ge=0, lt=MAX_ELEMENTS)]] = Field(max_length=MAX_DIMS)
     role: Literal[1, 2] = 1
-    aliases: list[Annotated[str, Field(max_length=119)]] | None = Field(None, max_length=256)
+    aliases: list[Annotated[str, Field(max_length=NAME_BYTES)]] | None = Field(
+        None, max_length=MAX_NAMES
+    )
     """Its other names, where layers share it."""
     group: Annotated[int, Field(ge=0, lt=MAX_GROUPS)] = 0
 
@@ -85,7 +90,7 @@ class Offer(_Message):
 
     op: Literal["offer"] = "offer"
     number: int = Field(-1, ge=-1, lt=2**31)
-    tensors: list[TensorOffer] = Field(min_length=1, max_length=8192)
+    tensors: list[TensorOffer] = Field(min_length=1, max_length=MAX_NAMES)
     optimizer: Said | None = None
 
 
@@ -245,11 +250,11 @@ def parse_request(raw: bytes) -> Request:
         raise ControlError(f"bad request: {' '.join(what.split())}") from None
 
 
-def pack(message: dict[str, Any]) -> bytes:
-    """A message with its length in front."""
+def pack(message: dict[str, Any], most: int = MAX_MESSAGE) -> bytes:
+    """A message with its length in front. most: its bytes."""
     raw = json.dumps(message, separators=(",", ":")).encode()
-    if len(raw) > MAX_MESSAGE:
-        raise ControlError(f"message of {len(raw)} bytes; the limit is {MAX_MESSAGE}")
+    if len(raw) > most:
+        raise ControlError(f"message of {len(raw)} bytes; the limit is {most}")
     return LENGTH.pack(len(raw)) + raw
 
 
@@ -303,7 +308,7 @@ class Connection:
         if not self._answered:
             raise ConnectionLost(f"{self.path}: an earlier request was interrupted; connect again")
         self._answered = False
-        data = pack(message.model_dump(exclude_none=True))
+        data = pack(message.model_dump(exclude_none=True), MAX_REQUEST)
         try:
             # A watchdog without room answers before it is asked, and closes.
             with contextlib.suppress(BrokenPipeError):

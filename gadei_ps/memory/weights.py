@@ -22,7 +22,8 @@ from gadei_ps.memory.layout import Role
 from gadei_ps.memory.segment import Segment
 
 LINE = 16  # float32 values in 64 bytes
-NAME_BYTES = 119
+NAME_BYTES = layout.TENSOR["name"].itemsize - 1
+MAX_NAMES = 1 << 16  # of tensors, with aliases
 MAX_ELEMENTS = 1 << 40  # far above any machine's memory; offsets in bytes stay below 2**63
 
 FloatArray = npt.NDArray[np.float32]
@@ -49,8 +50,8 @@ class Tensor:
 
     @property
     def rows(self) -> int:
-        """Indices of its first dimension."""
-        return self.shape[0] if self.shape else 1
+        """Indices of its first dimension; a tensor without values has one."""
+        return max(self.shape[0], 1) if self.shape else 1
 
 
 @dataclass(frozen=True)
@@ -107,24 +108,37 @@ def is_name(name: str) -> bool:
 
 
 def place(tensors: Iterable[Tensor]) -> Model:
-    """Gives each tensor its start. Raises UsageError for a name or shape that is not allowed."""
+    """Gives each tensor its start. Raises UsageError for a name or shape that is not allowed.
+
+    A tensor without values also gets a line, so that a start belongs to one tensor.
+    """
     given = list(tensors)
     if not given:
         raise UsageError("the model has no tensors")
+    count = sum(1 + len(tensor.aliases) for tensor in given)
+    if count > MAX_NAMES:
+        raise UsageError(
+            f"the model has {count:,} names of tensors, and a job has at most {MAX_NAMES:,}: join "
+            "tensors of one shape (torch.stack)"
+        )
     names = set()
     for tensor in given:
         for name in (tensor.name, *tensor.aliases):
             if not is_name(name):
                 raise UsageError(
-                    f"tensor name {name!r}: use 1 to {NAME_BYTES} bytes of UTF-8 without NUL"
+                    f"tensor name {name!r}: use 1 to {NAME_BYTES} bytes of UTF-8 without NUL; "
+                    "shorten the names of modules"
                 )
             if name in names:
                 raise UsageError(f"tensor {name!r} is given twice")
             names.add(name)
         if len(tensor.shape) > layout.MAX_DIMS:
             raise UsageError(f"tensor {tensor.name!r} has more than {layout.MAX_DIMS} dimensions")
-        if any(size <= 0 for size in tensor.shape):
-            raise UsageError(f"tensor {tensor.name!r} has shape {list(tensor.shape)}: it is empty")
+        if not all(0 <= size < MAX_ELEMENTS for size in tensor.shape):
+            raise UsageError(
+                f"tensor {tensor.name!r} has shape {list(tensor.shape)}: a dimension has 0 to "
+                f"{MAX_ELEMENTS - 1} values"
+            )
     given.sort(key=_order)  # stable: each group keeps its order
     placed: list[Tensor] = []
     at, parameters = 0, None
@@ -134,7 +148,7 @@ def place(tensors: Iterable[Tensor]) -> Model:
         if tensor.role is Role.BUFFER and parameters is None:
             parameters = at
         placed.append(replace(tensor, start=at))
-        at = layout.rounded(at + tensor.count, LINE)
+        at = layout.rounded(at + max(tensor.count, 1), LINE)
     if at > MAX_ELEMENTS:
         raise UsageError(f"the model has {at} values; the limit is {MAX_ELEMENTS}")
     return Model(tuple(placed), at, at if parameters is None else parameters)

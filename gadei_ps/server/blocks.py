@@ -44,8 +44,8 @@ def tensor_of(part: np.ndarray, number: int) -> np.ndarray:
 
 @inner
 def rows_of(tensor: np.ndarray) -> int:
-    """How many rows a tensor has; its first dimension."""
-    return integer(tensor[0].shape[0]) if tensor[0].dims > 0 else 1
+    """How many rows a tensor has: its first dimension; one without values has one."""
+    return max(integer(tensor[0].shape[0]), 1) if tensor[0].dims > 0 else 1
 
 
 @inner

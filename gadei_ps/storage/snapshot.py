@@ -183,7 +183,7 @@ def _parse_tensor(row: Any, grouped: bool) -> weights.Tensor:
 def _check_placement(model: weights.Model) -> None:
     """Raises ValueError unless the tensors lie as weights.place lays them.
 
-    That also bounds the elements by the values and the padding. Unlike there, tensors may be empty.
+    That also bounds the elements by the values and the padding.
     """
     end, group, parameters = 0, None, None
     names: set[str] = set()
@@ -207,7 +207,7 @@ def _check_placement(model: weights.Model) -> None:
         group = one.group
         if one.start != start or (one.role is Role.PARAMETER and parameters is not None):
             raise ValueError(f"tensor {one.name!r} begins at {one.start}, where it cannot be")
-        end = start + one.count
+        end = start + max(one.count, 1)
     elements = layout.rounded(end, weights.LINE)
     if not names or elements > weights.MAX_ELEMENTS:
         raise ValueError("the model has no tensors, or too many values")

@@ -66,7 +66,7 @@ def pieces(model: Model) -> np.ndarray:
     found = []
     ends = [*(tensor.start for tensor in model.tensors[1:]), model.elements]
     for number, (tensor, end) in enumerate(zip(model.tensors, ends, strict=True)):
-        for begin in range(0, tensor.count, PIECE):
+        for begin in range(0, max(tensor.count, 1), PIECE):
             count = min(PIECE, tensor.count - begin)
             last = begin + count == tensor.count
             padded = end - tensor.start - begin if last else count

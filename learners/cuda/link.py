@@ -97,7 +97,7 @@ class CudaLink:
         self._ranges = []
         for tensor in self._client.model.tensors:
             begin, end = 4 * tensor.start, 4 * (tensor.start + tensor.count)
-            if tensor.name in names:
+            if tensor.name in names or not tensor.count:
                 continue
             if self._ranges and begin - self._ranges[-1][1] < LINE:
                 begin = self._ranges.pop()[0]

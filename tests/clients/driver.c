@@ -153,7 +153,7 @@ static void write_rows(unsigned index, unsigned seed, char *list)
         if (end == list)
             break;
     }
-    uint64_t width = tensor->count / (tensor->dims ? tensor->shape[0] : 1);
+    uint64_t width = tensor->count / (tensor->dims && tensor->shape[0] ? tensor->shape[0] : 1);
     if (count * width > sizeof gradient / sizeof *gradient)
         abort();
     for (uint64_t i = 0; i < count * width; i++)

@@ -21,12 +21,13 @@ from clients.drivers import ERROR, NONFINITE, TIMEOUT, Job, Learner, running
 from gadei_ps.memory.layout import FrameKind
 from gadei_ps.memory.shm import SHM, segment_name
 
-# Tensors between which there are gaps, with rows of many values and of one, and a buffer.
+# Tensors between which there are gaps, with rows of many values, of one and none, and a buffer.
 GAPS: dict[str, Any] = {
     "tensors": [
         {"name": "w", "shape": [3, 5]},
         {"name": "table", "shape": [40, 9]},
         {"name": "b", "shape": [7]},
+        {"name": "none", "shape": [0, 4]},
         {"name": "seen", "shape": [3], "role": "buffer"},
     ],
     "shards": 2,
@@ -53,8 +54,8 @@ def frame(job: Job, one: Learner, sequence: int) -> tuple[dict[str, Any], bytes]
 def test_the_model_is_the_same(client: Makers, gaps: Job) -> None:
     mine = client.plain()
     mine.do("attach", gaps.socket)
-    shown = "w:1:3x5:0:15 table:1:40x9:16:360 b:1:7:384:7 seen:2:3:448:3"
-    assert mine.ask("tensors") == (4, shown)
+    shown = "w:1:3x5:0:15 table:1:40x9:16:360 b:1:7:384:7 none:1:0x4:400:0 seen:2:3:448:3"
+    assert mine.ask("tensors") == (5, shown)
     mine.do("detach")
     gaps.gone()
 
@@ -163,7 +164,8 @@ FRAMES: dict[str, list[list[object]]] = {
     "rows of one value": [
         ["claim_rows", 10_000],
         ["write_rows", 2, 9, 6],
-        ["write_rows", 3, 9, 1],
+        ["write_rows", 3, 9],
+        ["write_rows", 4, 9, 1],
         ["publish", 1, 1, 1],
     ],
     "no rows": [["claim_rows", 10_000], ["write_rows", 1, 9], ["publish", 1, 1, 1]],

@@ -24,7 +24,7 @@ from support import Child, daemon, eventually, status
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import ControlError
 from gadei_ps.job import paths
-from gadei_ps.job.control import MAX_MESSAGE, Connection, Status
+from gadei_ps.job.control import MAX_REQUEST, Connection, Status
 from gadei_ps.learners.client import Client
 from gadei_ps.watchdog.sockets import MAX_CLIENTS, MAX_CLIENTS_OF_ONE, OPERATORS, RESERVED
 
@@ -208,12 +208,12 @@ def test_each_kind_of_rubbish_is_told_so(job: Daemon, job_name: str) -> None:
 @pytest.mark.usefixtures("unharmed")
 def test_a_message_that_is_too_long(job: Daemon, job_name: str) -> None:
     with connect(job_name) as raw:
-        raw.sendall(struct.pack("!I", MAX_MESSAGE + 1))
+        raw.sendall(struct.pack("!I", MAX_REQUEST + 1))
         reply = receive(raw)
         assert reply is None or reply["ok"] is False
         assert receive(raw) is None, "what follows cannot be told from payload"
     # The longest that is allowed is read to its end.
-    assert "bad request" in str(said(job_name, b" " * MAX_MESSAGE)["error"])
+    assert "bad request" in str(said(job_name, b" " * MAX_REQUEST)["error"])
 
 
 # -- offers ---------------------------------------------------------------------------------------

@@ -239,8 +239,9 @@ static void use(struct input *in, gadei_learner *learner)
         case 12: {
             const int64_t rows[3] = {(int8_t)next(in, 1), (int8_t)next(in, 1), 0};
             index = (uint32_t)next(in, 1);
-            uint64_t row = index < count && tensors[index].dims ? tensors[index].count /
-                           tensors[index].shape[0] : 1;
+            uint64_t row = index < count && tensors[index].dims && tensors[index].shape[0]
+                               ? tensors[index].count / tensors[index].shape[0]
+                               : 1;
             float *some = calloc(3 * row, sizeof *some);
             assert(some);
             gadei_write_rows(learner, index, rows, some, next(in, 1) % 4);

@@ -304,7 +304,7 @@ def damages(memory: JobMemory) -> list[tuple[Callable[[], None], str]]:
         row(weights, "count", 2**64 - 1),
         row(weights, "count", 2017),
         row(weights, "dims", 9),
-        row(weights, "name", b"x" * 120),
+        row(weights, "name", b"x" * 376),
     ]
     rings = [
         head(ring, RING, index=ROW + 1),

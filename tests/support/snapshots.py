@@ -27,9 +27,9 @@ TENSORS = [
 MODEL = place(TENSORS)
 
 tensor_names = st.text(
-    st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=119
+    st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=weights.NAME_BYTES
 ).filter(lambda name: len(name.encode()) <= weights.NAME_BYTES and name != "__metadata__")
-shapes = st.lists(st.integers(1, 9), max_size=layout.MAX_DIMS).filter(
+shapes = st.lists(st.integers(0, 9), max_size=layout.MAX_DIMS).filter(
     lambda shape: math.prod(shape) <= 3000
 )
 models = st.lists(

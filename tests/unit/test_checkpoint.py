@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from support.snapshots import FILES, MODEL, models, names, one, same, sha256sum
 
 from gadei_ps.errors import CheckpointError
-from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.weights import Model, Tensor, place
 from gadei_ps.storage import checkpoint
@@ -84,22 +83,21 @@ def test_what_a_checkpoint_is(tmp_path: Path) -> None:
 
 
 def test_empty_tensors(tmp_path: Path) -> None:
-    """No job has any, but the files may."""
-    start, chunk = layout.rounded(21, weights.LINE), layout.CHUNK
-    tensors = (
-        Tensor("first", (0, 3)),
-        Tensor("a", (7, 3)),
-        Tensor("none", (4, 0), start=start),
-        Tensor("nothing", (0,), Role.BUFFER, chunk),
-        Tensor("b", (2,), Role.BUFFER, chunk),
-        Tensor("last", (0,), Role.BUFFER, chunk + weights.LINE),
+    model = place(
+        [
+            Tensor("first", (0, 3)),
+            Tensor("a", (7, 3)),
+            Tensor("none", (4, 0), aliases=("also none",)),
+            Tensor("nothing", (0,), Role.BUFFER),
+            Tensor("b", (2,), Role.BUFFER),
+            Tensor("last", (0,), Role.BUFFER),
+        ]
     )
-    model = Model(tensors, chunk + weights.LINE, chunk)
     given_one = one(3, model)
     path = write(tmp_path, given_one, keep=1).path
     same(read(path), given_one)
     assert safetensors.numpy.load_file(path / "weights.safetensors")["none"].shape == (4, 0)
-    only = one(4, Model((Tensor("void", (0,)),), 0, 0), requeued=0)
+    only = one(4, place([Tensor("void", (0,))]), requeued=0)
     same(read(write(tmp_path, only, keep=1).path), only)
 
 

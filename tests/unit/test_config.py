@@ -101,7 +101,7 @@ def test_updates_are_added_as_they_are_unless_a_rate_is_given(tmp_path: Path) ->
         ("[optimizer]\nlr = -1", "lr must be at least 0"),
         ("[optimizer]\nlr = inf", "lr must be a finite number"),
         ("[optimizer.schedule]\nkind = 'step'", "step_size"),
-        ("[[tensors]]\nname = 'w'\nshape = [0]", "tensors.0.shape.0"),
+        ("[[tensors]]\nname = 'w'\nshape = [-1]", "tensors.0.shape.0"),
         ("weights = 'x'\n[[tensors]]\nname = 'w'\nshape = [1]", "not both"),
         ("= 3", "Invalid"),
         ("name = 'x'\nname = 'y'", "overwrite"),

@@ -79,7 +79,7 @@ def test_names_of_aliases() -> None:
         ([Tensor("a", (1,), aliases=("b",)), Tensor("b", (1,))], "'b' is given twice"),
         ([Tensor("a", (1,), aliases=("a",))], "'a' is given twice"),
         ([Tensor("a", (1,), aliases=("",))], "tensor name ''"),
-        ([Tensor("a", (1,), aliases=("x" * 120,))], "use 1 to 119 bytes"),
+        ([Tensor("a", (1,), aliases=("x" * 376,))], "use 1 to 375 bytes"),
     ):
         with pytest.raises(UsageError, match=says):
             place(tensors)
