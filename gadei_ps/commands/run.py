@@ -31,7 +31,7 @@ from gadei_ps.machine.output import Output
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show.counts import counted, mostly_refused
 from gadei_ps.show.optimizer import advice, start
-from gadei_ps.show.progress import Lines, Training
+from gadei_ps.show.progress import Lines, Training, above
 from gadei_ps.storage.export import check as check_export
 
 POLL_S = 0.05
@@ -311,8 +311,9 @@ class _Run:
         if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
             _say("no watchdog answers; the learners continue, and the next watchdog adopts them")
         self._hear(report)
-        if self.progress is not None and (line := self.progress(report, now)):
-            _say(line)
+        if self.progress is not None:
+            for line in self.progress(report, now, shutil.get_terminal_size().columns - 11):
+                self._say_beside_learners(line)
         if report.get("making"):
             self.making(report["making"])
         if begins := report.get("start"):
@@ -328,10 +329,17 @@ class _Run:
         self.last = report
         if not self.told and report["model"] is not None:
             self.told = True
-            _say(start(report))
+            self._say_beside_learners(start(report))
             against = "" if self.job.says_sync else advice(report, self.options.learners)
             if against:
-                _say(against)
+                self._say_beside_learners(against)
+
+    def _say_beside_learners(self, text: str) -> None:
+        """Like _say; if a learner has the terminal, its own line, such as a bar, stays as it is."""
+        if self.output is None and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            print(above(f"gadei-ps: {text}"), end="", file=sys.stderr, flush=True)
+        else:
+            _say(text)
 
     def _say_goodbye(self, learners: Learners) -> None:
         """Gives the learners time to finish: their next call says that the job was stopped."""

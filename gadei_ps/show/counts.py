@@ -12,6 +12,11 @@ def counted(number: int, one: str, several: str = "") -> str:
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
+def rate(per_second: float) -> str:
+    """`2,310`, or with a decimal below 10: `1.5`."""
+    return f"{per_second:,.0f}" if per_second >= 9.95 else f"{per_second:.1f}"
+
+
 def mostly_refused(counts: Mapping[str, int]) -> str:
     """A line of advice if less than SMALL_SHARE of a run's gradients were applied; else empty."""
     applied, refused = counts["gradients_applied"], counts["gradients_refused"]

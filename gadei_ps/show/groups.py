@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.text import Text
 
 from gadei_ps.show.counts import counted
-from gadei_ps.show.tables import duration, table
+from gadei_ps.show.tables import Fitting, duration
 
 STATE_STYLE = {
     "training": "green",
@@ -26,7 +25,6 @@ COLUMNS = (
 NUMBERS = ("machine", "group", "rounds", "learners", "gradients", "samples", "loss")
 DISPENSABLE = ("samples", "learners", "last round", "host", "loss", "gradients")
 """Columns that are left out where lines are short, the first one first."""
-WIDEST = 1000
 _ASKED = {
     "leave": "has left its group",
     "stop": "was stopped",
@@ -46,16 +44,7 @@ class Machines:
         self._notes = [(row["machine"], _note(row)) for row in rows if _note(row)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns, wide = list(COLUMNS), options.max_width
-        unlimited = options.update(width=WIDEST)
-        for name in (*DISPENSABLE, None):
-            made = table(*columns, right=NUMBERS)
-            for cells in self._cells:
-                made.add_row(*(cells[one] for one in columns))
-            if name is None or Measurement.get(console, unlimited, made).maximum <= wide:
-                break
-            columns.remove(name)
-        yield made
+        yield Fitting(COLUMNS, self._cells, right=NUMBERS, dispensable=DISPENSABLE)
         for number, note in self._notes:
             yield Text(f"machine {number}: {note}")
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gadei_ps.show.counts import counted
+from gadei_ps.show.counts import counted, rate
 
 LINE_S = 1.0  # before the first line, and between two
 LEAST_S, MOST_S = 10.0, 60.0  # between two lines on how training goes
 SHARE = 1 / 10  # of the time so far
+WIDTH = 69  # of a line in a terminal of 80 columns, after "gadei-ps: "
+
+
+NO_LOSS = "no loss reported: optimizer.report(loss=...)"
+
+
+def no_loss(learners: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether gradients of these learners are applied, but no learner has reported a loss."""
+    applied = any(one["applied"] for one in learners)
+    refused = any(one["refused"] for one in learners)  # the loss may be NaN
+    return applied and not refused and all(one["loss"] is None for one in learners)
 
 
 def making(note: Mapping[str, Any]) -> str:
@@ -46,38 +57,62 @@ class Lines:
             print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
 
 
+def above(text: str) -> str:
+    """The text as a line of its own above the line in which the terminal's cursor stands.
+
+    For a terminal that another process writes to, which may draw a progress bar. The bar stays as
+    it is, and the cursor where it was in it. IND and CUU make room at the bottom of the screen.
+    """
+    return f"\x1bD\x1b[A\x1b7\r\x1b[L{text}\x1b8\x1b[B"
+
+
 class Training:
     """Now and then a line on how a job's training goes: every ten seconds, later every minute."""
 
     def __init__(self) -> None:
         self._begin = 0.0
         self._before: tuple[float, int, int] | None = None  # when; samples and version then
+        self._told = False  # that no loss is reported
 
-    def __call__(self, report: Mapping[str, Any], now: float) -> str:
-        """The line that is due; empty if none is. report: a status. now: seconds of a clock."""
+    def __call__(self, report: Mapping[str, Any], now: float, width: int = WIDTH) -> list[str]:
+        """Lines that are due. report: a status. now: seconds of a clock. width: of a line."""
         if report["watchdog_pid"] is None or not report["version"]:
-            return ""
+            return []
         here = now, int(report["samples"]), int(report["version"])
         if self._before is None:
             self._begin, self._before = now, here
-            return ""
+            return []
         then, samples, version = self._before
         if now - then < min(max(LEAST_S, (now - self._begin) * SHARE), MOST_S):
-            return ""
+            return []
         self._before = here
         if here[2] == version:
-            return f"no gradient has been applied for {now - then:.0f} s"
-        return ", ".join(_parts(report, (here[1] - samples) / (now - then)))
+            return [f"no gradient has been applied for {now - then:.0f} s"]
+        if samples_more := here[1] - samples:
+            speed = f"{rate(samples_more / (now - then))} samples/s"
+        else:
+            speed = f"{rate((here[2] - version) / (now - then))} gradients/s"
+        lines = [_fitting(_parts(report, speed), width)]
+        if no_loss(report["learners"]) and not self._told:
+            self._told = True
+            lines.append(NO_LOSS)
+        return lines
 
 
-def _parts(report: Mapping[str, Any], rate: float) -> list[str]:
+def _fitting(parts: Sequence[str], width: int) -> str:
+    """The parts on one line, without the last ones that do not fit."""
+    kept = list(parts)
+    while len(", ".join(kept)) > width and len(kept) > 1:
+        kept.pop()
+    return ", ".join(kept)
+
+
+def _parts(report: Mapping[str, Any], speed: str) -> list[str]:
     learners = report["learners"]
     losses = [one["loss"] for one in learners if one["loss"] is not None]
     applied = sum(one["applied"] for one in learners)
     stale = sum(one["staleness_mean"] * one["applied"] for one in learners)
-    parts = [f"version {report['version']:,}"]
-    if rate:
-        parts.append(f"{rate:,.0f} samples/s")
+    parts = [counted(report["version"], "gradient"), speed]
     if losses:
         parts.append(f"loss {sum(losses) / len(losses):.4g}")
     parts.append(f"staleness {stale / applied if applied else 0:.1f}")

@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gadei_ps.show.counts import counted
+from gadei_ps.show.counts import counted, rate
 from gadei_ps.show.optimizer import optimizer
-from gadei_ps.show.progress import making
-from gadei_ps.show.tables import facts, size, table
+from gadei_ps.show.progress import NO_LOSS, making, no_loss
+from gadei_ps.show.tables import Fitting, age, alike, facts, size, table, when
 
 SHOWN_S = 5.0  # a learner that others wait for is named after so long
 RATE_S = 1.0  # window over which samples/s are taken
@@ -28,27 +28,44 @@ SHOWN_BINS = (0, 1, 2, 3, 4, 8, SINGLE_BINS)  # first bin of each line, up to th
 
 @dataclass
 class Rates:
-    """Samples per second of each learner, from counters that only grow."""
+    """Samples per second of each learner, from counters that only grow.
+
+    As long as no learner reports samples, gradients per second.
+    """
 
     _before: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     _rate: dict[tuple[int, int], float] = field(default_factory=dict)
+    _counted: str = ""
 
     def update(self, learners: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         """By row; a learner seen for the first time has rate 0."""
         now = time.monotonic()
         rates = {}
+        name = _counter(learners)
+        if name != self._counted:
+            self._before, self._rate, self._counted = {}, {}, name
         for learner in learners:
             key = (learner["row"], learner["generation"])
-            then, samples = self._before.setdefault(key, (now, learner["samples"]))
+            then, count = self._before.setdefault(key, (now, learner[name]))
             if now - then >= RATE_S:
-                self._rate[key] = (learner["samples"] - samples) / (now - then)
-                self._before[key] = (now, learner["samples"])
+                self._rate[key] = (learner[name] - count) / (now - then)
+                self._before[key] = (now, learner[name])
             rates[learner["row"]] = self._rate.get(key, 0.0)
         living = {(one["row"], one["generation"]) for one in learners}
         for known in (self._before, self._rate):
             for key in known.keys() - living:
                 del known[key]
         return rates
+
+
+def _counter(learners: Sequence[Mapping[str, Any]]) -> str:
+    """The counter of learners that shows their speed."""
+    return "samples" if any(one["samples"] for one in learners) else "applied"
+
+
+def unit(learners: Sequence[Mapping[str, Any]]) -> str:
+    """What Rates counts of these learners."""
+    return "samples/s" if _counter(learners) == "samples" else "gradients/s"
 
 
 def job_status(status: Mapping[str, Any], rates: Mapping[int, float] | None = None) -> Group:
@@ -65,12 +82,13 @@ def job_status(status: Mapping[str, Any], rates: Mapping[int, float] | None = No
 
 
 def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict[str, str | Text]:
-    model, work = status["model"], status["work"]
+    model, work, applied = status["model"], status["work"], status["gradients_applied"]
     phase = (status["phase"], PHASE_STYLE.get(status["phase"], ""))
     changing = f" (changing to {status['sync_wanted']})" if status["sync_wanted"] else ""
     rows: dict[str, str | Text] = {
         "job": Text.assemble((status["job"], "bold"), ", ", phase),
-        "configuration": f"{status['sync']}{changing}, {counted(status['shards'], 'shard')}",
+        "configuration": f"{status['sync']}{changing}"
+        + (f", {counted(status['shards'], 'shard')}" if model else ""),
         "optimizer": optimizer(status["settings"])
         + ("" if model else ", unless the first learner's script says otherwise"),
         "model": (
@@ -80,12 +98,21 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             else "none yet: the first learner brings it"
         ),
         "gradients": (
-            f"{status['gradients_applied']:,} applied, {status['gradients_dropped']:,} dropped, "
-            f"{status['gradients_refused']:,} refused; version {status['version']:,}"
+            f"{applied:,} applied, {status['gradients_dropped']:,} dropped, "
+            f"{status['gradients_refused']:,} refused"
+            + ("" if applied == status["version"] else f"; version {status['version']:,}")
         ),
-        "samples": f"{status['samples']:,}"
-        + ("" if rates is None else f"; {sum(rates.values()):,.0f} samples/s"),
     }
+    learners = status["learners"]
+    speed = f"{rate(sum(rates.values()))} {unit(learners)}" if rates else ""
+    if status["samples"]:
+        rows["samples"] = "; ".join(filter(None, (f"{status['samples']:,}", speed)))
+    elif speed:
+        rows["speed"] = speed
+    if no_loss(learners):
+        rows["loss"] = NO_LOSS.replace("no loss", "none")
+    if status.get("started"):
+        rows["started"] = f"{when(status['started'])}, {age(status['started'])} ago"
     if work["state"] != "none":
         rows["work"] = (
             f"epoch {min(work['epochs_done'] + 1, work['epochs'])} of {work['epochs']}, "
@@ -154,20 +181,22 @@ def _checkpoints(status: Mapping[str, Any]) -> str:
 
 def learner_table(status: Mapping[str, Any], rates: Mapping[int, float] | None = None) -> Table:
     """One row for each learner of a job's status."""
-    names = ["learner", "pid", "samples/s", "applied", "queue", "staleness", "max", "loss"]
+    speed = unit(status["learners"])
+    names = ["learner", "pid", speed, "applied", "queue", "staleness", "max", "loss"]
     if rates is None:
-        names.remove("samples/s")
+        names.remove(speed)
     made = table(*names, right=names)
-    for one in status["learners"]:
+    losses = alike([one["loss"] for one in status["learners"]])
+    for one, loss in zip(status["learners"], losses, strict=True):
         cells = {
             "learner": str(one["row"]),
             "pid": str(one["pid"]),
-            "samples/s": f"{(rates or {}).get(one['row'], 0.0):,.0f}",
+            speed: rate((rates or {}).get(one["row"], 0.0)),
             "applied": f"{one['applied']:,}",
             "queue": str(one["queue"]),
             "staleness": f"{one['staleness_mean']:.1f}",
             "max": f"{one['staleness_max']:,}",
-            "loss": "" if one["loss"] is None else f"{one['loss']:.3f}",
+            "loss": loss,
         }
         made.add_row(*(cells[name] for name in names))
     return made
@@ -221,20 +250,26 @@ def statuses(reports: Sequence[Mapping[str, Any]]) -> RenderableType:
     """One line for each job."""
     if not reports:
         return Text("no job is running", style="dim")
-    numbers = ("learners", "version", "epoch", "samples", "dropped", "memory")
-    made = table("job", "phase", "sync", "optimizer", *numbers, right=numbers)
+    numbers = ("learners", "gradients", "dropped", "samples", "epoch", "memory")
+    rows = []
     for one in reports:
         work = one["work"]
-        made.add_row(
-            one["job"],
-            Text(one["phase"], style=PHASE_STYLE.get(one["phase"], "")),
-            one["sync"],
-            one["optimizer"],
-            str(len(one["learners"])),
-            f"{one['version']:,}",
-            f"{work['epochs_done']}/{work['epochs']}" if work["state"] != "none" else "",
-            f"{one['samples']:,}",
-            f"{one['gradients_dropped']:,}",
-            size(one["shared_bytes"]),
+        rows.append(
+            {
+                "job": one["job"],
+                "phase": Text(one["phase"], style=PHASE_STYLE.get(one["phase"], "")),
+                "sync": one["sync"],
+                "optimizer": one["optimizer"],
+                "learners": str(len(one["learners"])),
+                "gradients": f"{one['gradients_applied']:,}",
+                "dropped": f"{one['gradients_dropped']:,}",
+                "samples": f"{one['samples']:,}",
+                "epoch": f"{work['epochs_done']}/{work['epochs']}"
+                if work["state"] != "none"
+                else "",
+                "memory": size(one["shared_bytes"]),
+            }
         )
-    return made
+    dispensable = ("dropped", "samples", "memory", "optimizer", "epoch", "sync")
+    columns = ("job", "phase", "sync", "optimizer", *numbers)
+    return Fitting(columns, rows, right=numbers, dispensable=dispensable, wraps=("job",))

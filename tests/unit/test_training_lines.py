@@ -14,13 +14,13 @@ import pytest
 from gadei_ps.commands import run
 from gadei_ps.commands.run import RunOptions
 from gadei_ps.machine.launch import Compute
-from gadei_ps.show.progress import Training
+from gadei_ps.show.progress import NO_LOSS, WIDTH, Training, above
 
 
 def _report(version: int, samples: int, **more: Any) -> dict[str, Any]:
     learners = [
-        {"loss": 0.5, "applied": 3, "staleness_mean": 1.0},
-        {"loss": None, "applied": 1, "staleness_mean": 5.0},
+        {"loss": 0.5, "applied": 3, "refused": 0, "staleness_mean": 1.0},
+        {"loss": None, "applied": 1, "refused": 0, "staleness_mean": 5.0},
     ]
     known = {"watchdog_pid": 1, "version": version, "samples": samples, "learners": learners}
     return known | more
@@ -34,7 +34,7 @@ def test_lines_come_now_and_then() -> None:
     apart = [b - a for a, b in itertools.pairwise(times)]
     assert apart == sorted(apart)
     assert apart[-1] == 60
-    assert said[10][1] == "version 11, 10 samples/s, loss 0.5, staleness 2.0, 2 learners"
+    assert said[10][1] == ["11 gradients, 10 samples/s, loss 0.5, staleness 2.0, 2 learners"]
 
 
 def test_what_is_not_known() -> None:
@@ -42,8 +42,33 @@ def test_what_is_not_known() -> None:
     assert not training(_report(0, 0), 0.0)
     assert not training(_report(1, 0), 1.0)
     assert not training(_report(2, 0, watchdog_pid=None, learners=[{"pid": 3}]), 50.0)
-    assert training(_report(3, 0, learners=[]), 60.0) == "version 3, staleness 0.0, 0 learners"
-    assert training(_report(3, 0), 75.0) == "no gradient has been applied for 15 s"
+    assert training(_report(60, 0, learners=[]), 60.0) == [
+        "60 gradients, 1.0 gradients/s, staleness 0.0, 0 learners"
+    ]
+    assert training(_report(60, 0), 75.0) == ["no gradient has been applied for 15 s"]
+
+
+def test_no_loss_is_named_once() -> None:
+    training = Training()
+    silent = [{"loss": None, "applied": 3, "refused": 0, "staleness_mean": 1.0}]
+    said = [training(_report(1 + 9 * now, 0, learners=silent), float(now)) for now in range(100)]
+    assert said[10] == [
+        "91 gradients, 9.0 gradients/s, staleness 1.0, 1 learner",
+        "no loss reported: optimizer.report(loss=...)",
+    ]
+    assert sum(NO_LOSS in lines for lines in said) == 1
+    silent[0]["refused"] = 1  # its loss may be NaN
+    assert not any(NO_LOSS in Training()(_report(9, 0, learners=silent), now) for now in (0, 50))
+
+
+def test_lines_fit_the_terminal() -> None:
+    """The last parts are left out first: the first ones are wanted most."""
+    training = Training()
+    training(_report(1, 0), 0.0)
+    line = "98,765,432 gradients, 246,914 samples/s, loss 0.5, staleness 2.0, 2 learners"
+    report = _report(98_765_432, 98_765_432)
+    assert training(report, 400.0) == [line[: line.index(", 2 learners")]]
+    assert len(line) > WIDTH
 
 
 @pytest.mark.parametrize(
@@ -61,3 +86,20 @@ def test_only_in_a_terminal(options: RunOptions, shows: bool) -> None:
         os.close(ours)
     with open(os.devnull, "w") as file, mock.patch.object(sys, "stderr", file):
         assert run._Run(job, ["true"], options, Compute("host")).progress is None
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_bar_of_the_only_learner_stays(learners: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several learners, whose output goes through the command, the line is its own already."""
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    try:
+        with os.fdopen(theirs, "w") as terminal, mock.patch.object(sys, "stderr", terminal):
+            made = run._Run(mock.Mock(before={}), ["true"], RunOptions(learners), Compute("host"))
+            made.output = None if learners == 1 else mock.Mock()
+            made._say_beside_learners("so")
+        said = os.read(ours, 1000).decode()
+    finally:
+        os.close(ours)
+    assert said == (above("gadei-ps: so") if learners == 1 else "gadei-ps: so\r\n")
+    assert "\n" not in above("so")
