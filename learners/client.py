@@ -50,8 +50,8 @@ from gadei_ps.learners.frame import (
 from gadei_ps.learners.optimizer_state import OptimizerState
 from gadei_ps.learners.said import Says, says_of
 from gadei_ps.learners.stand import Stands
-from gadei_ps.learners.waits import Carrier, OnlyOne, forks, limit
-from gadei_ps.learners.work import Batch, Taken, Work, epoch_order
+from gadei_ps.learners.waits import Carrier, OnlyOne, limit
+from gadei_ps.learners.work import Batch, Taken, Work, epoch_order, whole
 from gadei_ps.memory import weights
 from gadei_ps.memory.layout import WireType
 from gadei_ps.memory.weights import FloatArray, Model
@@ -123,7 +123,6 @@ class Client(Work, Stands, OptimizerState):
         if not isinstance(name, str):
             raise UsageError(f"name={name!r}: give a text, which status shows")
         says = says_of(optimizer, tensors, others)
-        self._forks = forks()
         try:
             self._connection = Lasting(target)
         except JobNotFound as error:
@@ -270,6 +269,7 @@ class Client(Work, Stands, OptimizerState):
         """
         self.check_process()
         self._trains()
+        whole("number", number, most=2**32 - 1)
         begin = time.monotonic()
         arguments = *self._rings, self._learner.turn(number)
         try:
@@ -403,6 +403,11 @@ class Client(Work, Stands, OptimizerState):
         one then counts as computed from the weights of now."""
         self.check_process()
         wanted = self.published - 1 if sequence is None else sequence
+        if wanted >= self.published:
+            raise UsageError(
+                f"sequence={sequence}: this learner has published {self.published} gradients, "
+                "which are numbered from 0"
+            )
         if wanted >= 0:
             what = "the gradient was not applied"
             self._wait(_native.wait_applied, (*self._rings, wanted), timeout_s, what)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from gadei_ps.memory.layout import Phase
 
 SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
 GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
+FORKED = "this learner belongs to the parent process; attach after the fork"
 LEFT = "this learner has detached from its job; attach again"
 
 
@@ -33,22 +33,6 @@ def stays(learner: object) -> UsageError:
         f"this {kind} stays in the process that made it, and is not copied: make another {kind} in "
         "the child process"
     )
-
-
-_forks = 0  # that this process comes after
-
-
-def _count_forks() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_forks)
-
-
-def forks() -> int:
-    """How many forks this process comes after."""
-    return _forks
 
 
 def limit(timeout_s: float | None) -> float | None:
@@ -107,7 +91,6 @@ class Waits(Told):
 
     job: str
     _learner: _native.Learner
-    _forks: int
     _gone_since: float | None
     """Since when the job seems dead, over all waits: each may be short."""
     _carrier: Callable[[], Carrier | None]
@@ -147,8 +130,9 @@ class Waits(Told):
         raise stays(self)
 
     def check_process(self) -> None:
-        if _forks != self._forks:
-            raise UsageError("this learner belongs to the parent process; attach after the fork")
+        """Raises UsageError in a child process of the one that attached."""
+        if self._learner.forked:
+            raise UsageError(FORKED)
 
     def _wait(
         self,

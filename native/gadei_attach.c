@@ -117,7 +117,6 @@ int gadei_attach(const char *job_or_socket, const char *name, gadei_learner **ou
     }
     *out = NULL;
     learner->socket = -1;
-    learner->pid = getpid();
     int result = ps_connect(learner, job_or_socket);
     if (!result)
         result = ask_for_ring(learner, name_of(name));
@@ -138,7 +137,7 @@ void gadei_detach(gadei_learner *learner)
 {
     if (!learner)
         return;
-    if (learner->pid == getpid()) {
+    if (!ps_is_forked(&learner->common.calls)) {
         ps_shut(&learner->common.calls);
         leave(learner);
     }

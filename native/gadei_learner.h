@@ -35,7 +35,6 @@ struct gadei_learner {
     /* attach */
     int socket; /* -1 once it is of no more use */
     int lost;   /* the other end of it went away during the last request */
-    pid_t pid;
     uid_t owner; /* of the process at the other end, so of the segments */
     char job[JOB_BYTES];
     char target[PATH_BYTES]; /* the job as the caller named it, cut */

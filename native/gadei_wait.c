@@ -4,8 +4,6 @@
  */
 #include "gadei_learner.h"
 
-#include <unistd.h>
-
 #include "ps_process.h"
 #include "ps_atomic.h"
 
@@ -20,10 +18,9 @@ int ps_check_process(gadei_learner *learner)
 {
     if (!learner)
         return ps_fail(NULL, GADEI_ERROR, "the learner is NULL");
-    if (learner->pid == getpid())
+    if (!ps_is_forked(&learner->common.calls))
         return GADEI_OK;
-    return ps_fail(learner, GADEI_ERROR,
-                   "this learner belongs to the parent process; attach after the fork");
+    return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal(PS_FORKED));
 }
 
 static int refuse(const gadei_learner *learner, int result)

@@ -366,7 +366,14 @@ static PyObject *get_left(PyObject *self, void *unused)
     return PyBool_FromLong(ps_has_left(&LEARNER->calls));
 }
 
+static PyObject *get_forked(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(ps_is_forked(&LEARNER->calls));
+}
+
 static PyGetSetDef properties[] = {
+    {"forked", get_forked, NULL, "whether it belongs to the parent of this process", NULL},
     {"left", get_left, NULL, "whether it has detached", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

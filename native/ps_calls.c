@@ -43,6 +43,8 @@ const char *ps_refusal(int result)
                "belongs to one thread at a time";
     case PS_UNCLAIMED:
         return "no slot is claimed";
+    case PS_FORKED:
+        return "this learner belongs to the parent process; attach after the fork";
     default:
         return "this learner has detached from its job; attach again";
     }
@@ -53,8 +55,14 @@ int ps_has_left(const struct ps_calls *calls)
     return __atomic_load_n(&calls->left, __ATOMIC_ACQUIRE) != 0;
 }
 
+void ps_own_calls(struct ps_calls *calls) { calls->process = getpid(); }
+
+int ps_is_forked(const struct ps_calls *calls) { return calls->process != getpid(); }
+
 int ps_enter(struct ps_calls *calls, enum ps_call kind)
 {
+    if (ps_is_forked(calls))
+        return PS_FORKED;
     uint32_t *word = &calls->inside[kind], mine = ps_me(), holder = 0;
     while (!__atomic_compare_exchange_n(word, &holder, mine, 0, __ATOMIC_ACQUIRE,
                                         __ATOMIC_RELAXED)) {

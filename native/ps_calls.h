@@ -1,7 +1,9 @@
 /*
  * A learner belongs to one thread at a time. These words hold threads to it: of two that call at
  * once the second is refused, and a slot is published by the thread that has claimed it, or by none.
- * They lie in the learner's private memory.
+ * They lie in the learner's private memory. A child of fork() has a copy of them, but the ring is its
+ * parent's, so the process is compared where a thread enters and where a slot is claimed. Hooks of
+ * fork() would not do: C code and ctypes fork without those of Python.
  *
  *   enter    inside: 0 -> this thread, acquire; refused if another one is inside
  *   leave    inside: 0, release: the next thread sees what this one has written
@@ -26,10 +28,11 @@ struct ps_calls {
     uint32_t left;             /* 1: the learner has detached */
     uint32_t claimer;          /* the thread that has claimed a slot and not published it; 0: none */
     uint64_t claimed;          /* sequence number of that slot; both are the pushing thread's */
+    int32_t process;           /* that the learner belongs to */
 };
 
 /* Why a thread is refused; beside the results of waits in ps_ring.h. */
-enum { PS_BUSY = -7, PS_OTHERS = -8, PS_UNCLAIMED = -9, PS_LEFT = -10 };
+enum { PS_BUSY = -7, PS_OTHERS = -8, PS_UNCLAIMED = -9, PS_LEFT = -10, PS_FORKED = -11 };
 #define PS_NESTED 1 /* this thread is inside already; it leaves once */
 
 /* That reason as a line for the user. */
@@ -41,7 +44,13 @@ uint32_t ps_me(void);
 /* Whether a thread of this process still runs. */
 int ps_thread_lives(uint32_t thread);
 
-/* Returns 0, PS_NESTED, PS_BUSY or PS_LEFT. */
+/* Begins with this process as the one that the learner belongs to. */
+void ps_own_calls(struct ps_calls *calls);
+
+/* Whether this process is another one: a child of fork(). */
+int ps_is_forked(const struct ps_calls *calls);
+
+/* Returns 0, PS_NESTED, PS_BUSY, PS_LEFT or PS_FORKED. */
 int ps_enter(struct ps_calls *calls, enum ps_call kind);
 void ps_leave(struct ps_calls *calls, enum ps_call kind);
 

@@ -33,6 +33,20 @@ void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
         .version = ps_load_acquire(&control->version),
         .started = ps_clock(),
     };
+    ps_own_calls(&learner->calls);
+}
+
+const char *ps_wrong_scales(const struct ps_learner *learner, const struct ps_facts *facts)
+{
+    const struct ps_control *control = learner->control;
+    for (uint32_t i = 0; i < PS_MAX_GROUPS; i++) {
+        double scale = facts->rate_scale[i];
+        if (!(scale >= 0.0 && scale <= FLT_MAX))
+            return "rate_scale is negative or not finite";
+        if (i < control->groups && scale * control->hyper[i][HYPER_LR] > FLT_MAX)
+            return "rate_scale times the job's learning rate is more than float32 holds";
+    }
+    return NULL;
 }
 
 int ps_wanted(const struct ps_learner *learner)
@@ -56,6 +70,8 @@ void ps_frame_drop(struct ps_learner *learner)
 struct ps_frame *ps_frame_claim(struct ps_learner *learner, uint64_t timeout_ns, int *result)
 {
     *result = ps_has_left(&learner->calls) ? PS_LEFT : ps_others(&learner->calls);
+    if (ps_is_forked(&learner->calls))
+        *result = PS_FORKED;
     if (*result)
         return NULL;
     ps_frame_drop(learner);

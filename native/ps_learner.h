@@ -92,7 +92,7 @@ uint64_t ps_turn(const struct ps_learner *learner, uint64_t number);
 
 /* Waits for a free slot and claims it for this thread, which then writes and publishes it. A slot
  * that this thread has claimed already begins anew. Returns NULL with *result: of ps_claim, or
- * PS_LEFT, or PS_OTHERS. */
+ * PS_LEFT, PS_OTHERS or PS_FORKED. */
 struct ps_frame *ps_frame_claim(struct ps_learner *learner, uint64_t timeout_ns, int *result);
 
 /* Lets go of the slot that this thread has claimed. */

@@ -69,8 +69,10 @@ def _attaches(client: Client) -> None:
     own.push({})
 
 
+LIBC = ctypes.CDLL(None)
 CHILDREN = {
     "uses it": (_uses, 0),
+    "is of libc and uses it": (_uses, 0),
     "detaches": (_leaves, 0),
     "ends": (_ends, 0),
     "dies": (_dies, signal.SIGKILL),
@@ -78,11 +80,13 @@ CHILDREN = {
 }
 
 
-def _forking(child: Callable[[Client], None], ends: int) -> Callable[[Client], None]:
+def _forking(
+    fork: Callable[[], int], child: Callable[[Client], None], ends: int
+) -> Callable[[Client], None]:
     """Pushes, each time beside a fork; ends if a fork does not end as it should."""
 
     def push(client: Client) -> None:
-        pid = os.fork()
+        pid = int(fork())
         if not pid:
             try:
                 child(client)
@@ -99,7 +103,8 @@ def _forking(child: Callable[[Client], None], ends: int) -> Callable[[Client], N
 @pytest.mark.parametrize("what", CHILDREN)
 def test_a_learner_forks(what: str, job_name: str, tmp_path: Path) -> None:
     with Team(job_name, tmp_path, learners=1) as team:
-        forks = Pusher(job_name, _forking(*CHILDREN[what]))
+        fork = LIBC.fork if "libc" in what else os.fork
+        forks = Pusher(job_name, _forking(fork, *CHILDREN[what]))
         team.learners.append(forks)
         eventually(lambda: forks.published >= 5 or not forks.child.alive)
         team.goes_on()

@@ -272,7 +272,6 @@ static gadei_learner *new_learner(int socket)
     gadei_learner *learner = calloc(1, sizeof *learner);
     assert(learner);
     learner->socket = socket;
-    learner->pid = getpid();
     memcpy(learner->path, "/s", 3);
     return learner;
 }

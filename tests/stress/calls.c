@@ -65,6 +65,7 @@ int main(int argc, char **argv)
     double seconds = argc > 1 ? atof(argv[1]) : 1.0;
     int count = argc > 2 ? atoi(argv[2]) : 3;
     pthread_t dying, threads[MOST];
+    ps_own_calls(&calls);
     if (pthread_create(&dying, NULL, end_inside, NULL) || pthread_join(dying, NULL))
         fail("no thread");
     if (count > MOST)
