@@ -20,11 +20,13 @@ from gadei_ps.kernels.optimizers import slots
 from gadei_ps.learners.assign import Assigns, Checked, Values
 from gadei_ps.learners.frame import NONE
 from gadei_ps.learners.waits import limit
+from gadei_ps.learners.work import whole
 from gadei_ps.memory.layout import SAME_STEPS, Role
 from gadei_ps.memory.weights import FloatArray
 
 COPY_S = 120.0  # for the watchdog to have the job copied
 ASK_S = 0.02  # between two looks whether another learner has loaded
+MOST_STEPS = 2**62  # the server sets no more
 GIVE_UP_S = 3.0  # for another watchdog to hear that this learner does not write
 
 
@@ -111,6 +113,8 @@ class OptimizerState(Assigns):
             if one.role is Role.PARAMETER
         }
         checked = [self._checked(zeros | dict(one)) for one in values]  # before any is written
+        if steps is not None:
+            whole("steps", steps, most=MOST_STEPS)
 
         def write(until: float | None) -> None:
             self._write(checked, steps, timeout_s, until)

@@ -151,7 +151,7 @@ class Waits(Told):
         while True:
             rest = SLICE_NS
             if until is not None:
-                rest = min(rest, max(0, int((until - time.monotonic()) * 1e9)))
+                rest = max(0, int(min(rest, (until - time.monotonic()) * 1e9)))
             try:
                 result = wait(*arguments, rest)
             except ValueError as error:  # another thread's turn, or detached

@@ -60,15 +60,16 @@ class Taken:
         self._ids.append(batch)
 
     def answered(self, batch: int | None) -> int:
-        """The batch that a gradient answers: unless told, the oldest."""
+        """The batch that a gradient answers: by default the oldest. Raises UsageError."""
         if batch is not None:
+            whole("batch", batch)
             return batch
         return self._ids[0] if self._ids else layout.NO_BATCH
 
     def begin(self, batch: int | None) -> int:
         """The same for a gradient that is being published: no other one is to answer it."""
         if batch is not None:
-            return batch
+            return self.answered(batch)
         try:
             return self._ids.popleft()
         except IndexError:
@@ -105,10 +106,8 @@ class Work(Waits, ABC):
         """
         self.check_process()
         for name, value in (("samples", samples), ("batch_size", batch_size), ("epochs", epochs)):
-            if _whole(name, value) < 1:
-                raise UsageError(f"{name}={value}: give a number from 1 on")
-        if not 0 <= _whole("seed", seed) < 2**63:
-            raise UsageError(f"seed={seed}: give a number from 0 to {2**63 - 1}")
+            whole(name, value, least=1)
+        whole("seed", seed)
         batches = -(-samples // batch_size)
         if max(batches, epochs) >= MOST:
             raise UsageError(
@@ -252,12 +251,14 @@ class Work(Waits, ABC):
         return self._taken.ids
 
 
-def _whole(name: str, value: int) -> int:
-    """Raises UsageError unless it is one."""
+def whole(name: str, value: int, least: int = 0, most: int = 2**63 - 1) -> None:
+    """Raises UsageError unless it is a whole number from `least` to `most`."""
     try:
-        return operator.index(value)
+        if least <= operator.index(value) <= most:
+            return
     except TypeError:
-        raise UsageError(f"{name}={value!r}: give a whole number") from None
+        pass
+    raise UsageError(f"{name}={value!r}: use a whole number from {least} to {most}")
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

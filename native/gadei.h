@@ -171,7 +171,7 @@ int gadei_write(gadei_learner *learner, uint32_t tensor, const float *values);
 /* Publishes the claimed slot. It answers the oldest batch that is taken and not answered, if there is
  * one. loss: NAN if unknown. samples: how many the gradient was computed from. rate_scale: a factor
  * of the job's learning rate, normally 1. GADEI_ERROR: no slot is claimed, or rate_scale is negative
- * or not finite; then nothing has been published. */
+ * or not finite, alone or times that rate; then nothing has been published. */
 int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale);
 
 /* Claims, writes and publishes one whole gradient of gadei_elements() values. If the optimizer does

@@ -282,12 +282,14 @@ static int publish(gadei_learner *learner, double loss, uint32_t samples, float 
 {
     if (!learner->slot)
         return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal(PS_UNCLAIMED));
-    if (!(rate_scale >= 0.0f && isfinite(rate_scale)))
-        return ps_fail(learner, GADEI_ERROR, "rate_scale is negative or not finite");
+    struct ps_facts facts = {.samples = samples, .loss = loss};
+    facts = ps_scaled(facts, rate_scale);
+    const char *wrong = ps_wrong_scales(&learner->common, &facts);
+    if (wrong)
+        return ps_fail(learner, GADEI_ERROR, "%s", wrong);
     if (!is_rows(learner))
         finish_dense(learner);
-    struct ps_facts facts = {.samples = samples, .loss = loss};
-    return publish_frame(learner, ps_scaled(facts, rate_scale));
+    return publish_frame(learner, facts);
 }
 
 int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)

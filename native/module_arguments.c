@@ -3,6 +3,17 @@
 
 #include <math.h>
 
+/* A number; infinite where a double has no room for it. */
+static double take_real(PyObject *given)
+{
+    double real = PyFloat_AsDouble(given);
+    if (real == -1.0 && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        return INFINITY;
+    }
+    return real;
+}
+
 /* ((scales), momentum): the momentum, and returns the scales; else what is given. NULL: an error. */
 static PyObject *take_momentum(PyObject *given, struct ps_facts *facts)
 {
@@ -10,7 +21,7 @@ static PyObject *take_momentum(PyObject *given, struct ps_facts *facts)
     if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 2 ||
         !PyTuple_Check(PyTuple_GET_ITEM(given, 0)))
         return given;
-    facts->momentum = (float)PyFloat_AsDouble(PyTuple_GET_ITEM(given, 1));
+    facts->momentum = (float)take_real(PyTuple_GET_ITEM(given, 1));
     if (PyErr_Occurred())
         return NULL;
     if (!(facts->momentum >= 0.0f && facts->momentum < 1.0f)) {
@@ -21,7 +32,7 @@ static PyObject *take_momentum(PyObject *given, struct ps_facts *facts)
 }
 
 /* A number for all groups, or one for each of the first groups; the rest have 1. */
-static int take_scales(PyObject *given, struct ps_facts *facts)
+static int take_scales(const struct ps_learner *learner, PyObject *given, struct ps_facts *facts)
 {
     given = take_momentum(given, facts);
     if (!given)
@@ -33,47 +44,54 @@ static int take_scales(PyObject *given, struct ps_facts *facts)
                      PS_MAX_GROUPS);
         return -1;
     }
-    double scale = each ? 1.0 : PyFloat_AsDouble(given);
+    double scale = each ? 1.0 : take_real(given);
     for (Py_ssize_t i = 0; i < PS_MAX_GROUPS; i++) {
-        double one = each && i < count ? PyFloat_AsDouble(PyTuple_GET_ITEM(given, i)) : scale;
+        double one = each && i < count ? take_real(PyTuple_GET_ITEM(given, i)) : scale;
         if (one == -1.0 && PyErr_Occurred())
             return -1;
         facts->rate_scale[i] = (float)one;
-        if (!(facts->rate_scale[i] >= 0.0f && isfinite(facts->rate_scale[i]))) {
-            PyErr_SetString(PyExc_ValueError, "rate_scale is negative or not finite");
-            return -1;
-        }
     }
-    return 0;
+    const char *wrong = ps_wrong_scales(learner, facts);
+    if (wrong)
+        PyErr_SetString(PyExc_ValueError, wrong);
+    return wrong ? -1 : 0;
 }
 
-int take_facts(PyObject *given, struct ps_facts *facts)
+/* A whole number from 0 to `most`. besides: one more that is meant, or `most`. */
+static int take_whole(PyObject *given, const char *name, uint64_t most, uint64_t besides,
+                      uint64_t *out)
 {
-    uint64_t whole[3];
+    PyObject *whole = PyNumber_Index(given);
+    if (whole) {
+        *out = PyLong_AsUnsignedLongLong(whole);
+        Py_DECREF(whole);
+    }
+    int wrong = PyErr_Occurred() != NULL;
+    if (!wrong && (*out <= most || *out == besides))
+        return 0;
+    PyErr_Clear();
+    PyErr_Format(PyExc_ValueError, "%s=%R: use a whole number from 0 to %llu", name, given,
+                 (unsigned long long)most);
+    return -1;
+}
+
+int take_facts(const struct ps_learner *learner, PyObject *given, struct ps_facts *facts)
+{
+    uint64_t version, batch, samples;
     if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 5) {
         PyErr_SetString(PyExc_TypeError, "facts are five numbers");
         return -1;
     }
-    for (int i = 0; i < 3; i++) {
-        whole[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, i));
-        if (whole[i] == UINT64_MAX && PyErr_Occurred()) {
-            if (i == 2 && PyErr_ExceptionMatches(PyExc_OverflowError))
-                whole[i] = UINT64_MAX; /* negative or far too large: refused below */
-            else
-                return -1;
-            PyErr_Clear();
-        }
-    }
-    double loss = PyFloat_AsDouble(PyTuple_GET_ITEM(given, 4));
+    if (take_whole(PyTuple_GET_ITEM(given, 0), "version", INT64_MAX, INT64_MAX, &version) < 0 ||
+        take_whole(PyTuple_GET_ITEM(given, 1), "batch", INT64_MAX, PS_NO_BATCH, &batch) < 0 ||
+        take_whole(PyTuple_GET_ITEM(given, 2), "samples", UINT32_MAX, UINT32_MAX, &samples) < 0)
+        return -1;
+    double loss = take_real(PyTuple_GET_ITEM(given, 4));
     if (PyErr_Occurred())
         return -1;
-    if (whole[2] > UINT32_MAX) {
-        PyErr_SetString(PyExc_ValueError, "samples: use 0 to 4294967295");
-        return -1;
-    }
     *facts = (struct ps_facts){
-        .version = whole[0], .batch = whole[1], .samples = (uint32_t)whole[2], .loss = loss};
-    return take_scales(PyTuple_GET_ITEM(given, 3), facts);
+        .version = version, .batch = batch, .samples = (uint32_t)samples, .loss = loss};
+    return take_scales(learner, PyTuple_GET_ITEM(given, 3), facts);
 }
 
 void bad_row(uint64_t tensor, int64_t row)

@@ -14,7 +14,7 @@ static inline int takes(Py_ssize_t given, Py_ssize_t wanted)
 }
 
 /* (version, batch, samples, rate_scale, loss). ValueError for what no frame may say. */
-int take_facts(PyObject *given, struct ps_facts *facts);
+int take_facts(const struct ps_learner *learner, PyObject *given, struct ps_facts *facts);
 
 /* Four numbers. */
 int take_gradient(PyObject *const *args, struct ps_gradient *gradient);

@@ -171,7 +171,7 @@ METHOD_OF_ONE(push)
 {
     struct ps_learner *learner = LEARNER;
     struct ps_facts facts;
-    if (takes(count, 2) < 0 || take_facts(args[0], &facts) < 0)
+    if (takes(count, 2) < 0 || take_facts(LEARNER, args[0], &facts) < 0)
         return NULL;
     int result = ps_wait_grant(learner->ring, learner->control, learner->published, 0);
     struct ps_frame *slot = result ? NULL : ps_frame_claim(learner, 0, &result);
@@ -268,9 +268,8 @@ METHOD_OF_ONE(assign)
 
 METHOD(check)
 {
-    UNUSED;
     struct ps_facts facts;
-    if (takes(count, 1) < 0 || take_facts(args[0], &facts) < 0)
+    if (takes(count, 1) < 0 || take_facts(LEARNER, args[0], &facts) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -278,7 +277,7 @@ METHOD(check)
 METHOD_OF_ONE(publish)
 {
     struct ps_facts facts;
-    if (takes(count, 1) < 0 || take_facts(args[0], &facts) < 0)
+    if (takes(count, 1) < 0 || take_facts(LEARNER, args[0], &facts) < 0)
         return NULL;
     int64_t sequence = ps_frame_publish(LEARNER, &facts);
     return refuses(sequence) ? refuse((int)sequence) : PyLong_FromLongLong(sequence);
@@ -289,7 +288,7 @@ METHOD_OF_ONE(land)
     uint64_t landing, given[6];
     struct ps_facts facts;
     if (takes(count, 3) < 0 || numbers(args, 1, 1, &landing) < 0 ||
-        take_facts(args[2], &facts) < 0)
+        take_facts(LEARNER, args[2], &facts) < 0)
         return NULL;
     if (!PyTuple_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "takes a tuple");

@@ -1,4 +1,5 @@
 /* A learner's frames; see ps_learner.h. */
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -6,7 +7,7 @@
 #include "ps_atomic.h"
 
 /* Indices into the hyper-parameters, and codes, as gadei_ps/kernels/optimizers.py packs them. */
-enum { HYPER_KIND = 0, HYPER_WEIGHT_DECAY = 6 };
+enum { HYPER_KIND = 0, HYPER_LR = 1, HYPER_WEIGHT_DECAY = 6 };
 enum { KIND_SGD = 1, KIND_ADAGRAD = 4, KIND_ADD = 7 };
 
 /* Whether rows whose gradient is zero move nothing: not where weights decay. */

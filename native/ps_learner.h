@@ -78,6 +78,9 @@ static inline struct ps_facts ps_scaled(struct ps_facts facts, float scale)
 void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
                       const struct ps_control *control, const struct ps_weights *weights);
 
+/* Why a gradient cannot be applied with these scales, as a line for the user; NULL if it can. */
+const char *ps_wrong_scales(const struct ps_learner *learner, const struct ps_facts *facts);
+
 /* Whether the gradient of the current iteration may still be applied. It may not once the
  * synchronization model has gone on without it (cutoff). */
 int ps_wanted(const struct ps_learner *learner);

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import math
 import pickle
 import re
 import signal
 from array import array
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,6 +284,45 @@ def test_time_outs(job_name: str) -> None:
         client.wait_applied()
         assert client.published == client.current_version == 2
         job.check()
+
+
+def test_numbers_out_of_range_are_refused(job_name: str) -> None:
+    tensors = {"w": np.zeros(4, np.float32)}
+    with (
+        daemon(job_name, optimizer={"lr": 10.0}),
+        Client(job_name, tensors=tensors) as client,
+    ):
+        ones = np.ones(client.model.elements, np.float32)
+        facts: list[dict[str, Any]] = [
+            {name: value}
+            for name in ("version", "batch", "samples")
+            for value in (-1, 2**63, 2**64 - 1, 2**64, 10**30, 0.5)
+        ]
+        for fact in facts:
+            (name,) = fact
+            with pytest.raises(
+                UsageError, match=rf"^{name}=\S+: use a whole number from 0 to \d+$"
+            ):
+                client.push(ones, **fact)
+            with pytest.raises(UsageError, match=f"^{name}="):
+                client.check_facts(**{"version": 0} | fact)
+        with pytest.raises(UsageError, match="rate_scale is negative or not finite"):
+            client.push(ones, rate_scale=10**400)
+        with pytest.raises(UsageError, match="rate_scale times the job's learning rate is more"):
+            client.push(ones, rate_scale=3e38)
+        for number in (-1, 2**64, 0.5):
+            with pytest.raises(UsageError, match=r"^number="):
+                client.wait_mini_batch(number)  # type: ignore[arg-type]
+        for steps in (-1, 2**63):
+            with pytest.raises(UsageError, match=r"^steps="):
+                client.load_optimizer_state([], steps)
+        for sequence in (0, 2**64):
+            with pytest.raises(UsageError, match="this learner has published 0 gradients"):
+                client.wait_applied(sequence)
+        assert client.published == 0
+        last = client.push(ones, version=2**63 - 1, batch=2**63 - 1, timeout_s=math.inf)
+        client.wait_applied(last, timeout_s=math.inf)
+        assert status(job_name)["learners"][0]["refused"] == 0
 
 
 def test_epochs_are_orders_of_all_samples() -> None:

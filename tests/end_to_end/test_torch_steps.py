@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -29,16 +30,38 @@ def test_a_rate_beside_a_rate_of_zero(job_name: str) -> None:
         optimizer.close()
 
 
+@pytest.mark.parametrize(
+    ("job", "most"), [(0.1, r"3\.4e\+37"), (1e-30, r"3\.4e\+08"), (0.0, "3.4e")]
+)
+def test_a_rate_that_float32_does_not_hold(job: float, most: str, job_name: str) -> None:
+    """As a scheduler sets it: alone, or as a share of the job's. One that rounds to 0 is none."""
+    with daemon(job_name, optimizer={}):
+        model = plain_model()
+        optimizer = Optimizer(model, job_name, kind="sgd", lr=job)
+        for rate in (1e39, math.inf):
+            optimizer.param_groups[0]["lr"] = rate
+            with pytest.raises(UsageError, match=rf"\['lr'\] is .*: set a number from 0 to {most}"):
+                optimizer.step()
+        if job:
+            model(torch.ones(4, 10)).sum().backward()
+            optimizer.param_groups[0]["lr"] = 1e-60
+            optimizer.step()
+            optimizer.client.wait_applied()
+            for now, was in zip(model.parameters(), plain_model().parameters(), strict=True):
+                assert torch.equal(now, was)
+        optimizer.close()
+
+
 def test_a_loop_that_was_left_goes_on_with_its_batch(job_name: str) -> None:
     """After break, or Ctrl-C in a notebook: each batch is answered once all the same."""
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
         model = plain_model()
         optimizer = Optimizer(model, job_name)
         for given, why in (
-            ((0, 4, 1), "samples=0: give a number from 1"),
-            ((12.0, 4, 1), r"samples=12\.0: give a whole number"),
+            ((0, 4, 1), "samples=0: use a whole number from 1"),
+            ((12.0, 4, 1), r"samples=12\.0: use a whole number"),
             ((12, 4, 2**40), r"3 batches an epoch and \d+ epochs: give fewer"),
-            ((12, 4, 1, -1), "seed=-1: give a number from 0"),
+            ((12, 4, 1, -1), "seed=-1: use a whole number from 0"),
         ):
             with pytest.raises(UsageError, match=why):
                 next(optimizer.batches(*given))  # type: ignore[arg-type]
