@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xa8ab9acaf4a8e617ull
+#define PS_BUILD 0x988ed6ffc61962ebull
 
 #endif

@@ -7,8 +7,8 @@ group of parameters is called groups.N.FIELD.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
@@ -165,12 +165,12 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
             good = isinstance(value, int) and not isinstance(value, bool)
         else:
             good = isinstance(value, int | float) and not isinstance(value, bool)
-            good = good and math.isfinite(value)
+            good = good and abs(value) <= sys.float_info.max  # NaN is not
         if not good:
             what = dict.fromkeys(FLAGS, "true or false")
             what["schedule"] = "constant, step or cosine"
             number = "a whole number" if name in COUNTS else "a finite number"
-            raise ValueError(f"{name}={value}: give {what.get(name, number)}")
+            raise ValueError(f"{name}={str(value)[:40]}: give {what.get(name, number)}")
         found[name] = value if name in COUNTS or isinstance(value, bool | str) else float(value)
     return found
 

@@ -95,7 +95,10 @@ _SLOTS = {
 _EPS = {Kind.ADAGRAD: 1e-10}
 _EPS_ADAM = 1e-8
 
-# A smaller eps would be zero in the kernels' float32, and 0 / (sqrt(0) + 0) is not a number.
+# The kernels compute in float32. A larger value would be an infinity there, and a smaller learning
+# rate zero; with an eps of zero, 0 / (sqrt(0) + 0) is not a number.
+_LARGEST = float(np.finfo(np.float32).max)
+_LEAST_RATE = float(np.finfo(np.float32).smallest_subnormal)
 _LEAST_EPS = float(np.finfo(np.float32).tiny)
 # The largest count that a float64 holds exactly together with all smaller ones.
 _LARGEST_COUNT = 2**53
@@ -144,6 +147,10 @@ class OptimizerSpec:
 
     `eps` None stands for torch's default: 1e-10 for Adagrad, 1e-8 for the others. Parameters that
     the kind does not use are checked, carried and ignored. Raises ValueError naming the field.
+
+    Every field must be a value that float32 can hold, because the kernels compute in float32: 1e39
+    would be an infinity there. An lr above 0 that float32 rounds to 0 is refused too; other fields,
+    and the rates of a schedule, may become 0.
     """
 
     kind: Kind
@@ -173,9 +180,13 @@ class OptimizerSpec:
 
         lr = _number("lr", self.lr)
         _require("lr", lr, lr >= 0, "at least 0")
+        _require(
+            "lr", lr, lr == 0 or bool(np.float32(lr)), f"0, or at least {_LEAST_RATE:.3g} (float32)"
+        )
         for name in ("momentum", "beta1", "beta2", "alpha"):
             value = _number(name, getattr(self, name))
             _require(name, value, 0 <= value < 1, "in [0, 1)")
+            _require(name, value, bool(np.float32(value) < 1), "below 1 when rounded to float32")
         eps = _number("eps", self.eps)
         _require("eps", eps, eps >= _LEAST_EPS, f"at least {_LEAST_EPS:.3g}")
         decay = _number("weight_decay", self.weight_decay)
@@ -199,6 +210,17 @@ class OptimizerSpec:
         if self.schedule is Schedule.COSINE:
             rule = f"above warmup_steps ({self.warmup_steps}) for COSINE"
             _require("total_steps", self.total_steps, self.total_steps > self.warmup_steps, rule)
+        _require("lr", lr, lr <= self.most_lr, f"at most {self.most_lr:.3g} (float32)")
+
+    @property
+    def most_lr(self) -> float:
+        """The largest rate with which all factors of an update are finite in float32.
+
+        Adam divides the rate by 1 - beta1 at its first step, and AdamW multiplies it by the decay.
+        """
+        adam = self.kind in (Kind.ADAM, Kind.ADAMW)
+        most = _LARGEST * (1 - self.beta1) if adam else _LARGEST
+        return most / max(1.0, self.weight_decay) if self.kind is Kind.ADAMW else most
 
     def pack(self) -> NDArray[np.float64]:
         """Return the specification as a new float64 array of shape (PACKED,)."""
@@ -281,9 +303,13 @@ def _member(name: str, choices: type[E], value: int) -> E:
 
 
 def _number(name: str, value: object) -> float:
-    """Return a finite number as it is, or raise ValueError naming the field."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """Return a number that float32 holds as it is, or raise ValueError naming the field."""
+    # A comparison, because an int may be too large for float().
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
         raise ValueError(f"{name} must be a finite number, not {value!r}")
+    if abs(value) > _LARGEST:
+        shown = value if isinstance(value, float) else "a larger one"
+        raise ValueError(f"{name} must be at most {_LARGEST:.3g} (float32), not {shown}")
     return value
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from gadei_ps import _native
@@ -17,6 +17,7 @@ from gadei_ps.learners.said import Says
 from gadei_ps.learners.torch.like import check_unchanged, moved, shown
 from gadei_ps.learners.torch.model import Trained
 
+MOST_SCALE = float(np.finfo(np.float32).max)  # a rate travels relative to the job's, in float32
 Group = dict[str, Any]
 """One of torch's `param_groups`."""
 
@@ -29,11 +30,16 @@ class _GroupSettings:
 
     def __init__(self, number: int, packed: Any) -> None:
         self._number = number
-        self.shown = shown(OptimizerSpec.unpack(packed))
-        """The settings as torch's class has them."""
+        self._show(packed)
         self.lr = float(self.shown["lr"])
         """The rate that rates of the group are compared with."""
         self._scaled = self.lr, 1.0  # a rate of the group, and what it is relative to the job's
+
+    def _show(self, packed: Any) -> None:
+        spec = OptimizerSpec.unpack(packed)
+        self.shown = shown(spec)
+        """The settings as torch's class has them."""
+        self._most_lr = spec.most_lr
 
     def check(self, group: Group) -> None:
         check_unchanged(group, self.shown, self._number)
@@ -45,7 +51,8 @@ class _GroupSettings:
         its meaning, the rate is left to it.
         """
         scale = self.scale(group)
-        before, self.shown = self.shown, shown(OptimizerSpec.unpack(packed))
+        before = self.shown
+        self._show(packed)
         moved = {name: value for name, value in self.shown.items() if value != before[name]}
         rate = moved.pop("lr", None)
         group.update(moved)
@@ -73,16 +80,22 @@ class _GroupSettings:
             rate = float(rate)
             if rate == self._scaled[0]:
                 return self._scaled[1]
-            if rate >= 0 and self.lr and math.isfinite(scale := rate / self.lr):
-                self._scaled = rate, scale
-                return scale
+            most = min(self._most_lr, self.lr * MOST_SCALE) if self.lr else self._most_lr
+            if 0 <= rate <= most and self.lr:
+                self._scaled = rate, rate / self.lr
+                return rate / self.lr
         except (TypeError, ValueError, OverflowError):
             pass
         else:
-            if rate > 0 and not self.lr:
+            if 0 < rate <= most:
                 raise UsageError(
                     f"{where} is {rate:g}, and the job's rate is 0: give Optimizer, or the job "
                     "file, a rate above 0"
+                )
+            if rate > most:
+                raise UsageError(
+                    f"{where} is {rate:g}: set a number from 0 to {most:.3g}; float32 holds no "
+                    f"larger one, beside the job's rate of {self.lr:g}"
                 )
         raise UsageError(f"{where} is {rate!r}: set a number from 0 on")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from gadei_ps.kernels import cpu, reference
 from gadei_ps.kernels.optimizers import (
+    COEFFICIENTS,
     KIND,
     LR,
     PACKED,
@@ -30,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 @st.composite
 def specs(draw: st.DrawFn) -> OptimizerSpec:
     """Any specification that is accepted."""
-    lr = draw(st.floats(0, 10))
+    lr = draw(st.just(0.0) | st.floats(1e-44, 10))
     kind = draw(st.sampled_from(Kind))
     # Where the one is kept, the other has its default.
     squares = "alpha" if kind is Kind.RMSPROP else "beta2"
@@ -158,12 +161,30 @@ def test_unpacking_refuses_another_shape_or_type() -> None:
         ("min_lr", -0.2, {}),
         ("staleness_aware", 1, {}),
         ("spike_compensation", 1, {}),
+        # What float32 does not hold.
+        *((name, 1e39, {}) for name in ("lr", "eps", "weight_decay", "step_gamma", "clip_norm")),
+        ("lr", 10**400, {}),
+        ("lr", 1e-50, {}),
+        ("min_lr", 1e39, {"lr": 1.0}),
+        *((name, 1 - 1e-9, {}) for name in ("momentum", "beta1", "beta2", "alpha")),
+        ("lr", 1e38, {"kind": Kind.ADAM}),
+        ("lr", 1e20, {"kind": Kind.ADAMW, "weight_decay": 1e20}),
     ],
 )
 def test_a_wrong_field_is_named(field: str, value: object, others: dict[str, Any]) -> None:
     values: dict[str, Any] = {"kind": Kind.SGD, **others, field: value}
     with pytest.raises(ValueError, match=rf"^{field} must be"):
         OptimizerSpec(**values)
+
+
+def test_the_largest_rate_keeps_all_factors_finite() -> None:
+    for kind in Kind:
+        spec = OptimizerSpec(kind, weight_decay=10.0)
+        hyper = replace(spec, lr=spec.most_lr).pack()
+        out = np.empty(COEFFICIENTS)
+        cpu.coefficients(kind, hyper, hyper[LR], 1, 0, math.nan, out)
+        with np.errstate(over="raise"):
+            assert np.isfinite(out.astype(np.float32)).all()
 
 
 def test_defaults_of_eps_are_those_of_torch() -> None:
