@@ -35,6 +35,7 @@ from gadei_ps.show.progress import Lines
 DETACH_S = 1.0
 SILENT = Says()
 LEARNER_VARIABLE = "GADEI_PS_LEARNER"
+ALONE_VARIABLE = "GADEI_PS_ALONE"
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -122,6 +123,12 @@ def number() -> int:
     return int(given) if given.isdecimal() and len(given) < 10 else -1
 
 
+def _is_alone() -> bool:
+    """Whether a user has started this learner alone, by `attach` or without a command."""
+    alone = os.environ.get(ALONE_VARIABLE) == str(os.getpid())
+    return alone or LEARNER_VARIABLE not in os.environ
+
+
 def seed() -> int | None:
     """Of torch's random numbers, if the script has torch. Without manual_seed() each process has
     another one."""
@@ -131,8 +138,8 @@ def seed() -> int | None:
 
 def listener() -> Heard | None:
     """What says how far a large model is: for a person who has started this learner alone."""
-    alone = LEARNER_VARIABLE not in os.environ  # `run` and `train` say it once for all of theirs
-    return Lines() if alone and sys.stderr is not None and sys.stderr.isatty() else None
+    # `run` and `train` report it once for all of their learners.
+    return Lines() if _is_alone() and sys.stderr is not None and sys.stderr.isatty() else None
 
 
 def offer(
@@ -220,7 +227,7 @@ def attach(
     drawn = seed()
     asked = Attach(name=name[:31], number=number(), optimizer=says.told(), seed=drawn)
     reply = connection.request(asked, heard=heard)
-    if "notice" in reply and number() <= 0:  # one of a team says it
+    if "notice" in reply and (number() <= 0 or _is_alone()):  # one of a team says it
         warnings.warn(reply["notice"], stacklevel=to_the_script())
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:

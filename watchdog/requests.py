@@ -22,6 +22,7 @@ from gadei_ps.job.control import (
     Copy,
     Detach,
     Discard,
+    Launch,
     LeaveOut,
     Load,
     Measured,
@@ -40,6 +41,7 @@ from gadei_ps.watchdog import changing, owning, settings, status
 from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.history import History
+from gadei_ps.watchdog.launches import Launches
 from gadei_ps.watchdog.loading import Loading
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
@@ -86,6 +88,8 @@ class Requests:
         self._start = Start(memory, learners)
         self._refusals = Refusals(memory, log)
         self._loading = Loading(memory, log)
+        own = memory.config.learners
+        self._launches = Launches(own.count if own is not None else 0)
         self._admission = Admission(
             self._sockets, memory, roster, stopping, maker, self._start, learners, log
         )
@@ -163,6 +167,8 @@ class Requests:
                 return self._set_sync(request)
             case SetWork():
                 return self._set_work(request)
+            case Launch():
+                return self._launches.reserve(client.pid, request, self._roster.rows)
             case LeaveOut():
                 return self._leave_out(request)
             case Checkpoint():
@@ -192,6 +198,7 @@ class Requests:
             standing = self._roster.standing.get(one["row"])
             one["holds_up_s"] = standing.stands_s if standing else None
             one["killed_in_s"] = standing.left_s if standing else None
+        report["commands"] = self._launches.report()
         report["server_private_bytes"] = self._servers.private_bytes()
         report["standby_pid"] = self._servers.standby_pid
         report["standby_missing"] = self._servers.why_alone or None

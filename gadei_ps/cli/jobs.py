@@ -75,6 +75,10 @@ def run(
             show_default="the job file's, or asp",
         ),
     ] = None,
+    join: Annotated[
+        bool,
+        typer.Option("--join", help="Join a running job whose learners run another program."),
+    ] = False,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -123,6 +127,7 @@ def run(
             device=device.value,
             gpus=gpus,
             devices_per_learner=devices_per_learner,
+            join=join,
             fresh=fresh,
             out=out,
             log_dir=log_dir,

@@ -136,11 +136,12 @@ class Machine:
         settings = self.settings
         os.environ[NUMBER_VARIABLE] = str(settings.number)
         os.environ[COUNT_VARIABLE] = str(settings.machines)
-        command, joined = settings.command, RunOptions(settings.learners, settings.restart)
+        command = settings.command
+        joined = RunOptions(settings.learners, settings.restart, join=True)
         if self._program is not None and self._data is not None:
             command = self._program.command(self._data.path)
             joined = replace(joined, device=self._program.device, stays=self._stays)
-        options = replace(joined, overrides=settings.overrides)
+        options = replace(joined, overrides=settings.overrides, join=False)
         until = time.monotonic() + BEFORE_S
         while not (self._asked or self._error):
             there = daemon.running(settings.job)

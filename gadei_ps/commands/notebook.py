@@ -282,7 +282,7 @@ class ServedJob:
         unknown = {*options} - {one.name for one in dataclasses.fields(RunOptions)}
         if unknown:
             raise UsageError(f"run() has no option {min(unknown)!r}")
-        wanted = RunOptions(learners=learners, restart=restart, **options)
+        wanted = RunOptions(learners=learners, restart=restart, **({"join": True} | options))
         with interrupts.of_commands():
             summary = run_learners(self.socket, command, wanted)
         if summary["exit_code"] == 128 + 2:

@@ -21,12 +21,14 @@ from typing import Any, NoReturn
 from gadei_ps.commands import daemon, saved
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.commands.early import Child
-from gadei_ps.commands.served import Attached, Served
+from gadei_ps.commands.own import OwnLearners
+from gadei_ps.commands.served import Attached, Served, launch
 from gadei_ps.errors import GadeiError, JobStopped, UsageError, reason_of
 from gadei_ps.job import config
 from gadei_ps.job.config import JobConfig
+from gadei_ps.job.control import Launch
 from gadei_ps.machine import gpus, interrupts
-from gadei_ps.machine.launch import JOB_VARIABLE, Compute, Ended, Learners
+from gadei_ps.machine.launch import ALONE_VARIABLE, JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.machine.output import Output
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show.counts import counted, mostly_refused
@@ -38,6 +40,10 @@ POLL_S = 0.05
 STAY_S = 0.2
 REPORT_S = 1.0
 LEAVE_S = 5.0  # until the job has applied what ended learners had published
+NEVER_JOINED = (
+    "no learner joined job {!r}: does the script make a gadei_ps Optimizer or Client, without the "
+    "name of another job?"
+)
 GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
 
 
@@ -46,10 +52,11 @@ class RunOptions:
     """Options of `run`.
 
     overrides: parts of a job's configuration, from flags. device, gpus, devices_per_learner: as
-    given by the flags of the same name. fresh: a job that `run` makes begins from zero. out: file
-    for the weights at the end. log_dir: directory for a file of each learner's output. quiet: no
-    lines on how training goes, which there are in a terminal only. stays: says whether the job is
-    still wanted, once all learners have ended well.
+    given by the flags of the same name. join: also a job whose learners run another program. fresh:
+    a job that `run` makes begins from zero. out: file for the weights at the end. log_dir:
+    directory for a file of each learner's output. quiet: no lines on how training goes, which there
+    are in a terminal only. stays: returns whether the job is still wanted, once all learners have
+    ended well.
     """
 
     learners: int = 1
@@ -58,6 +65,7 @@ class RunOptions:
     device: str = "auto"
     gpus: str | None = None
     devices_per_learner: int | None = None
+    join: bool = False
     fresh: bool = False
     out: Path | None = None
     log_dir: Path | None = None
@@ -92,7 +100,13 @@ def run_learners(
                 "or stop the job first"
             )
         attached = Attached(job)
-        return _Run(attached, command, options, _one_more(attached, options)).run()
+        wanted_numbers = launch(options.learners, command)
+        if not options.join:
+            _say(joining(attached.before, wanted_numbers))
+        compute = _one_more(attached, options)
+        return _Run(attached, command, options, compute, wanted_numbers).run()
+    if options.join:
+        raise UsageError(f"--join: no job {job!r} is running; gadei-ps ls shows the jobs there are")
     if job.endswith(".toml"):
         wanted = with_overrides(config.load(Path(job)), options.overrides, job)
     else:
@@ -109,7 +123,30 @@ def run_learners(
         fresh=options.fresh,
         child=child,
     ) as served:
-        return _Run(Served(served), command, options, compute).run()
+        wanted_numbers = launch(options.learners, command)
+        return _Run(Served(served), command, options, compute, wanted_numbers).run()
+
+
+def joining(report: Mapping[str, Any], wanted: Launch) -> str:
+    """A line about the running job that learners are about to join. report: its status.
+
+    Raises UsageError if commands that run have started learners with other programs in it.
+    """
+    job, number = report["job"], len(report["learners"])
+    since = time.strftime("%H:%M", time.localtime(report["started"]))
+    programs = [one for one in report["commands"] if one["command"]]
+    ours = wanted.command, wanted.directory
+    if programs and all((one["command"], one["directory"]) != ours for one in programs):
+        other = programs[0]
+        raise UsageError(
+            f"job {job!r} has been running since {since} with another program: "
+            f"{other['command']!r} in {other['directory']}; give another job name, or add --join "
+            "(or use gadei-ps attach) to train the same model"
+        )
+    return (
+        f"job {job!r} has been running since {since} and has {counted(number, 'learner')}: joining "
+        "it; another name starts another job"
+    )
 
 
 def _compute(options: RunOptions) -> Compute:
@@ -166,7 +203,10 @@ def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoR
     """
     check_command(command)
     attached = Attached(job)
-    env = os.environ | {JOB_VARIABLE: attached.socket} | _one_more(attached, options).environment(0)
+    compute = _one_more(attached, options)
+    numbers = attached.reserve(Launch())
+    env = os.environ | {JOB_VARIABLE: attached.socket, ALONE_VARIABLE: str(os.getpid())}
+    env |= numbers.environment(numbers.first) | compute.environment(0)
     sys.stdout.flush()
     try:
         os.execvpe(command[0], list(command), env)
@@ -178,7 +218,7 @@ def attach_and_wait(job: str, command: Sequence[str], options: RunOptions) -> di
     """Runs one more learner as a child to its end; returns the summary. Raises GadeiError."""
     check_command(command)
     attached = Attached(job)
-    return _Run(attached, command, options, _one_more(attached, options)).run()
+    return _Run(attached, command, options, _one_more(attached, options), Launch()).run()
 
 
 def _one_more(attached: Attached, options: RunOptions) -> Compute:
@@ -198,8 +238,13 @@ class _Run:
         command: Sequence[str],
         options: RunOptions,
         compute: Compute,
+        wanted: Launch,
     ) -> None:
+        """wanted: numbers of the learners."""
         self.job = job
+        self.wanted = wanted
+        self.own: OwnLearners
+        self.counts: dict[str, int] = {}
         self.options = options
         self.command = command
         self.compute = compute
@@ -227,6 +272,7 @@ class _Run:
             until = math.inf
             while learners.pids and time.monotonic() < until:
                 self.pids.update(learners.pids)
+                self.own.look(self.pids)
                 if not self._look_at_job():
                     self._say_goodbye(learners)
                     break
@@ -264,6 +310,7 @@ class _Run:
         until = time.monotonic() + LEAVE_S
         while (report := self.job.report()) is not None:
             self._hear(report)
+            self.own.look(self.pids)
             left = {one["pid"] for one in report["learners"]} & self.pids
             if not left or time.monotonic() > until:
                 break
@@ -276,19 +323,26 @@ class _Run:
             except GadeiError as error:  # the job must end all the same
                 self.unsaved = f"{self.options.out} is not written: {error}"
                 _say(self.unsaved)
+        self.counts = self.own.counts()
         self.last = self.job.end() or self.last
+        if self.own.alone:  # what was not applied in time is in the job's last counts
+            self.counts = self.own.counts()
 
     @contextlib.contextmanager
     def _learners(self) -> Iterator[Learners]:
-        options = self.options
+        options, numbers = self.options, self.job.reserve(self.wanted)
+        self.own = OwnLearners(self.job.control)
         if options.learners > 1 or options.log_dir is not None:
             self.output = Output(
-                options.learners, stdout=options.stdout or 1, directory=options.log_dir
+                options.learners,
+                first=numbers.first,
+                stdout=options.stdout or 1,
+                directory=options.log_dir,
             )
         with contextlib.closing(self.output) if self.output else contextlib.nullcontext():
             learners = Learners(
                 self.command,
-                options.learners,
+                numbers,
                 self.job.socket,
                 stdout=options.stdout,
                 compute=self.compute,
@@ -382,23 +436,25 @@ class _Run:
             self.job.leave_out(one.index)
 
     def _summary(self) -> dict[str, Any]:
-        before, after = self.job.before, self.last
-        counts = {name: count - before[name] for name, count in self.job.counts().items()}
+        counts = self.counts
         training = self.end - self.first_gradient if self.first_gradient else 0.0
         codes = [one.code for one in self.ended.values()]
         failed = any(code > 0 for code in codes) or not any(code == 0 for code in codes)
         refused = mostly_refused(counts)
         if refused:
             _say(refused)
+        lost = not (self.own.joined or self.signal or self.stopped or failed)
+        if lost:
+            _say(NEVER_JOINED.format(self.last.get("job")))
         if self.signal:
             code = 128 + self.signal
         elif self.stopped:
             code = JobStopped.exit_code
         else:
-            code = int(failed or bool(self.unsaved) or bool(refused))
+            code = int(failed or bool(self.unsaved) or bool(refused) or lost)
         out = self.options.out
         return {
-            "job": after.get("job"),
+            "job": self.last.get("job"),
             "learners": self.options.learners,
             **counts,
             "samples_per_s": counts["samples"] / training if training > 0 else None,

@@ -3,20 +3,73 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gadei_ps.commands import jobs
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.errors import ControlError, JobNotFound, JobStopped
-from gadei_ps.job.control import Connection, LeaveOut, Status, StopJob
+from gadei_ps.errors import ControlError, GadeiError, JobNotFound, JobStopped
+from gadei_ps.job import control
+from gadei_ps.job.control import Connection, Launch, LeaveOut, Status, StopJob
 from gadei_ps.job.processes import Processes
+from gadei_ps.machine.launch import Numbers
 from gadei_ps.memory import shm, totals
 from gadei_ps.memory.layout import MAX_LEARNERS, Phase
 
 DRAIN_S = 30.0
+TEXT = 4000  # of a command, that tells it from others
 
 
-class Attached:
+def launch(count: int, command: Sequence[str]) -> Launch:
+    """The message with which a command reserves numbers for its learners."""
+    command_line, directory = (
+        text.encode(errors="backslashreplace").decode()[:TEXT]
+        for text in (shlex.join(command), str(Path.cwd()))
+    )
+    return Launch(count=count, command=command_line, directory=directory)
+
+
+class _Job(ABC):
+    """A job in which a command starts learners."""
+
+    _launch: Launch | None = None
+
+    @abstractmethod
+    def _ask(self, message: Any) -> dict[str, Any]:
+        """The watchdog's reply. Raises GadeiError."""
+
+    @property
+    @abstractmethod
+    def control(self) -> np.void:
+        """The job's control segment, also once the job has ended: it is still mapped."""
+
+    def reserve(self, wanted: Launch) -> Numbers:
+        """Numbers for the command's learners, until release() or the command's end."""
+        reply = self._ask(wanted)
+        self._launch = wanted.model_copy(update={"first": reply["first"]})
+        return Numbers(reply["first"], wanted.count, reply["others"])
+
+    def _reserve_again(self, report: dict[str, Any]) -> None:
+        """Reserves the numbers again if another watchdog has taken over."""
+        one = self._launch
+        if one is not None and all(one.first != other["first"] for other in report["commands"]):
+            with contextlib.suppress(GadeiError):  # the next report does it
+                self._ask(one)
+
+    def release(self) -> None:
+        """The learners have ended; this process may live on."""
+        if self._launch is not None:
+            with contextlib.suppress(GadeiError):
+                self._ask(self._launch.model_copy(update={"count": 0}))
+            self._launch = None
+
+
+class Attached(_Job):
     """A job that another process serves; it continues when the learners have ended.
 
     Servers and learners outlive the job's watchdog, and the next watchdog adopts them.
@@ -32,9 +85,12 @@ class Attached:
         self._ends_idle = self.before["when_idle"] == "stop"
         self._processes = Processes(self.socket)
 
-    def counts(self) -> dict[str, int]:
-        """Of gradients and samples, also of a job that has ended: its memory is still mapped."""
-        return totals.counts(self._processes.control)
+    def _ask(self, message: Any) -> dict[str, Any]:
+        return control.ask(self.socket, message)
+
+    @property
+    def control(self) -> np.void:
+        return self._processes.control
 
     def report(self) -> dict[str, Any] | None:
         """The job's status; None once it has ended.
@@ -48,6 +104,7 @@ class Attached:
         if found["job_id"] != self.before["job_id"]:
             return None
         self._ends_idle = found["when_idle"] == "stop"  # a reload may change it
+        self._reserve_again(found)
         return found
 
     def _goes_on(self) -> bool:
@@ -58,15 +115,15 @@ class Attached:
         return (shm.SHM / self._processes.segment.name[1:]).exists()
 
     def _remembered(self) -> dict[str, Any]:
-        control = self._processes.control
-        roster = control["roster"]
+        words = self._processes.control
+        roster = words["roster"]
         pids = roster["pid"][roster["retired"] != roster["generation"]]
         told = {
-            "version": int(control["version"]),
+            "version": int(words["version"]),
             "learners": [{"pid": pid} for pid in pids.tolist()],
             "watchdog_pid": None,
         }
-        return self.before | self.counts() | told
+        return self.before | totals.counts(words) | told
 
     def was_stopped(self) -> bool:
         """Whether the job's stop has ended the learners, and not the learners' end the job."""
@@ -78,10 +135,11 @@ class Attached:
 
     def end(self) -> dict[str, Any] | None:
         """Nothing is to be ended."""
+        self.release()
         return self.report()
 
 
-class Served:
+class Served(_Job):
     """A job that this process serves; it ends with the learners."""
 
     def __init__(self, served: Daemon) -> None:
@@ -90,19 +148,24 @@ class Served:
         self.says_sync = "sync" in served.config.model_fields_set
         """Whether its model of synchronization was chosen, and is not the default."""
         self._control = Processes(served.config.name).control
-        # Of a job that goes on from a checkpoint these are not 0.
-        self.before: dict[str, Any] = {"version": int(self._control["version"]), **self.counts()}
+        # Of a job that goes on from a checkpoint it is not 0.
+        self.before: dict[str, Any] = {"version": int(self._control["version"])}
 
-    def counts(self) -> dict[str, int]:
-        """Of gradients and samples, also once the job has ended: its memory is still mapped."""
-        return totals.counts(self._control)
+    def _ask(self, message: Any) -> dict[str, Any]:
+        return self._daemon.request(message)
+
+    @property
+    def control(self) -> np.void:
+        return self._control
 
     def report(self) -> dict[str, Any] | None:
         """The job's status; None after the job was stopped. Raises JobFailed."""
         try:
-            return self._daemon.request(Status())
+            report = self._daemon.request(Status())
         except JobStopped:
             return None
+        self._reserve_again(report)
+        return report
 
     def was_stopped(self) -> bool:
         """No: it ends with `run`, and the exit codes of the learners are what counts."""

@@ -195,6 +195,21 @@ class Measured(_Message):
     )
 
 
+class Launch(_Message):
+    """Reserves numbers for learners that a command is about to start, as long as it runs.
+
+    The caller is the command. count: of learners; 0: they have ended. first: the first number that
+    an earlier watchdog has reserved; -1: the watchdog chooses. command, directory: the program and
+    its arguments, and where it is started; empty for `attach`.
+    """
+
+    op: Literal["launch"] = "launch"
+    count: int = Field(default=1, ge=0, lt=2**20)
+    first: int = Field(default=-1, ge=-1, lt=2**30)
+    command: str = Field(default="", max_length=4096)
+    directory: str = Field(default="", max_length=4096)
+
+
 class LeaveOut(_Message):
     """The learner of this number, of `run`, has ended for good: the start awaits it no longer."""
 
@@ -222,6 +237,7 @@ Request = Annotated[
     | Copy
     | Detach
     | Discard
+    | Launch
     | LeaveOut
     | Load
     | Measured

@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
@@ -15,6 +15,10 @@ from gadei_ps.machine import gpus, interrupts, process
 from gadei_ps.machine.cuda import has_cupy
 from gadei_ps.machine.output import Output
 
+LEARNER_VARIABLE = "GADEI_PS_LEARNER"
+LEARNERS_VARIABLE = "GADEI_PS_LEARNERS"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+ALONE_VARIABLE = "GADEI_PS_ALONE"  # pid of a learner that `attach` has become
 # Also in learners/client.py and learners/devices.py, which launchers do not load at their start.
 JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"
@@ -118,9 +122,33 @@ class Compute:
 NOTHING_SAID = Compute()
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of learners that a command starts. others: learners that the job has besides."""
+
+    first: int = 0
+    count: int = 1
+    others: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.first + self.count))
+
+    def environment(self, number: int) -> dict[str, str]:
+        """What the learner of this number has in its environment."""
+        environment = {
+            LEARNER_VARIABLE: str(number),
+            LEARNERS_VARIABLE: str(self.first + self.count),
+        }
+        # As torchrun: N processes with a thread for each core would compete for the cores.
+        if THREADS_VARIABLE not in os.environ:
+            threads = max(1, process.cores() // (self.count + self.others))
+            environment[THREADS_VARIABLE] = str(threads)
+        return environment
+
+
 @dataclass
 class Ended:
-    """A learner process that has ended."""
+    """A learner process that has ended. index: its number."""
 
     index: int
     pid: int
@@ -136,13 +164,14 @@ class Ended:
 class Learners:
     """The learner processes of a command. They die with the thread that starts them.
 
-    output: what they print goes there; else it goes where this process's does, or to `stdout`.
+    numbers: theirs, or how many they are if their job has no others. output: what they print goes
+    there; else it goes where this process's does, or to `stdout`.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        count: int,
+        numbers: Numbers | int,
         job_socket: str,
         *,
         stdout: int | IO[bytes] | None = None,
@@ -151,23 +180,22 @@ class Learners:
     ) -> None:
         self._command = list(command)
         self._compute = compute
-        self._env = os.environ | {JOB_VARIABLE: job_socket, "GADEI_PS_LEARNERS": str(count)}
-        # As torchrun: N processes with a thread for each core would compete for the cores.
-        threads = max(1, process.cores() // count)
-        self._env.setdefault("OMP_NUM_THREADS", str(threads))
+        self._numbers = numbers if isinstance(numbers, Numbers) else Numbers(count=numbers)
+        self._env = os.environ | {JOB_VARIABLE: job_socket}
         self._stdout = stdout
         self._output = output
         if output is not None:  # a pipe's lines would come in blocks, and the last ones be lost
             self._env.setdefault("PYTHONUNBUFFERED", "1")
         self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
         self._quick_deaths = 0
-        for index in range(count):
+        for index in self._numbers:
             self.start(index)
 
     def start(self, index: int) -> None:
-        """Starts the learner of this index, anew if it was there before."""
-        # By its index: a learner that is started again keeps its GPU.
-        env = self._env | {"GADEI_PS_LEARNER": str(index)} | self._compute.environment(index)
+        """Starts the learner of this number, again if it was there before."""
+        # By its place among these: a learner that is started again keeps its GPU.
+        place = index - self._numbers.first
+        env = self._env | self._numbers.environment(index) | self._compute.environment(place)
         try:
             if self._output is None:
                 child = process.spawn(self._command, env=env, stdout=self._stdout)

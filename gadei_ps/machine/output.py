@@ -153,21 +153,25 @@ def write(fd: int, data: bytes) -> None:
 class Output:
     """The output of some learners, from their start until `close`.
 
+    first: number of the first learner.
     stdout: file descriptor for what they write to their standard output; that of errors is 2.
     directory: for a file of each learner, `learner-N.log`, which begins anew. With one learner,
     lines have no number. Raises UsageError if a file cannot be made.
     """
 
-    def __init__(self, learners: int, *, stdout: int = 1, directory: Path | None = None) -> None:
+    def __init__(
+        self, learners: int, *, first: int = 0, stdout: int = 1, directory: Path | None = None
+    ) -> None:
         process.allow_files(_FILES_A_LEARNER * learners + 100)
         self._stdout = stdout
-        self._prefixes = [b"[%d] " % index if learners > 1 else b"" for index in range(learners)]
-        self._logs: list[_Log] = []
+        numbers = range(first, first + learners)
+        self._prefixes = {number: b"[%d] " % number if learners > 1 else b"" for number in numbers}
+        self._logs: dict[int, _Log] = {}
         if directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                for index in range(learners):
-                    self._logs.append(_Log(directory / f"learner-{index}.log"))
+                for number in numbers:
+                    self._logs[number] = _Log(directory / f"learner-{number}.log")
             except OSError as error:
                 self._close_logs()
                 raise UsageError(
@@ -184,16 +188,16 @@ class Output:
         self._thread.start()
 
     @contextlib.contextmanager
-    def pipes(self, index: int) -> Iterator[tuple[int, int]]:
+    def pipes(self, number: int) -> Iterator[tuple[int, int]]:
         """Standard output and standard error for a learner that is started meanwhile."""
-        log = self._logs[index] if self._logs else None
+        log = self._logs.get(number)
         ends = []
         try:
             for to in (self._stdout, 2):
                 read, write = os.pipe()
                 ends.append(write)
                 os.set_blocking(read, False)
-                self._new.append(_Stream(read, self._prefixes[index], to, log))
+                self._new.append(_Stream(read, self._prefixes[number], to, log))
             self._wake()
             yield ends[0], ends[1]
         finally:
@@ -275,5 +279,5 @@ class Output:
         stream.end()
 
     def _close_logs(self) -> None:
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 COUNTED = ("applied", "dropped", "refused", "samples")
@@ -18,6 +20,12 @@ def total(control: np.void, what: str) -> int:
 
 def counts(control: np.void) -> dict[str, int]:
     """All of them, under the names of status: `gradients_applied`, ... and `samples`."""
+    return named([total(control, what) for what in COUNTED])
+
+
+def named(counts: Iterable[int]) -> dict[str, int]:
+    """Numbers in the order of COUNTED, under those names."""
     return {
-        what if what == "samples" else f"gradients_{what}": total(control, what) for what in COUNTED
+        what if what == "samples" else f"gradients_{what}": count
+        for what, count in zip(COUNTED, counts, strict=True)
     }

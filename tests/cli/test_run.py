@@ -20,7 +20,7 @@ from gadei_ps.cli.app import app
 from gadei_ps.cli.switches import separated
 from gadei_ps.commands import jobs
 from gadei_ps.errors import UsageError
-from gadei_ps.machine import gpus
+from gadei_ps.machine import gpus, process
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -407,3 +407,49 @@ def test_divergence_is_told(cli: Cli, job_name: str) -> None:
     assert ended.code == 1
     assert ended.err.count("the job refuses it") == 1
     assert "30 of 30 gradients were refused: most likely the model has diverged" in ended.err
+
+
+PUSHES = """
+import os, pathlib, sys, time, numpy as np
+from gadei_ps.learners.client import Client
+
+print(*(os.environ[f"GADEI_PS_LEARNER{s}"] for s in ("", "S")), os.environ["OMP_NUM_THREADS"])
+with Client(tensors={"w": np.zeros(8)}) as client:
+    while client.published < int(sys.argv[1]):
+        client.push({"w": np.ones(8)})
+        client.wait_applied()
+        time.sleep(0.001)
+"""
+
+
+def test_learners_that_join_others(
+    cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a number of its own and its share of the cores, and gradients are its command's."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (cli.directory / "pushes.py").write_text(PUSHES)
+    program = ["--", sys.executable, "pushes.py"]
+    assert cli("run", job_name, *program, 1).out == f"0 1 {process.cores()}\n"
+    first = cli.start("run", job_name, "--learners", 2, "--json", *program, FOREVER)
+    support.eventually(learning(job_name, first, 2))
+    refused = cli("run", job_name, *program, 5)
+    assert refused.code == 2
+    assert f"with another program: '{sys.executable} pushes.py {FOREVER}' in" in refused.error
+    attached = cli("attach", job_name, *program, 5)
+    assert attached.out == "2 3 1\n"
+    joined = cli("run", job_name, "--join", "--learners", 2, "--json", *program, 7)
+    assert (joined.code, joined.json["gradients_applied"]) == (0, 14), joined
+    assert [one["learner"] for one in joined.json["ended"]] == [2, 3]
+    assert "[3] 3 4 1\n" in joined.err
+    again = cli.start("run", job_name, *program, FOREVER)
+    support.eventually(lambda: len(support.status(job_name)["learners"]) == 3)
+    assert "and has 2 learners: joining it; another name starts another job" in again.err
+    again.signal(signal.SIGTERM)
+    assert first.signal(signal.SIGINT).json["gradients_applied"] > 0
+    assert "no job" in cli("run", job_name, "--join", *program, 1).error
+
+
+def test_learners_that_never_join(cli: Cli, job_name: str) -> None:
+    ended = cli("run", job_name, "--learners", 2, "--", sys.executable, "-c", "pass")
+    assert ended.code == 1
+    assert f"no learner joined job '{job_name}': does the script make a gadei_ps" in ended.err

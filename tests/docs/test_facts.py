@@ -19,7 +19,7 @@ from gadei_ps.watchdog import settings
 ROOT = Path(__file__).parents[2]
 SOURCES = ("gadei_ps", "learners", "watchdog", "benchmarks", "native")
 # Set and read by gadei-ps itself, between a command and the daemon that it starts.
-INTERNAL = {"GADEI_PS_LEARNER_FILE"}
+INTERNAL = {"GADEI_PS_ALONE", "GADEI_PS_LEARNER_FILE"}
 # The tables of docs/job-file.md, in order.
 TABLES = ("job", "checkpoint", "learners", "optimizer", "groups", "schedule")
 

@@ -13,6 +13,7 @@ import pytest
 
 from gadei_ps.commands import run
 from gadei_ps.commands.run import RunOptions
+from gadei_ps.job.control import Launch
 from gadei_ps.machine.launch import Compute
 from gadei_ps.show.progress import NO_LOSS, WIDTH, Training, above
 
@@ -80,12 +81,12 @@ def test_only_in_a_terminal(options: RunOptions, shows: bool) -> None:
     job = mock.Mock(before={"version": 0})
     try:
         with os.fdopen(theirs, "w") as terminal, mock.patch.object(sys, "stderr", terminal):
-            made = run._Run(job, ["true"], options, Compute("host"))
+            made = run._Run(job, ["true"], options, Compute("host"), Launch())
             assert (made.progress is not None) == shows
     finally:
         os.close(ours)
     with open(os.devnull, "w") as file, mock.patch.object(sys, "stderr", file):
-        assert run._Run(job, ["true"], options, Compute("host")).progress is None
+        assert run._Run(job, ["true"], options, Compute("host"), Launch()).progress is None
 
 
 @pytest.mark.parametrize("learners", [1, 2])
@@ -95,7 +96,9 @@ def test_a_bar_of_the_only_learner_stays(learners: int, monkeypatch: pytest.Monk
     ours, theirs = pty.openpty()
     try:
         with os.fdopen(theirs, "w") as terminal, mock.patch.object(sys, "stderr", terminal):
-            made = run._Run(mock.Mock(before={}), ["true"], RunOptions(learners), Compute("host"))
+            made = run._Run(
+                mock.Mock(before={}), ["true"], RunOptions(learners), Compute("host"), Launch()
+            )
             made.output = None if learners == 1 else mock.Mock()
             made._say_beside_learners("so")
         said = os.read(ours, 1000).decode()
