@@ -22,6 +22,7 @@ import matplotlib
 from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.common import machine
 from gadei_ps.benchmarks.reproduce import part
+from gadei_ps.benchmarks.reproduce.conclusions import CONCLUSIONS
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.machine import process
 
@@ -44,10 +45,16 @@ PARTS = (
 DOCUMENT = part.ROOT / "docs" / "reproduction.md"
 HEAD = """# Reproduction
 
-This page repeats what the papers on synchronization models and worker groups report. `make
-reproduce` measures all parts and writes this page; `python -m gadei_ps.benchmarks.reproduce PART`
-measures one part. All figures behind a table are in `benchmarks/results/reproduce_PART.json`, with
-the machine and the command.
+This page repeats what the papers on synchronization models and worker groups report. Of GaDei it
+has the staleness only: GaDei's accuracies, speed-ups and bandwidths (Tables 1 to 8, Figures 3 to
+9) have not been repeated. `make reproduce` measures all parts and writes this page; `python -m
+gadei_ps.benchmarks.reproduce PART` measures one part. All figures behind a table are in
+`benchmarks/results/reproduce_PART.json`, with the machine and the command. The parts were
+measured on different machines, named below each. Most of them name a commit that ends in
+`-dirty`: the tree had changes that no commit has. The history has no commit cb91166.
+
+The column "paper, or target" has a figure or a statement of the paper, or where the paper has
+none, a target of this project.
 
 The papers: Zhao et al. 2019, *Elastic Bulk Synchronous Parallel Model for Distributed Deep
 Learning*; Teng and Wood 2018, *High Throughput Synchronous Distributed Stochastic Gradient
@@ -127,12 +134,14 @@ def _section(name: str, found: Part, facts: dict[str, object]) -> str:
     paragraphs = [textwrap.fill(one, 100, break_on_hyphens=False) for one in _paragraphs(found)]
     lines = [f"## {found.title}", "", "\n\n".join(paragraphs), ""]
     if any(row.paper for row in found.rows):
-        lines += ["| | paper, or reach | ours | difference |", "| --- | --- | --- | --- |"]
+        lines += ["| | paper, or target | ours | difference |", "| --- | --- | --- | --- |"]
         lines += [f"| {_cell(row, 'paper')} |" for row in found.rows]
     else:
         lines += ["| | ours | |", "| --- | --- | --- |"]
         lines += [f"| {_cell(row)} |" for row in found.rows]
     lines.append("")
+    if name in CONCLUSIONS:
+        lines += [textwrap.fill(CONCLUSIONS[name](found.data), 100, break_on_hyphens=False), ""]
     for plot in found.plots:
         lines += [f"![{found.title}](plots/{plot})", ""]
     machine_ = facts["machine"]
