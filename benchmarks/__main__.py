@@ -14,6 +14,7 @@ from gadei_ps.benchmarks import (
     asynchrony_tables,
     group_tables,
     plots,
+    result_tables,
     script_tables,
     suite,
     virtual_tables,
@@ -36,7 +37,8 @@ def main() -> None:
         for path in plots.draw(suite.RESULTS, suite.RESULTS.parents[1] / "docs" / "plots"):
             print(path)
         virtual_tables.write()
-        for table in (script_tables.TABLE, asynchrony_tables.TABLE, *group_tables.TABLES):
+        one_each = script_tables.TABLE, asynchrony_tables.TABLE, *group_tables.TABLES
+        for table in (*one_each, *result_tables.TABLES):
             table.write()
 
 

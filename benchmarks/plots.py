@@ -188,13 +188,16 @@ def _latency(result: Result, figure: Any) -> None:
         axis.set_title(f"gadei-ps {mode}", fontsize=9)
 
 
+DISTURBED = "torch single sparse"  # in time_to_accuracy.json: see docs/performance.md
+
+
 @_drawn("time_to_accuracy")
 def _time_to_accuracy(result: Result, figure: Any) -> None:
     sets = list(dict.fromkeys(row["set"] for row in result["rows"]))
     axes = figure.subplots(1, len(sets), squeeze=False)[0]
     for axis, name in zip(axes, sets, strict=True):
         for row in result["rows"]:
-            if row["set"] == name:
+            if row["set"] == name and row["contender"] != DISTURBED:
                 points = [(one["seconds"], one["validation_accuracy"]) for one in row["curve"]]
                 who = row["contender"]
                 axis.plot(*zip(*points, strict=True), label=NAMES.get(who, who), color=COLOURS[who])

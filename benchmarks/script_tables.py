@@ -32,7 +32,17 @@ def _lines(result: dict[str, Any]) -> list[str]:
         times = [f"{rows[name, ONE_THREAD]['median'] / plain['median']:.2f}", *times]
         cells = [f"`{name}.py`", step, f"{plain['median']:,.0f}", *times, plain["figure"], *reached]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    idle = sum(
+        rows[name, ONE_THREAD]["median"] >= rows[name, PLAIN]["median"]
+        for name, one in rows
+        if one == PLAIN
+    )
+    return [
+        *lines,
+        "",
+        f"In {idle} of {len(rows) // 4} scripts one thread is as fast as all cores, or faster: "
+        "`plain` leaves a core idle there, and any second process would be a gain.",
+    ]
 
 
 TABLE = Table("scripts", "performance.md", _lines)

@@ -19,17 +19,20 @@ class Table:
     """A table between the comments `<!-- RESULT.json: table -->` and `<!-- end of table -->`.
 
     lines: those of the table, given the result. The result's notes stand below it.
+    all_results: `lines` reads all results itself; RESULT is then no file, and `.json` is left out.
     """
 
     result: str
     page: str
     lines: Callable[[dict[str, Any]], list[str]]
+    all_results: bool = False
 
     @property
     def mark(self) -> re.Pattern[str]:
         """The first comment, and the table as it is now, with its notes."""
+        name = self.result if self.all_results else f"{self.result}.json"
         return re.compile(
-            rf"(<!-- {self.result}\.json: table -->\n).*?(?=\n\n<!-- end of table -->)", re.S
+            rf"(<!-- {re.escape(name)}: table -->\n).*?(?=\n\n<!-- end of table -->)", re.S
         )
 
     def text(self) -> str:
@@ -39,7 +42,9 @@ class Table:
     def filled(self) -> str:
         """The page with the table of the results."""
         table, path = MISSING, suite.RESULTS / f"{self.result}.json"
-        if path.exists():
+        if self.all_results:
+            table = "\n".join(self.lines({}))
+        elif path.exists():
             result = json.loads(path.read_text())
             table = "\n".join([*self.lines(result), *(f"\n{note}" for note in result["notes"])])
         return self.mark.sub(lambda found: found[1] + table, self.text())
