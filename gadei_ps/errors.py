@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 # What stays so until a person changes something; all else may pass: space and descriptors come
 # back, and a disk may answer again.
@@ -42,6 +45,22 @@ def reason_of(error: OSError) -> str:
     what = error.strerror or str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0)
     return f"{what}; {remedy}" if remedy else what
+
+
+MOST_SHOWN: Final = 400  # characters that a line repeats of foreign input
+
+
+def invalid(error: ValidationError, whole: str = "") -> str:
+    """The first problem that pydantic reports, as one short line: `FIELD: what is wrong`.
+
+    whole: name of the input, for a problem that concerns no field of it.
+    """
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        what = "there is no such field"
+    where = ".".join(str(part) for part in first["loc"])[: MOST_SHOWN // 2] or whole
+    return " ".join(f"{where}: {what[:MOST_SHOWN]}".removeprefix(": ").split())
 
 
 def is_lasting(error: OSError) -> bool:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import ConfigDict, Field, ValidationError
 
 from gadei_ps.errors import (
+    MOST_SHOWN,
     CheckpointError,
     CheckpointMistake,
     JobFailed,
     ModelMismatch,
     UsageError,
+    invalid,
     is_lasting,
 )
 from gadei_ps.job import changes, modes
 from gadei_ps.job import groups as job_groups
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.optimizer import FIELDS, Said
+from gadei_ps.job.optimizer import MOST_GROUPS, Said, Settings
+from gadei_ps.kernels import optimizers
 from gadei_ps.machine import given
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
@@ -49,14 +53,15 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
         return None
     check_fits(config, snapshot, path)
     try:
-        has = snapshot.config["optimizer"]
-        said = _saved(has)
+        said = _saved(snapshot.config["optimizer"])
         changed = changes.read(snapshot.changes).still(config)
-        changed.specs(config, said)
+        specs = changed.specs(config, said)
         if max(one.group for one in snapshot.model.tensors) > len(said.groups or ()):
             raise UsageError("its tensors are in groups that it does not have")
-    except (ValueError, UsageError, AttributeError, TypeError) as error:  # pydantic's, too
-        why = error if isinstance(error, UsageError) else "its optimizer is none of this gadei-ps"
+        if len(snapshot.slots) != (slots := optimizers.slots(specs[-1].kind)):
+            raise UsageError(f"it has {len(snapshot.slots)} slots, and the optimizer has {slots}")
+    except (ValueError, UsageError) as error:
+        why = invalid(error) if isinstance(error, ValidationError) else str(error)[:MOST_SHOWN]
         raise CheckpointMistake(
             f"{path}: the job cannot go on with the checkpoint's optimizer: {why}; say another in "
             "[optimizer] of the job file, or begin anew (serve --fresh)"
@@ -69,14 +74,22 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
     return in_groups(config, First(snapshot.model, values, snapshot, going_on, changed))
 
 
-def _saved(has: dict[str, Any]) -> Said:
-    """The settings of a checkpoint. Those of before there were groups have none."""
+class _SavedGroup(Settings):
+    """A group of parameters, as checkpoints have it: with or without patterns."""
 
-    def settings(of: dict[str, Any]) -> dict[str, Any]:
-        return {name: of.get(name) for name in FIELDS}
+    model_config = ConfigDict(extra="ignore")
 
-    groups = [settings(one) for one in has.get("groups") or ()]
-    return Said.model_validate(settings(has) | {"groups": groups})
+
+class _Saved(_SavedGroup):
+    """[optimizer] of a checkpoint's configuration. Those of before there were groups have none."""
+
+    groups: Annotated[Sequence[_SavedGroup], Field(max_length=MOST_GROUPS)] = ()
+
+
+def _saved(has: object) -> Said:
+    """The settings of a checkpoint. Raises ValidationError."""
+    found = _Saved.model_validate(has)
+    return Said(**found.said, groups=[Settings(**one.said) for one in found.groups])
 
 
 def in_groups(config: JobConfig, first: First) -> First:
@@ -96,7 +109,7 @@ def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
     if kind is None or wanted not in (None, kind):
         # Slots and step count of one optimizer mean nothing to another.
         raise CheckpointMistake(
-            f"{path}: the checkpoint is of optimizer {kind}, the job of {wanted}: "
+            f"{path}: the checkpoint is of optimizer {str(kind)[:40]}, the job of {wanted}: "
             "begin anew (serve --fresh, or move the checkpoints away), or export the weights "
             "(gadei-ps export) and give them as `weights`"
         )

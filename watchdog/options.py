@@ -17,9 +17,10 @@ class Options:
     fresh: use neither the memory of a dead watchdog nor checkpoints. resume: look for checkpoints;
     False for the jobs of commands. finish: serve nothing, but end a job that is in memory without a
     watchdog. recorded: the configuration was read from that memory. checkpoint: go on from this one
-    instead of from memory. quiet, verbose, as_json: of the servers' log. start_silent_s: how long
-    the start may make no progress. learners: how many are to come, where the job file does not say:
-    their rings must fit into memory beside the model. nursery: one that was started before.
+    instead of from memory. notice: a warning to log once the job is served. quiet, verbose,
+    as_json: of the servers' log. start_silent_s: how long the start may make no progress. learners:
+    how many are to come, where the job file does not say: their rings must fit into memory beside
+    the model. nursery: one that was started before.
     """
 
     fresh: bool = False
@@ -27,6 +28,7 @@ class Options:
     finish: bool = False
     recorded: bool = False
     checkpoint: Path | None = None
+    notice: str = ""
     verbose: bool = False
     quiet: bool = False
     as_json: bool = False

@@ -200,6 +200,8 @@ class Supervisor:
         )
         if self.memory.adopted:
             self._log.info(model.started(self.memory))
+        if self.options.notice:
+            self._log.warning(self.options.notice)
         file = str(sync.parse(self.config.sync))
         if self._sync != file:
             kept = "the job keeps the synchronization model that it has; gadei-ps set changes it"

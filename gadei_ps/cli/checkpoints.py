@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from gadei_ps.cli.options import Details, JobArgument, Json, JsonLog, tell
 from gadei_ps.cli.serving import serve_job
+from gadei_ps.show.plain import say
 
 
 def checkpoint(job: JobArgument, as_json: Json = False) -> int:
@@ -37,21 +37,33 @@ def restore(
             metavar="N", help="Version to take, if there are several.", show_default="newest"
         ),
     ] = None,
+    job_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JOB.toml",
+            help="Job file to serve the checkpoint with.",
+            show_default="no learners, and checkpoints beside this one",
+            readable=False,
+        ),
+    ] = None,
     json_log: JsonLog = False,
     verbose: Details = False,
     as_json: Json = False,
 ) -> int:
-    """Serve a job from a checkpoint, with the configuration of the checkpoint or of the job file.
+    """Serve a job from a checkpoint, with the configuration of the job file.
 
-    Stop the job first if it is running. If it is dead, its shared memory is discarded.
+    Without a job file, the optimizer and the synchronization model are those of the checkpoint, and
+    all else has its default. Stop the job first if it is running. If it is dead, its shared memory
+    is discarded.
     """
     from gadei_ps.commands import saved
     from gadei_ps.watchdog.options import Options
 
-    found = saved.find(source, version)
+    found = saved.find(source, version, job_file)
+    job = found.job_config()
     _warn(found.problems)
-    options = Options(checkpoint=found.path, verbose=verbose, as_json=json_log)
-    return serve_job(found.job_config(), options, as_json)
+    options = Options(checkpoint=found.path, notice=found.notice, verbose=verbose, as_json=json_log)
+    return serve_job(job, options, as_json)
 
 
 def export(
@@ -92,4 +104,4 @@ def export(
 def _warn(problems: Iterable[str]) -> None:
     """Names the checkpoints that cannot be used; an older one is used instead."""
     for problem in problems:
-        print(f"gadei-ps: warning: {problem}", file=sys.stderr)
+        say(f"gadei-ps: warning: {problem}")

@@ -9,10 +9,9 @@ from typing import Any
 from gadei_ps.commands import jobs
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.job import config
+from gadei_ps.machine import given
 from gadei_ps.memory import shm
 from gadei_ps.storage import history
-
-MOST_BYTES = 64 << 20  # of a file that is read: far more than any history has
 
 
 def find(source: str) -> Path:
@@ -55,8 +54,8 @@ def read(source: str, last: int | None = None) -> dict[str, Any]:
     """`job`, `file` and `lines`: the whole history, or its last lines. Raises UsageError."""
     path = find(source)
     try:
-        with path.open("rb") as file:
-            lines = history.parsed(file.read(MOST_BYTES))
+        with given.opened(path) as file:
+            lines = history.parsed(file.read(history.MOST_BYTES))
     except FileNotFoundError:
         raise UsageError(
             f"{path}: there is no history yet; it begins a second after the job's model is there"

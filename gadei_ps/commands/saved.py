@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gadei_ps import sync
 from gadei_ps.errors import (
     CheckpointError,
     CheckpointMistake,
@@ -19,7 +21,7 @@ from gadei_ps.errors import (
 )
 from gadei_ps.job import config, control, paths
 from gadei_ps.job.absence import unseen
-from gadei_ps.job.config import JobConfig
+from gadei_ps.job.config import CheckpointConfig, JobConfig
 from gadei_ps.job.control import Status
 from gadei_ps.memory import presence, segment, shm, weights
 from gadei_ps.memory.layout import CONTROL, SegmentKind
@@ -28,42 +30,100 @@ from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.storage.export import export as write_weights
 
 ANSWER_TIMEOUT_S = 3.0
+KEEP = CheckpointConfig.model_fields["keep"].default
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint and, if a job file led to it, that file's configuration."""
+    """A checkpoint and, if a job file led to it, that file's configuration.
+
+    name: of the job, if the user named it.
+    """
 
     path: Path
     snapshot: Snapshot
-    job: JobConfig | None
+    job: JobConfig | None = None
+    name: str | None = None
     problems: tuple[str, ...] = ()
     """Newer checkpoints that cannot be used, one line each."""
 
     def job_config(self) -> JobConfig:
-        """The configuration to serve it with. Raises UsageError if another release wrote it."""
+        """The configuration to serve it with: that of the job file, or else of_checkpoint().
+
+        Raises UsageError.
+        """
+        return self.job if self.job is not None else self.of_checkpoint()
+
+    def of_checkpoint(self) -> JobConfig:
+        """The settings of model, optimizer and synchronization that the checkpoint has.
+
+        A checkpoint may be from anybody. It names no program, path, user or memory: the job has no
+        learners, its checkpoints are written beside this one, and all else has the defaults. Raises
+        UsageError where that cannot be.
+        """
+        manifest, directory = self.path / checkpoint.MANIFEST, self.path.absolute().parent
+        name = self.name or self.snapshot.job
+        if self.name is None and segment.is_kept(name, paths.owner()):
+            raise UsageError(
+                f"{manifest}: the checkpoint is of job {name!r}, whose memory is still there: drop "
+                f"that (gadei-ps gc {name}), or give the job file (--job-file)"
+            )
+        if directory.stat().st_uid != os.geteuid():
+            owner = paths.user(directory.stat().st_uid)
+            raise UsageError(
+                f"{directory}: the job's checkpoints would be written there, and it belongs to "
+                f"user {owner}: copy the checkpoint to a directory of yours, or give a job file "
+                "(--job-file)"
+            )
+        has = self.snapshot.config
+        values = {key: has[key] for key in ("optimizer", "sync") if has.get(key) is not None}
+        optimizer = values.get("optimizer")
+        if isinstance(optimizer, dict) and isinstance(groups := optimizer.get("groups"), list):
+            # Those of a script have no patterns; the job takes them from the checkpoint.
+            matched = all(isinstance(one, dict) and "match" in one for one in groups)
+            values["optimizer"] = optimizer | {"groups": groups if matched else []}
+        with contextlib.suppress(sync.SpecError):  # from_mapping() reports it
+            if sync.names_file(values.get("sync", "asp")):
+                raise UsageError(
+                    f"{manifest}: the synchronization model of the checkpoint reads a file: give a "
+                    "job file that names it (--job-file)"
+                )
+        there = len(checkpoint.found(directory))
+        copies = {"directory": directory, "keep": min(max(KEEP, there), 1000)}
+        return config.from_mapping(values | {"name": name, "checkpoint": copies}, str(manifest))
+
+    @property
+    def notice(self) -> str:
+        """What is not as the checkpoint's job had it; empty with a job file."""
         if self.job is not None:
-            return self.job
-        return config.from_mapping(self.snapshot.config, str(self.path))
+            return ""
+        return (
+            "served without a job file: the job starts no learners, and writes its checkpoints to "
+            f"{self.path.absolute().parent}"
+        )
 
 
-def find(source: str, version: int | None = None) -> Saved:
+def find(source: str, version: int | None = None, job_file: Path | None = None) -> Saved:
     """The newest whole checkpoint of `source`, or that of a version.
 
     source: a checkpoint, a directory of them, a job file, or a job's name (in the state directory).
-    Raises CheckpointError, UsageError.
+    job_file: to serve it with, if `source` is none. Raises CheckpointError, UsageError.
     """
-    job = None
+    job = config.load(job_file) if job_file is not None else None
+    name = None
     path = Path(source)
     if source.endswith(".toml"):
+        if job is not None:
+            raise UsageError(f"--job-file: {source} is a job file already; leave out the option")
         job = config.load(path)
         path = job.checkpoint_directory()
     elif not path.is_dir() and "/" not in source:
-        path = config.state_directory() / shm.check_job_name(source)
+        name = shm.check_job_name(source)
+        path = config.state_directory() / name
     if (path / checkpoint.MANIFEST).exists() or (path / checkpoint.SUMS).exists():
         if version is not None:
             raise UsageError(f"{path} is one checkpoint; --version needs a directory of them")
-        return Saved(path, checkpoint.read(path), job)
+        return Saved(path, checkpoint.read(path), job, name)
     if not path.is_dir():
         state = "" if job or "/" in source else " or set GADEI_PS_STATE_DIR as the job has it"
         raise CheckpointMistake(
@@ -72,7 +132,7 @@ def find(source: str, version: int | None = None) -> Saved:
     if version is not None:
         for one in checkpoint.found(path):
             if one.version == version:
-                return Saved(one.path, checkpoint.read(one.path), job)
+                return Saved(one.path, checkpoint.read(one.path), job, name)
         there = ", ".join(str(one.version) for one in checkpoint.found(path)[:8]) or "none"
         raise CheckpointMistake(f"{path}: no checkpoint of version {version}; there are: {there}")
     snapshot, newest, problems = checkpoint.newest(path)
@@ -80,7 +140,7 @@ def find(source: str, version: int | None = None) -> Saved:
         if problems:
             raise problems[0]
         raise CheckpointMistake(f"{path}: there is no checkpoint in this directory")
-    return Saved(newest, snapshot, job, tuple(map(str, problems)))
+    return Saved(newest, snapshot, job, name, tuple(map(str, problems)))
 
 
 def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
             what = dict.fromkeys(FLAGS, "true or false")
             what["schedule"] = "constant, step or cosine"
             number = "a whole number" if name in COUNTS else "a finite number"
-            raise ValueError(f"{name}={str(value)[:40]}: give {what.get(name, number)}")
+            raise ValueError(f"{name}={repr(value)[:40]}: give {what.get(name, number)}")
         found[name] = value if name in COUNTS or isinstance(value, bool | str) else float(value)
     return found
 

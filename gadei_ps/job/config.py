@@ -13,7 +13,7 @@ import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gadei_ps import homes, sync
-from gadei_ps.errors import JobFailed, UsageError, is_lasting
+from gadei_ps.errors import JobFailed, UsageError, invalid, is_lasting
 from gadei_ps.job.groups import Group
 from gadei_ps.job.number_types import Real, Whole
 from gadei_ps.job.optimizer import FIELDS, MOST_GROUPS, NOTHING, Said, Settings, rows
@@ -247,12 +247,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
     try:
         config = JobConfig.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "job"
-        what = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            what = "there is no such field"
-        raise UsageError(f"{where}: {field}: {what}") from None
+        raise UsageError(f"{where}: {invalid(error, 'job')}") from None
     try:
         config.optimizer.spec()
     except UsageError as error:

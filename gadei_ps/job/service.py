@@ -105,7 +105,7 @@ def command(job: str, arguments: str) -> str:
 def take(job: str, aside: Path) -> str:
     """How the job goes on from a checkpoint that was set aside."""
     if not runs_in(job, watchdog=True):
-        restore = command(job, f"restore {shlex.quote(str(aside))}")
+        restore = command(job, f"restore {shlex.quote(str(aside))} --job-file JOB.toml")
         return f"{command(job, f'stop {job}')}, then {restore}"
     unit = here(job)  # restore would serve the job outside of it
     user = f"sudo -u {shlex.quote(paths.user(os.getuid()))} " if unit.system else ""

@@ -13,19 +13,26 @@ from gadei_ps.machine import own
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
     """The file, open for reading; a link to one will do, and a name such as /dev/zero will not.
 
-    Raises OSError, with EINVAL and the reason for what is no regular file.
+    Raises OSError as descriptor().
     """
-    # Does not wait for a writer where the name is that of a pipe.
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return os.fdopen(descriptor(path), "rb")
+
+
+def descriptor(path: str | os.PathLike[str]) -> int:
+    """Opens a regular file for reading. Raises OSError, with EINVAL and the reason for others."""
+    # Examined before it is opened: opening a device may start something, such as a hardware timer.
+    there = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        kind = stat.S_IFMT(os.fstat(fd).st_mode)
+        kind = stat.S_IFMT(os.fstat(there).st_mode)
         if kind != stat.S_IFREG:
             what = own.NOT_REGULAR.get(kind, "it is no regular file")
             raise OSError(errno.EINVAL, f"{what}; name a regular file", str(path))
-    except BaseException:
-        os.close(fd)
+        return os.open(f"/proc/self/fd/{there}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        error.filename = str(path)
         raise
-    return os.fdopen(fd, "rb")
+    finally:
+        os.close(there)
 
 
 def read(path: str | os.PathLike[str], most: int) -> bytes:

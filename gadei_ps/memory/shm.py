@@ -15,6 +15,7 @@ from gadei_ps.machine import own
 
 SHM = Path("/dev/shm")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
+WHOLE_JOB_NAME = f"^{JOB_NAME.pattern}$"  # for pydantic, which searches for a pattern
 NUMBER = r"(?:0|[1-9][0-9]{0,9})"
 # Only what segment_name() makes: any user can give any name to a file.
 SEGMENT_NAME = re.compile(

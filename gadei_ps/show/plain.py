@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TextIO
+
+
+def say(text: str, to: TextIO | None = None) -> None:
+    """Prints lines, by default to standard error, as shown() gives them.
+
+    Commands print text by this function or tables.show(). Both escape it.
+    """
+    print(shown(text), file=to or sys.stderr, flush=True)
+
 
 def plain(text: str) -> str:
     """The same in one line, without characters that a terminal takes for commands.

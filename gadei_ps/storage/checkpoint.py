@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from gadei_ps.errors import CheckpointError
 from gadei_ps.storage import files, history
 from gadei_ps.storage.snapshot import Snapshot, parse
@@ -42,6 +40,7 @@ WEIGHTS: Final = "weights.safetensors"
 SUMS: Final = "SHA256SUMS"
 
 LOCK_TIMEOUT_S: Final = 10.0
+_MOST_SUMS: Final = 1 << 12  # bytes
 _NAME: Final = re.compile(r"checkpoint-([0-9]{12,20})(?:\.([0-9]{1,9}))?")
 _SUPERSEDED: Final = re.compile(rf"superseded-{_NAME.pattern}(\.[0-9]{{1,9}})?")
 _SUM: Final = re.compile(r"([0-9a-f]{64})  ([^\n]+)\n")
@@ -212,7 +211,8 @@ def _delete(path: Path) -> None:
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """One writer at a time; the kernel takes the lock from a dead one."""
-    with open(directory / ".lock", "ab") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(directory / ".lock", flags, 0o666), "wb") as file:
         until = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
@@ -292,39 +292,29 @@ def read(path: Path) -> Snapshot:
     Raises CheckpointError: one line that names the file and what is wrong with it.
     """
     sums = _read_sums(path / SUMS)
-    with files.verified(path / MANIFEST, sums.get(MANIFEST)) as file:
-        fields, model = parse(file.take(file.left))
-        if (rank := _rank(path)) and rank[0] != fields["version"]:
-            raise ValueError(f"it is of version {fields['version']}, unlike its directory's name")
+    with files.verified(path / MANIFEST, sums.get(MANIFEST), files.MOST_TEXT) as file:
+        told, model = parse(file.take(file.left))
+        if (rank := _rank(path)) and rank[0] != told.version:
+            raise ValueError(f"it is of version {told.version}, unlike its directory's name")
     if sums.keys() != {MANIFEST, STATE, WEIGHTS}:
         raise files.damaged(path / SUMS, f"it is of {', '.join(sums)}")
-    with files.verified(path / WEIGHTS, sums[WEIGHTS]) as file:
+    room = files.MOST_TEXT + 8  # of a header
+    with files.verified(path / WEIGHTS, sums[WEIGHTS], 4 * model.values + room) as file:
         # Before memory is taken: a manifest cannot ask for more than there is.
         file.need(4 * model.values)
-        made = Snapshot(
-            job=fields["job"],
-            config=fields["config"],
-            model=model,
-            weights=np.zeros(model.elements, np.float32),
-            slots=tuple(np.zeros(model.elements, np.float32) for _ in range(fields["slots"])),
-            version=fields["version"],
-            steps=fields["steps"],
-            supersteps=fields["supersteps"],
-            work=fields["work"],
-            requeue=np.zeros(fields["requeue"], np.uint64),
-            counts=fields["counts"],
-            clocks=fields["clocks"],
-            changes=fields["changes"],
-        )
+        made = told.snapshot(model)
         file.fill_tensors(made.weight_tensors())
-    with files.verified(path / STATE, sums[STATE]) as file:
+    most = 4 * model.values * told.slots + 8 * told.requeue + room
+    with files.verified(path / STATE, sums[STATE], most) as file:
+        file.need(most - room)
         file.fill_tensors(made.state_tensors())
+        told.work.check(made.requeue)
     return made
 
 
 def _read_sums(path: Path) -> dict[str, str]:
     """SHA-256 by file name. Only one spelling is understood: then every flipped bit is seen."""
-    with files.opened(path) as file:
+    with files.opened(path, _MOST_SUMS) as file:
         try:
             text = file.take(file.left).decode()
         except ValueError as error:

@@ -21,12 +21,13 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from gadei_ps.errors import CheckpointError, CheckpointMistake, is_lasting
+from gadei_ps.errors import MOST_SHOWN, CheckpointError, CheckpointMistake, is_lasting
+from gadei_ps.machine import given
 from gadei_ps.show.counts import counted
 
 _BLOCK: Final = 4 << 20  # bytes hashed and written at once
 _PIECE: Final = 64 << 20  # bytes between two looks at how far the disk is
-_MOST_TEXT: Final = 100 << 20  # bytes of a manifest or a header; the library's own limit
+MOST_TEXT: Final = 100 << 20  # bytes of a manifest or a header; the library's own limit
 _CODES: Final = {np.dtype(np.float32): "F32", np.dtype(np.uint64): "U64"}
 _RESERVED: Final = "__metadata__"
 ANOTHER: Final = "use another checkpoint"
@@ -222,7 +223,7 @@ class File:
     def take(self, size: int) -> bytes:
         """The next bytes, for text."""
         self.need(size)
-        if size > _MOST_TEXT:
+        if size > MOST_TEXT:
             raise ValueError(f"{size} bytes of text are too many")
         text = bytearray(size)
         self.fill(memoryview(text))
@@ -234,10 +235,11 @@ class File:
             raise ValueError(f"it has {counted(self.left, 'byte')} where {size} are needed")
 
     def digest(self) -> str:
-        """SHA-256 of the whole file."""
-        block = bytearray(_BLOCK)
-        while count := self._raw.readinto(block):
-            self._digest.update(memoryview(block)[:count])
+        """SHA-256 of the whole file, of the size that it had when it was opened."""
+        block = memoryview(bytearray(min(_BLOCK, self.left)))
+        while self.left and (count := self._raw.readinto(block[: self.left])):
+            self._digest.update(block[:count])
+            self.left -= count
         return self._digest.hexdigest()
 
     def fill_tensors(self, wanted: Tensors) -> None:
@@ -286,17 +288,16 @@ def parse_object(text: bytes) -> dict[str, Any]:
     return value
 
 
-def _open(path: str, flags: int) -> int:
-    """Does not hang where the name is that of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[File]:
-    """Raises CheckpointError if the file cannot be read."""
+def opened(path: Path, most: int) -> Iterator[File]:
+    """Opens a regular file of at most `most` bytes. Raises CheckpointError if it is none, or cannot
+    be read."""
     try:
-        with io.FileIO(path, "rb", opener=_open) as raw:
-            yield File(raw)
+        with io.FileIO(given.descriptor(path), "rb") as raw:
+            file = File(raw)
+            if file.left > most:
+                raise damaged(path, f"it has {file.left:,} bytes, and {most:,} at most are read")
+            yield file
     except OSError as error:
         what = "missing" if error.errno == errno.ENOENT else f"cannot be read ({reason(error)})"
         forbidden = error.errno in (errno.EACCES, errno.EPERM)
@@ -307,13 +308,13 @@ def opened(path: Path) -> Iterator[File]:
 
 
 @contextlib.contextmanager
-def verified(path: Path, digest: str | None) -> Iterator[File]:
-    """A file whose SHA-256 must be `digest`; otherwise CheckpointError.
+def verified(path: Path, digest: str | None, most: int) -> Iterator[File]:
+    """A regular file of at most `most` bytes whose SHA-256 must be `digest`; else CheckpointError.
 
     What its reader raises as ValueError is told only if the file is the one that was written:
     in a damaged one, anything may seem to be wrong.
     """
-    with opened(path) as file:
+    with opened(path, most) as file:
         wrong = None
         try:
             yield file
@@ -358,4 +359,5 @@ def damaged(path: Path, what: str) -> CheckpointError:
 def failure(path: Path, what: str, remedy: str, error: OSError | None = None) -> CheckpointError:
     """One line, whatever stands in it. CheckpointMistake, unless the error may pass by itself."""
     kind = CheckpointMistake if error is None or is_lasting(error) else CheckpointError
+    what = what if len(what) <= MOST_SHOWN else what[:MOST_SHOWN] + "..."
     return kind(" ".join(f"{path}: {what}; {remedy}".split()))

@@ -9,16 +9,19 @@ the process that writes it (watchdog/history_writer.py).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 MOST: Final = 4000  # points in a file; thinned out, there is half of that
 MOST_EVENTS: Final = 1000
+MOST_BYTES: Final = 64 << 20  # of a file that is read: far more than any history has
 LINE_BYTES: Final = 4000  # of a longest line: less than a pipe takes at once
 EVENTS: Final = ("set", "measured")
 OLD: Final = ".old"  # the file of the job of that name before
@@ -40,14 +43,22 @@ def parsed(raw: bytes) -> list[dict[str, Any]]:
     found = []
     for line in raw.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
-            one = json.loads(line)
-            if isinstance(one, dict) and _is_number(one.get("time")):
+            one = json.loads(line, parse_int=_whole)
+            if isinstance(one, dict) and _is_time(one.get("time")):
                 found.append(one)
     return found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _whole(text: str) -> int:
+    """A number that a float can hold. Raises ValueError for a larger one."""
+    number = int(text)
+    if abs(number) >= 1 << 64:
+        raise ValueError(f"{text[:40]} is too large")
+    return number
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def thinned(lines: Iterable[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
@@ -96,7 +107,7 @@ class HistoryFile:
 
     def _open(self) -> None:
         """Waits until no other process writes it: the watchdog's before, for an instant."""
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         while True:
             self.close()
             self._fd = os.open(self._path, flags, 0o600)
@@ -104,13 +115,21 @@ class HistoryFile:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._fd), self._path.stat()):
                     break
-        raw = self._read()
+        try:
+            raw = self._read()
+        except OSError:
+            self.close()
+            raise
         self._lines = raw.count(b"\n")
         if raw and not raw.endswith(b"\n"):  # a machine that failed has cut it off
             self._write(b"\n")
 
     def _read(self) -> bytes:
-        return self._path.read_bytes()
+        """The whole file, which has MOST_BYTES at most. Raises OSError for anything else."""
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
+            raise OSError(errno.EINVAL, "it is not a history", str(self._path))
+        return os.pread(self._fd, status.st_size, 0)
 
     def append(self, raw: bytes) -> None:
         """One line. If it cannot be written whole, the file stays as it was."""
@@ -135,9 +154,10 @@ class HistoryFile:
     def _thin(self) -> None:
         kept = thinned(parsed(self._read()), self._most)
         made = self._path.with_name(f".{self._path.name}.tmp")
+        made.unlink(missing_ok=True)
         try:
-            made.write_bytes(b"".join(map(line, kept)))
-            made.chmod(0o600)
+            with open(made, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(b"".join(map(line, kept)))
             made.rename(self._path)
         except BaseException:
             made.unlink(missing_ok=True)

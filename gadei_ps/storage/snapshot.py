@@ -5,20 +5,141 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import gadei_ps
-from gadei_ps.memory import layout, weights
-from gadei_ps.memory.layout import Role
+from gadei_ps.errors import invalid
+from gadei_ps.memory import layout, shm, weights
+from gadei_ps.memory.layout import Role, Work
+from gadei_ps.memory.owned import EPOCH_AT, INDEX
 from gadei_ps.storage import files
 
 KIND: Final = "gadei-ps checkpoint"
 FORMAT: Final = 1
 GROUPED: Final = 2
 """The format of a job with groups of parameters: its tensors have a `group`."""
-MOST_REQUEUED: Final = 1 << 20  # far above what all learners of a job can hold
+MOST_REQUEUED: Final = layout.MAX_LEARNERS * layout.AHEAD
+"""Batches that all learners of a job can hold; its memory has room for as many."""
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Word = Annotated[int, Field(ge=0, lt=2**64)]
+
+
+class _Object(BaseModel):
+    """An object of a manifest. A later release may add fields, which are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class WorkRow(_Object):
+    """The batch ledger. `next`: the epoch in the upper 32 bits, the index of the batch below."""
+
+    batches: Annotated[int, Field(ge=0, lt=2**31)]
+    epochs: Annotated[int, Field(ge=0, lt=2**31)]
+    seed: Count
+    next: Word
+    epochs_done: Annotated[int, Field(ge=0, lt=2**31)]
+    state: Annotated[int, Field(ge=0, le=max(Work))]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.state == Work.NONE:
+            if any(self.model_dump().values()):
+                raise ValueError("there are numbers of batches, but no work has begun")
+            return self
+        if not (self.batches and self.epochs):
+            raise ValueError("work has begun, but there are no batches or no epochs")
+        epoch, index = divmod(self.next, 1 << EPOCH_AT)
+        if epoch >= self.epochs or index > self.batches:
+            raise ValueError(f"next is batch {index} of epoch {epoch}, and there is none")
+        if self.epochs_done > self.epochs:
+            raise ValueError(f"{self.epochs_done} of {self.epochs} epochs are done")
+        return self
+
+    def check(self, requeue: np.ndarray) -> None:
+        """Raises ValueError if one of these batches is none of the work."""
+        wrong = requeue[
+            (requeue >> np.uint64(EPOCH_AT) >= self.epochs)
+            | (requeue & np.uint64(INDEX) >= self.batches)
+        ]
+        if len(wrong):
+            epoch, index = divmod(int(wrong[0]), 1 << EPOCH_AT)
+            raise ValueError(f"requeue has batch {index} of epoch {epoch}, and there is none")
+
+
+class CountsRow(_Object):
+    """Counts of gradients, samples and batches."""
+
+    applied: Count
+    dropped: Count
+    refused: Count
+    samples: Count
+    requeued_total: Count
+
+
+class TensorRow(_Object):
+    """A tensor of the model. group: only in the format GROUPED."""
+
+    name: str
+    role: Literal["parameter", "buffer"]
+    shape: list[Count]
+    start: Count
+    aliases: list[str] = []
+    group: int | None = None
+
+    def tensor(self, grouped: bool) -> weights.Tensor:
+        """Raises ValueError if its group is missing."""
+        if grouped and self.group is None:
+            raise ValueError(f"tensor {self.name!r} has no group")
+        role, group = Role[self.role.upper()], self.group if grouped else None
+        return weights.Tensor(
+            self.name, tuple(self.shape), role, self.start, tuple(self.aliases), group or 0
+        )
+
+
+class Manifest(_Object):
+    """The contents of manifest.json, as far as they are read.
+
+    config: of the job that wrote it; whoever uses it decides which of its settings count.
+    """
+
+    format: Literal[1, 2]
+    job: str = Field(pattern=shm.WHOLE_JOB_NAME)
+    version: Count
+    steps: Count
+    supersteps: Count
+    work: WorkRow
+    counts: CountsRow
+    clocks: dict[str, Word]
+    slots: int = Field(ge=0, lt=layout.MAX_STREAMS)
+    requeue: int = Field(ge=0, le=MOST_REQUEUED)
+    elements: int = Field(ge=0, le=weights.MAX_ELEMENTS)
+    parameters: int = Field(ge=0, le=weights.MAX_ELEMENTS)
+    config: dict[str, Any]
+    changes: dict[str, Any] = {}
+    tensors: list[TensorRow]
+
+    def snapshot(self, model: weights.Model) -> Snapshot:
+        """The job, with zeros in the arrays."""
+        return Snapshot(
+            job=self.job,
+            config=self.config,
+            model=model,
+            weights=np.zeros(model.elements, np.float32),
+            slots=tuple(np.zeros(model.elements, np.float32) for _ in range(self.slots)),
+            version=self.version,
+            steps=self.steps,
+            supersteps=self.supersteps,
+            work=self.work.model_dump(),
+            requeue=np.zeros(self.requeue, np.uint64),
+            counts=self.counts.model_dump(),
+            clocks=self.clocks,
+            changes=self.changes,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +184,7 @@ class Snapshot:
             raise ValueError(f"requeue is {self.requeue.dtype} {self.requeue.shape}")
         if not all(one.flags.c_contiguous for one in (self.weights, *self.slots, self.requeue)):
             raise ValueError("an array is not contiguous")
-        if len(self.slots) >= layout.MAX_STREAMS:
-            raise ValueError(f"{len(self.slots)} slots are more than any optimizer has")
-        if len(self.requeue) > MOST_REQUEUED:
-            raise ValueError(f"{len(self.requeue)} batches are more than can be requeued")
-        _check_placement(self.model)
+        parse(self.manifest())[0].work.check(self.requeue)
 
     def manifest(self) -> bytes:
         """All but the arrays. Raises ValueError for a configuration that is not JSON."""
@@ -116,25 +233,8 @@ def _integers(numbers: dict[str, int]) -> dict[str, int]:
     return {name: int(value) for name, value in numbers.items()}
 
 
-_FIELDS: Final[dict[str, type]] = {
-    "job": str,
-    "version": int,
-    "steps": int,
-    "supersteps": int,
-    "work": dict,
-    "counts": dict,
-    "clocks": dict,
-    "slots": int,
-    "requeue": int,
-    "elements": int,
-    "parameters": int,
-    "config": dict,
-    "tensors": list,
-}
-
-
-def parse(text: bytes) -> tuple[dict[str, Any], weights.Model]:
-    """The fields of a manifest, checked, and the model. Raises ValueError for anything else."""
+def parse(text: bytes) -> tuple[Manifest, weights.Model]:
+    """A manifest, checked, and the model. Raises ValueError for anything else."""
     fields = files.parse_object(text)
     if fields.get("kind") != KIND:
         raise ValueError("not the manifest of a gadei-ps checkpoint")
@@ -142,42 +242,16 @@ def parse(text: bytes) -> tuple[dict[str, Any], weights.Model]:
         raise ValueError(
             f"it has format {fields.get('format')!r}, this gadei-ps reads {FORMAT} and {GROUPED}"
         )
-    grouped = fields["format"] == GROUPED
-    for name, kind in _FIELDS.items():
-        value = fields.get(name)
-        if type(value) is not kind:  # isinstance takes a bool for an int
-            raise ValueError(f"{name} is {type(value).__name__}, not {kind.__name__}")
-        if isinstance(value, int) and value < 0:
-            raise ValueError(f"{name} is negative")
-    if not isinstance(fields.setdefault("changes", {}), dict):
-        raise ValueError("changes is no object")
-    for name in ("work", "counts", "clocks"):
-        if any(type(value) is not int for value in fields[name].values()):
-            raise ValueError(f"{name} holds other things than integers")
-    if fields["slots"] >= layout.MAX_STREAMS:
-        raise ValueError(f"{fields['slots']} slots are more than any optimizer has")
-    if fields["requeue"] > MOST_REQUEUED:
-        raise ValueError(f"{fields['requeue']} batches are more than can be requeued")
-    tensors = tuple(_parse_tensor(row, grouped) for row in fields["tensors"])
-    model = weights.Model(tensors, fields["elements"], fields["parameters"])
+    try:
+        found = Manifest.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(invalid(error)) from None
+    grouped = found.format == GROUPED
+    model = weights.Model(
+        tuple(one.tensor(grouped) for one in found.tensors), found.elements, found.parameters
+    )
     _check_placement(model)
-    return fields, model
-
-
-def _parse_tensor(row: Any, grouped: bool) -> weights.Tensor:
-    group = row.get("group") if grouped and isinstance(row, dict) else 0
-    match row:
-        case {
-            "name": str(name),
-            "role": "parameter" | "buffer" as role,
-            "shape": [*shape],
-            "start": int(start),
-        } if all(type(size) is int for size in shape) and type(group) is int:
-            aliases = row.get("aliases", [])
-            if type(aliases) is list and all(type(one) is str for one in aliases):
-                role = Role[role.upper()]
-                return weights.Tensor(name, tuple(shape), role, start, tuple(aliases), group)
-    raise ValueError(f"tensors: {row!r} does not describe one")
+    return found, model
 
 
 def _check_placement(model: weights.Model) -> None:
@@ -190,7 +264,7 @@ def _check_placement(model: weights.Model) -> None:
     for one in model.tensors:
         for name in (one.name, *one.aliases):
             if not weights.is_name(name):
-                raise ValueError(f"tensor {name!r} has an impossible name")
+                raise ValueError(f"tensor {name[:80]!r} has an impossible name")
             if name in names:
                 raise ValueError(f"tensor {name!r} is there twice")
             names.add(name)

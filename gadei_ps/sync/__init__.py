@@ -6,7 +6,7 @@ the server and the simulator drive the same objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,7 @@ __all__ = [
     "SyncModel",
     "UnknownLearner",
     "names",
+    "names_file",
     "parse",
     "relative_to",
 ]
@@ -62,11 +63,22 @@ def parse(spec: str | Mapping[str, object]) -> SyncModel:
 def relative_to(directory: Path, spec: str | Mapping[str, object]) -> str | Mapping[str, object]:
     """The same model, with relative paths resolved against `directory`. Raises SpecError."""
     model, given = _read(spec)
+    for key, value in _paths(model, given):
+        return {"model": model.name, **given, key: str(directory / Path(value).expanduser())}
+    return spec
+
+
+def names_file(spec: str | Mapping[str, object]) -> bool:
+    """Whether the model reads a file. Raises SpecError."""
+    return any(_paths(*_read(spec)))
+
+
+def _paths(model: type[SyncModel], given: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """The parameters that are paths, with their values."""
     for key, value in given.items():
         parameter = model.parameters.get(key)
         if parameter is not None and parameter.convert is path and isinstance(value, str) and value:
-            return {"model": model.name, **given, key: str(directory / Path(value).expanduser())}
-    return spec
+            yield key, value
 
 
 def _read(spec: str | Mapping[str, object]) -> tuple[type[SyncModel], dict[str, object]]:

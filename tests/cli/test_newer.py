@@ -75,7 +75,7 @@ def test_a_newer_checkpoint_that_is_set_aside(old: str, cli: Cli) -> None:
     assert "has a watchdog" not in daemon.wait().err
     line = next(line for line in daemon.err.splitlines() if "is set aside" in line)
     path = there(old, cli)[0].with_name("superseded-checkpoint-000000000005")
-    assert f"gadei-ps stop {old}, then gadei-ps restore {path}" in line
+    assert f"gadei-ps stop {old}, then gadei-ps restore {path} --job-file JOB.toml" in line
     again(cli, old)
     assert support.status(old)["version"] == 2
     stop(old)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -122,12 +124,68 @@ def restored(cli: Cli, job: str, *arguments: object) -> int:
 
 def test_restore(dead: str, cli: Cli) -> None:
     oldest = there(dead, cli)[-1]
-    assert restored(cli, dead, oldest) == 1
-    assert restored(cli, dead, dead) == 3
     assert restored(cli, dead, f"{dead}.toml", "--version", 1) == 1
     assert [path.name for path in there(dead, cli)] == [
         f"checkpoint-{version:012}" for version in (3, 2, 1)
     ]
+    assert restored(cli, dead, dead) == 3
+    assert restored(cli, dead, oldest) == 1
+    assert [path.name for path in there(dead, cli)] == ["checkpoint-000000000001.2"]
+
+
+def test_a_checkpoint_names_no_program_and_no_path(cli: Cli, job_name: str) -> None:
+    """Only a job file does. Without one there are no learners, and checkpoints lie beside it."""
+    ran, elsewhere, copied = (cli.directory / name for name in ("ran", "elsewhere", "copied"))
+    learners = f"[learners]\ncommand = ['touch', '{ran}']\n"
+    text = f"{COUNTED}{learners}[checkpoint]\ndirectory = '{elsewhere}'\n"
+    write(cli, job_name, text, range(1, 3))
+    path = elsewhere / "checkpoint-000000000002"
+    shutil.copytree(path, copied / path.name)
+    before = sorted(elsewhere.iterdir())
+
+    daemon = cli.start("restore", copied)
+    support.eventually(lambda: is_running(job_name), what=lambda: daemon.err)
+    said = f"the job starts no learners, and writes its checkpoints to {copied}"
+    support.eventually(lambda: said in daemon.err, what=lambda: daemon.err)
+    assert (weights(job_name) == -2).all()
+    assert Path(take(job_name)["path"]).parent == copied
+    stop(job_name)
+    assert daemon.wait().code == 0
+    assert not ran.exists()
+    assert sorted(elsewhere.iterdir()) == before
+
+    (newest,) = copied.glob("checkpoint-*")
+    daemon = cli.start("restore", newest, "--job-file", f"{job_name}.toml")
+    support.eventually(ran.exists, what=lambda: daemon.err)
+    support.eventually(lambda: is_running(job_name), what=lambda: daemon.err)
+    assert "without a job file" not in daemon.err
+    stop(job_name)
+    assert daemon.wait().code == 0
+    for arguments, why in (
+        ((f"{job_name}.toml", "--job-file", f"{job_name}.toml"), "is a job file already"),
+        ((copied, "--job-file", "none.toml"), "none.toml"),
+    ):
+        assert why in cli("restore", *arguments).error
+
+
+def test_a_checkpoint_of_a_job_that_is_kept(dead: str, cli: Cli) -> None:
+    """Its name is the checkpoint's word: the memory of the user's own job is not dropped for it."""
+    again(cli, dead)
+    support.kill_all(dead)
+    said = cli("restore", cli.directory / "state" / dead).error
+    assert f"job '{dead}', whose memory is still there" in said
+    assert support.segments(dead)
+    assert restored(cli, dead, dead, "--version", 1) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another's files")
+def test_a_directory_of_another_user(dead: str, cli: Cli) -> None:
+    directory = cli.directory / "state" / dead
+    os.chown(directory, 65534, 65534)
+    said = cli("restore", directory).error
+    assert f"{directory}: " in said
+    assert "belongs to user nobody: copy the checkpoint" in said
+    assert not support.segments(dead)
 
 
 def test_restore_goes_back(dead: str, cli: Cli) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import subprocess
 from pathlib import Path
@@ -56,6 +57,16 @@ def values_of(model: Model, seed: int) -> np.ndarray:
     return flat
 
 
+def make_sums(path: Path) -> None:
+    """Checksums of what is there now, as no damage makes them."""
+    (path / "SHA256SUMS").write_text(
+        "".join(
+            f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n"
+            for name in FILES[1:]
+        )
+    )
+
+
 def one(version: int, model: Model = MODEL, slots: int = 2, requeued: int = 5) -> Snapshot:
     config = from_mapping({"name": "a-job"}, "test")
     counts = {"optimizer": config.optimizer.filled(NOTHING)}
@@ -68,9 +79,22 @@ def one(version: int, model: Model = MODEL, slots: int = 2, requeued: int = 5) -
         version=version,
         steps=version + 1,
         supersteps=version + 2,
-        work={"batches": 10, "epochs": 3, "seed": 7, "next": 1 << 32 | version, "state": 1},
-        requeue=np.arange(version, version + requeued, dtype=np.uint64) << np.uint64(40),
-        counts={"applied": version, "dropped": 0, "refused": 2, "samples": 1 << 60},
+        work={
+            "batches": 100,
+            "epochs": 3,
+            "seed": 7,
+            "epochs_done": 1,
+            "state": 1,
+            "next": 1 << 32 | version % 100,
+        },
+        requeue=np.arange(version, version + requeued, dtype=np.uint64) % 100 + (1 << 32),
+        counts={
+            "applied": version,
+            "dropped": 0,
+            "refused": 2,
+            "samples": 1 << 60,
+            "requeued_total": requeued,
+        },
         clocks={"learner-0": version, "zweiter": 0},
     )
 

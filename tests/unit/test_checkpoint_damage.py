@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.snapshots import FILES, names, one, refused, same
+from support.snapshots import FILES, make_sums, names, one, refused, same
 
 from gadei_ps.errors import CheckpointError
 from gadei_ps.storage import files
@@ -71,19 +70,37 @@ def test_every_byte_of_the_checksums_counts(tmp_path: Path) -> None:
             read(path)
 
 
+def endless(path: Path) -> None:
+    """A regular file of a size that no disk has."""
+    path.touch()
+    os.truncate(path, 2**40)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_none(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, one(9), keep=1).path
     (path / name).unlink()
     refused(path, name, "missing")
-    (path / name).mkdir()
-    refused(path, name, "Is a directory")
-    (path / name).rmdir()
-    os.mkfifo(path / name)
-    refused(path, name)
-    (path / name).unlink()
-    (path / name).touch()
-    refused(path, name, "damaged")
+    for make, why in (
+        (Path.mkdir, "it is a directory"),
+        (os.mkfifo, "it is a FIFO"),
+        (lambda one: one.symlink_to("/dev/zero"), "it is a device"),
+        (lambda one: one.symlink_to(one), "symbolic links"),
+        (lambda one: one.symlink_to("/proc/self/mem"), ""),
+        (endless, "at most are read"),
+        (Path.touch, "damaged"),
+    ):
+        make(path / name)
+        refused(path, name, why)
+        (path / name).rmdir() if (path / name).is_dir() else (path / name).unlink()
+
+
+def test_the_lock_is_no_link(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (tmp_path / ".lock").symlink_to(other)
+    with pytest.raises(CheckpointError, match="symbolic links"):
+        write(tmp_path, one(1), keep=1)
+    assert not other.exists()
 
 
 def test_the_one_before_is_used(tmp_path: Path) -> None:
@@ -117,15 +134,6 @@ def forge(path: Path, name: str, change: Callable[[Any], Any]) -> None:
     make_sums(path)
 
 
-def make_sums(path: Path) -> None:
-    (path / "SHA256SUMS").write_text(
-        "".join(
-            f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n"
-            for name in FILES[1:]
-        )
-    )
-
-
 def test_another_writer_may_order_tensors_otherwise(tmp_path: Path) -> None:
     path = write(tmp_path, one(9), keep=1).path
     state, plain = path / "state.safetensors", path / "weights.safetensors"
@@ -150,25 +158,30 @@ def test_another_job_is_read(tmp_path: Path) -> None:
         (lambda m: {"kind": "else"}, "not the manifest"),
         (lambda m: m.update(kind=None), "not the manifest"),
         (lambda m: m.update(format=3), "format 3"),
-        (lambda m: m.update(format=2), "does not describe one"),
+        (lambda m: m.update(format=2), "has no group"),
         (lambda m: m.update(format="1"), "format '1'"),
-        (lambda m: m.pop("work") and None, "work is NoneType"),
-        (lambda m: m.update(version=-1), "version is negative"),
-        (lambda m: m.update(version=True), "version is bool"),
+        (lambda m: m.pop("work") and None, "work: Field required"),
+        (lambda m: m.update(version=-1), "version: "),
+        (lambda m: m.update(version=True), "version: "),
         (lambda m: m.update(version=8), "version 8"),
-        (lambda m: m.update(steps=1.0), "steps is float"),
-        (lambda m: m.update(job=3), "job is int"),
-        (lambda m: m.update(counts={"applied": "1"}), "counts"),
+        (lambda m: m.update(steps=1.0), "steps: "),
+        (lambda m: m.update(job=3), "job: "),
+        (lambda m: m.update(counts={"applied": "1"}), "counts.applied: "),
         (lambda m: m.update(clocks={"a": True}), "clocks"),
-        (lambda m: m.update(slots=3), "3 slots"),
-        (lambda m: m.update(requeue=2**40), "requeued"),
+        (lambda m: m.update(slots=3), "slots: "),
+        (lambda m: m["work"].update(batches=0), "no batches"),
+        (lambda m: m["work"].update(state=0), "no work has begun"),
+        (lambda m: m["work"].update(next=3 << 32), "batch 0 of epoch 3, and there is none"),
+        (lambda m: m.update(steps=2**80), "steps: "),
+        (lambda m: m.update(job="../x"), "job: "),
+        (lambda m: m.update(requeue=2**40), "requeue: "),
         (lambda m: m.update(elements=2**40), "elements"),
         (lambda m: m.update(parameters=16), "elements"),
         (lambda m: m.update(tensors=[]), "no tensors"),
-        (lambda m: m.update(tensors=[{"name": "a"}]), "does not describe"),
-        (lambda m: m["tensors"][0].update(role="else"), "does not describe"),
-        (lambda m: m["tensors"][0].update(shape=[1.5]), "does not describe"),
-        (lambda m: m["tensors"][0].update(shape=[-1]), "impossible shape"),
+        (lambda m: m.update(tensors=[{"name": "a"}]), "tensors.0.role: "),
+        (lambda m: m["tensors"][0].update(role="else"), "tensors.0.role: "),
+        (lambda m: m["tensors"][0].update(shape=[1.5]), "tensors.0.shape.0: "),
+        (lambda m: m["tensors"][0].update(shape=[-1]), "tensors.0.shape.0: "),
         (lambda m: m["tensors"][0].update(shape=[1] * 9), "impossible shape"),
         (lambda m: m["tensors"][0].update(shape=[2**20, 2**20, 2**20]), "begins at"),
         (lambda m: m["tensors"][2].update(shape=[2**50]), "too many values"),
@@ -195,6 +208,12 @@ def test_manifests_that_are_not_json(tmp_path: Path, raw: bytes) -> None:
     (path / "manifest.json").write_bytes(raw)
     make_sums(path)
     refused(path, "manifest.json", "not JSON")
+
+
+def test_batches_that_the_work_lacks(tmp_path: Path) -> None:
+    path = write(tmp_path, one(9), keep=1).path
+    forge(path, "manifest.json", lambda fields: fields["work"].update(batches=12))
+    refused(path, "state.safetensors", "requeue has batch 12 of epoch 1, and there is none")
 
 
 def float64(tensors: dict[str, np.ndarray], name: str) -> None:

@@ -84,6 +84,38 @@ def test_rubbish_is_no_line(raw: bytes) -> None:
     assert _point(5.0) in parsed(raw.replace(b"\r", b"") + b"\n" + good)
 
 
+def test_numbers_that_no_float_holds() -> None:
+    huge, whole = "9" * 400, b'{"time":1,"loss":0.5}'
+    lines = [f'{{"time":{huge}}}', '{"time":NaN}', '{"time":-1}', f'{{"time":1,"loss":{huge}}}']
+    assert parsed("\n".join(lines).encode() + b"\n" + whole) == [{"time": 1, "loss": 0.5}]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_has_the_name_of_a_history(tmp_path: Path) -> None:
+    """As in a directory of checkpoints that another user has made: nothing is followed, and nothing
+    makes the writer wait."""
+    path, other = tmp_path / "history.jsonl", tmp_path / "other"
+    for make in (os.mkfifo, lambda one: one.symlink_to(other), lambda one: one.touch()):
+        make(path)
+        if path.is_file():
+            os.truncate(path, history.MOST_BYTES + 1)
+        before = open_files()
+        with pytest.raises(OSError):
+            HistoryFile(path)
+        assert open_files() == before
+        path.unlink()
+    path.with_name(f".{path.name}.tmp").symlink_to(other)
+    with mock.patch.object(history, "MOST_EVENTS", 10):
+        one = HistoryFile(path, most=40)
+        for time in range(100):
+            one.append(line(_point(float(time))))
+        one.close()
+    assert not other.exists()
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     one = HistoryFile(path)
