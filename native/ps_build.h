@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x988ed6ffc61962ebull
+#define PS_BUILD 0x895327de9534d156ull
 
 #endif

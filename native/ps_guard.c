@@ -104,7 +104,8 @@ void ps_unguard(uint64_t address)
 static const char STORED[] =
     "gadei-ps: the script has written to a parameter in place, and the weights of a job can only be "
     "read here: write them with optimizer.assign({name: values}), or change them before "
-    "Optimizer(model), or use Optimizer(model, view=False)\n";
+    "Optimizer(model), or use Optimizer(model, view=False): its step() gives the "
+    "job what was written\n";
 static struct { uint64_t begin, end; } read_only[PS_READ_ONLY]; /* end 0: free */
 static struct sigaction before_stores;
 

@@ -14,7 +14,8 @@ On the CPU the model's parameters become views of the weights segment: a pull co
 other learners' gradients show at once (Hogwild). That memory is read-only: Optimizer.assign has the
 server write, as load_state_dict of the model does (loading.py). Writing to a parameter (model
 surgery, an in-place clamp) ends the process with a segmentation fault and a traceback. With
-`view=False` the learner has a copy of its own instead, which every step renews.
+`view=False` the learner has a copy of its own instead, which every step renews; step() assigns what
+was written to it (writes.py).
 
 On a GPU the parameters become views of a copy on the device. Newer weights reach it while the model
 computes, and gradients leave while the next step computes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection
 from typing import Any, Protocol
 
@@ -10,14 +11,24 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
+from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client, Where, rows_at, whole_at
 from gadei_ps.learners.torch import casts
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.waits import LEFT
 
 MOVED = (
-    "parameter {!r} has other memory than the job's weights, since model.to(), half(), "
-    "share_memory(), an assignment to its `data` or the like: do that before Optimizer(model)"
+    "parameter {!r} is {} of shape {} on {} now, since model.to(), half(), an assignment to its "
+    "`data` or the like: do that before Optimizer(model)"
+)
+GIVEN = (
+    "parameter {!r} was given other memory (an assignment to its `data`, vector_to_parameters): "
+    "step() assigns its values to the job; what other learners push between the reading and the "
+    "step is overwritten, as by optimizer.assign (shown once)"
+)
+SENT = (
+    "parameter {!r} was sent to another process, which has its values as they were then: send it "
+    "again to show newer ones (shown once)"
 )
 
 
@@ -51,6 +62,10 @@ class Backend(Protocol):
 
     def follow(self) -> None:
         """The parameters are the job's weights again, as these are now."""
+
+    def written(self) -> dict[str, torch.Tensor]:
+        """What the script has written to parameters, or given them, by name, for the job to get;
+        follow() ends it. Raises UsageError for what cannot be followed."""
 
     def close(self, *, keep: bool) -> None:
         """Publishes what was pushed; gives the model its own memory, with the job's current weights
@@ -94,15 +109,54 @@ class Places:
         # Those of other types have memory of their own anyway.
         self._names = [name for name, one in trained.parameters.items() if not casts.differs(one)]
         self._parameters = [trained.parameters[name] for name in self._names]
+        self._kinds = [_kind(one) for one in self._parameters]
+        self._shown: set[str] = set()
         self.note()
 
     def note(self) -> None:
         """They are where they belong."""
         self._at = [one.data_ptr() for one in self._parameters]
 
-    def check(self, client: Client) -> None:
-        """Raises UsageError; where the client has left, another learner may have moved them."""
-        if [one.data_ptr() for one in self._parameters] != self._at:
-            moved = zip(self._names, self._parameters, self._at, strict=True)
-            name = next(name for name, one, at in moved if one.data_ptr() != at)
-            raise UsageError(LEFT if client.left else MOVED.format(name))
+    @property
+    def moved(self) -> bool:
+        """Whether a parameter lies elsewhere."""
+        return [one.data_ptr() for one in self._parameters] != self._at
+
+    def given(self, client: Client) -> dict[str, torch.Tensor]:
+        """Values of the parameters that the script has given other memory; warns once.
+
+        Those that torch has moved to shared memory, as it sends them to another process, have the
+        values that they had. Raises UsageError for another type, shape or device; where the client
+        has left, another learner may have moved them.
+        """
+        found: dict[str, torch.Tensor] = {}
+        if not self.moved:
+            return found
+        if client.left:
+            raise UsageError(LEFT)
+        for name, one, at, kind in zip(
+            self._names, self._parameters, self._at, self._kinds, strict=True
+        ):
+            if one.data_ptr() == at:
+                continue
+            if _kind(one) != kind:
+                raise UsageError(MOVED.format(name, one.dtype, list(one.shape), one.device))
+            sent = one.device.type == "cpu" and one.is_shared()  # type: ignore[no-untyped-call]
+            if not sent:
+                found[name] = one.detach()
+            line = SENT if sent else GIVEN
+            if line not in self._shown:
+                self._shown.add(line)
+                warnings.warn(line.format(name), stacklevel=to_the_script())
+        return found
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    """What of a parameter must stay as it is."""
+    return tensor.dtype, tensor.device, tensor.shape
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Values in memory of their own, which can be trained even if inference_mode() is on here."""
+    with torch.inference_mode(False):
+        return tensor.data.clone()

@@ -20,7 +20,7 @@ from gadei_ps import _native
 from gadei_ps.errors import DeviceError
 from gadei_ps.learners.client import NONE, UNTOUCHED, Client, whole_at
 from gadei_ps.learners.torch import casts, lookup
-from gadei_ps.learners.torch.backend import Places, gradient_at, wait_for_own
+from gadei_ps.learners.torch.backend import Places, gradient_at, own_copy, wait_for_own
 from gadei_ps.learners.torch.model import Trained, recurrent
 from gadei_ps.machine.cuda import missing as cuda_missing
 
@@ -114,7 +114,6 @@ class GpuBackend:
         return float(loss.detach())
 
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
-        self._places.check(self._client)
         kept: list[Any] = []
         where = self._addresses(kept)
         facts: dict[str, Any] = {"samples": samples, "rate_scale": rate_scale}
@@ -192,7 +191,14 @@ class GpuBackend:
     def own(self) -> None:
         """They are a copy on the device, which the next refresh() renews."""
 
+    def written(self) -> dict[str, torch.Tensor]:
+        return self._places.given(self._client)
+
     def follow(self) -> None:
+        for name, parameter in self._trained.parameters.items():
+            if not casts.differs(parameter):
+                parameter.data = self._tensors[name]
+        self._places.note()
         self._link.fill(self._front)
         self.version = self._link.version
         casts.bring(self._casts)
@@ -240,7 +246,7 @@ class GpuBackend:
             casts.bring(self._casts)
         self._link.close()
         for parameter in self._trained.parameters.values():
-            parameter.data = parameter.data.clone()
+            parameter.data = own_copy(parameter)
         for layer in self._trained.module.modules():
             if isinstance(layer, torch.nn.RNNBase) and not casts.all_differ(layer):
                 layer.flatten_parameters()

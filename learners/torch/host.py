@@ -24,9 +24,10 @@ from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import NONE, UNTOUCHED, Client, whole_at
 from gadei_ps.learners.torch import casts, products
-from gadei_ps.learners.torch.backend import Places, gradient_at, wait_for_own
+from gadei_ps.learners.torch.backend import Places, gradient_at, own_copy, wait_for_own
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.torch.products import PRODUCTS, Products
+from gadei_ps.learners.torch.writes import Writes
 from gadei_ps.memory import layout
 
 SECOND = (
@@ -42,6 +43,11 @@ SHARED = (
 LOADED = (
     "load_state_dict after Optimizer(model, free_gradients=True): write "
     "optimizer.assign(state_dict), or load before Optimizer(model) or after optimizer.close()"
+)
+
+WRITTEN = (
+    "the script has written to parameter {!r} after Optimizer(model, free_gradients=True): write "
+    "optimizer.assign({{name: values}}) instead"
 )
 
 TRIES = 10  # while others train on
@@ -82,13 +88,13 @@ class HostBackend:
         self._undo = contextlib.ExitStack()
         self._flat = client.flat if view else client.pull()
         views = client.model.views(self._flat)
-        self._views: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._views: list[tuple[torch.nn.Parameter, np.ndarray]] = []
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, parameter in trained.parameters.items():
             if casts.differs(parameter):
                 self._casts.append((parameter, torch.from_numpy(views[name])))
             else:
-                self._views.append((parameter, _tensor(views[name])))
+                self._views.append((parameter, views[name]))
         self._shared = [
             (one, one.data)
             for one, _ in self._views
@@ -111,6 +117,9 @@ class HostBackend:
         self._show()
         casts.bring(self._casts)
         self._places = Places(trained)
+        self._writes = None if view else Writes(trained)
+        if self._writes is not None:
+            self._writes.note()
         if view:
             # A write to the shared weights ends the process; the traceback shows where it was.
             if not faulthandler.is_enabled() and sys.stderr is not None:
@@ -137,15 +146,18 @@ class HostBackend:
             atexit.register(self.close, keep=True)
 
     def _show(self) -> None:
-        """Makes the parameters views of the weights."""
-        for parameter, view in self._views:
-            parameter.data = view
+        """Makes the parameters views of the weights.
+
+        Of a tensor of their own each time: torch moves one that it sends to another process.
+        """
+        with torch.inference_mode(False):
+            for parameter, view in self._views:
+                parameter.data = _tensor(view)
 
     def loss(self, loss: torch.Tensor) -> float:
         return float(loss.detach())
 
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
-        self._places.check(self._client)
         kept: list[Any] = []
         where = self._addresses(kept)
         loss = float(loss)
@@ -241,6 +253,8 @@ class HostBackend:
         if not self._view:
             self._client.pull(self._flat)
             casts.bring(self._casts)
+            if self._writes is not None:
+                self._writes.note()
 
     def assigned(self, names: Collection[str]) -> None:
         self._pull()
@@ -252,15 +266,27 @@ class HostBackend:
         self._loaded = True
         if self._view:
             for parameter in self._trained.parameters.values():
-                parameter.data = parameter.data.clone()
+                parameter.data = own_copy(parameter)
             self._places.note()
 
     def follow(self) -> None:
         self._loaded = False
-        if self._view:
+        self._show()
+        self._places.note()
+        self._pull()
+
+    def written(self) -> dict[str, torch.Tensor]:
+        moved = self._places.moved
+        found = self._places.given(self._client)
+        if self._writes is not None:
+            parameters = self._trained.parameters
+            found |= {name: parameters[name].detach() for name in self._writes.names()}
+        if found and self._frees:
+            raise UsageError(WRITTEN.format(next(iter(found))))
+        if moved and not found:  # sent to another process
             self._show()
             self._places.note()
-        self._pull()
+        return found
 
     # Not under no_grad(): an interrupt in the middle of that leaves gradients off for good.
     def _refresh_buffers(self, names: Collection[str] | None = None) -> None:
@@ -295,13 +321,15 @@ class HostBackend:
         if self._closed:
             return
         if not keep:
+            if self._places.moved:
+                self._show()
             self._pull()
         if self._shows:
             self._show_others()
         shared = {id(parameter) for parameter, _ in self._shared}
         for parameter in self._trained.parameters.values():
             if id(parameter) not in shared:
-                parameter.data = parameter.data.clone()
+                parameter.data = own_copy(parameter)
         for tensor in self._ordered:
             vars(tensor).pop(PRODUCTS, None)
         self._places.note()

@@ -22,7 +22,7 @@ from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import hooks
 from gadei_ps.learners.torch.assign import is_mask
-from gadei_ps.learners.torch.backend import Backend
+from gadei_ps.learners.torch.backend import Backend, own_copy
 from gadei_ps.learners.torch.casts import host
 from gadei_ps.learners.torch.model import Trained
 
@@ -229,7 +229,7 @@ def _before(
     else:  # the Optimizer is gone without close()
         for one in module._parameters.values():
             if one is not None:
-                one.data = one.data.clone()
+                one.data = own_copy(one)
 
 
 def _after(module: torch.nn.Module, _: object) -> None:

@@ -13,6 +13,7 @@ import torch
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import assign, gpu, owners
+from gadei_ps.learners.torch.backend import own_copy
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.waits import stays
@@ -190,6 +191,6 @@ class LocalOptimizer(torch.optim.Optimizer):
                 self.waves.flush()
         finally:
             for tensor in (self._trained.parameters | self._trained.buffers).values():
-                tensor.data = tensor.data.clone()
+                tensor.data = own_copy(tensor)
             owners.disown(self._trained.parameters.values(), self)
             self.client.detach()

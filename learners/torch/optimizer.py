@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import operator
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -13,8 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Batch
-from gadei_ps.learners.torch import assign, gpu, host, loading, owners, seeds
+from gadei_ps.learners.torch import assign, casts, gpu, host, loading, owners, seeds
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.groups import named
@@ -35,6 +37,11 @@ _HOOKS_OF_ALL = tuple(
 )
 # Without torch's wrapper, which loads torch._dynamo: that takes seconds of each learner's start.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+STAYS = (
+    "close: what the script has written to parameters since the last step stays in this model; "
+    "optimizer.assign gives it to the job"
+)
 
 
 def _brief(value: object) -> str:
@@ -185,6 +192,7 @@ class Optimizer(Saves, Samples):
             self._dropped.atexit = False
             made.pop_all()
         self._frees = free_gradients
+        self._waits = not on_gpu and (not view if wait is None else wait)
         self._own_data = True
         self._seed = self.client.place.seed
         self._loss: float | torch.Tensor = float("nan")
@@ -229,7 +237,7 @@ class Optimizer(Saves, Samples):
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:
         self._job.look(self.param_groups)
-        self._loads.write()
+        self._write()
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -286,10 +294,13 @@ class Optimizer(Saves, Samples):
         self._forget()
         if self._own_data:
             self._end_turn()
+        if self._waits and not (self._own_data and self._sampler is None):
+            self.backend.refresh()  # now, for the script may write to what it reads
 
     def _refresh(self) -> None:
-        """Brings weights and buffers for the next step, unless the script has loaded others."""
-        if not self._loads.pending:
+        """Brings weights and buffers for the next step, unless the script has loaded or written
+        others."""
+        if not self._loads.pending and not self._is_written():
             self.backend.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -389,6 +400,30 @@ class Optimizer(Saves, Samples):
 
     # -- writes to the weights ------------------------------------------------------------------
 
+    def _write(self) -> None:
+        """Gives the job what the script has loaded or written. Raises what assign() raises."""
+        self._loads.write()
+        if values := self.backend.written():
+            self.client.assign({name: casts.host(one) for name, one in values.items()})
+            self.backend.follow()
+
+    def _is_written(self) -> bool:
+        """Whether the script has written to parameters since the last step."""
+        try:
+            return bool(self.backend.written())
+        except UsageError:  # which the next step raises
+            return True
+
+    def _keeps_written(self) -> bool:
+        """Whether the model keeps at the end what the script has written; warns."""
+        try:
+            written = self.backend.written()
+        except UsageError:  # other types: the model keeps them
+            return True
+        if written:
+            warnings.warn(STAYS, stacklevel=to_the_script())
+        return bool(written)
+
     def assign(self, values: Mapping[str, Any], *, reset: bool = False) -> None:
         """Replaces weights of the job, exactly once; returns when they are in all shards.
 
@@ -398,7 +433,7 @@ class Optimizer(Saves, Samples):
         Client.assign for what it raises.
         """
         given = assign.split(self._trained, values)
-        self._loads.write()
+        self._write()
         self.client.assign(given.job, reset=reset)
         self.backend.assigned(given.job)
         given.write_local()
@@ -435,11 +470,11 @@ class Optimizer(Saves, Samples):
     def close(self) -> None:
         """Leaves the job; the model keeps the job's weights as they are now, in memory of its own.
 
-        Where load_state_dict() has given it others since the last step, it keeps those. A second
-        call does nothing.
+        Where load_state_dict() or the script has given it others since the last step, it keeps
+        those. A second call does nothing.
         """
         self._undo.close()
-        keep = self._loads.pending
+        keep = self._loads.pending or (not self.client.left and self._keeps_written())
         self._loads.close()
         try:
             self.backend.close(keep=keep)

@@ -292,9 +292,8 @@ def test_the_model_itself_is_saved(tmp_path: Path, job_name: str) -> None:
     "move",
     [
         lambda model: model.double(),
-        lambda model: model.half().float(),
-        lambda model: model.share_memory(),
-        lambda model: setattr(model[0].weight, "data", model[0].weight.data.clone()),
+        lambda model: model.half(),
+        lambda model: setattr(model[0].weight, "data", model[0].weight.data[:1].clone()),
     ],
 )
 def test_other_memory(move: Callable[[nn.Module], None], view: bool, job_name: str) -> None:
@@ -308,7 +307,7 @@ def test_other_memory(move: Callable[[nn.Module], None], view: bool, job_name: s
         version = status(job_name)["version"]
         move(model)
         optimizer.zero_grad()
-        with pytest.raises(UsageError, match=r"^parameter '0.weight' has other memory than"):
+        with pytest.raises(UsageError, match=r"^parameter '0.weight' is torch.float.* now, since"):
             optimizer.step()
         assert status(job_name)["version"] == version
         optimizer.close()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import daemon
-from support.torch_models import data
+from support import daemon, status
+from support.torch_models import batch_norm_model, data, plain_model
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
@@ -60,3 +60,141 @@ def test_odd_tensors(how: dict[str, bool], job_name: str) -> None:
         model.state_dict().items(), twin.state_dict().values(), strict=True
     ):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def clamp_in_place(model: nn.Module) -> None:
+    for one in model.parameters():
+        one.data.clamp_(-0.1, 0.1)
+
+
+def clamp_in_new_memory(model: nn.Module) -> None:
+    for one in model.parameters():
+        one.data = one.data.clamp(-0.1, 0.1)
+
+
+def clamp_a_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector.clamp(-0.1, 0.1), model.parameters())
+
+
+COPY = {"view": False}
+FLOAT64 = {"dtype": torch.float64}
+
+
+@pytest.mark.filterwarnings("ignore:parameter .* was given other memory:UserWarning")
+@pytest.mark.parametrize("looks", ["alone", "batches"])
+@pytest.mark.parametrize(
+    ("clamp", "how"),
+    [
+        (clamp_in_place, COPY),
+        (clamp_in_place, FLOAT64),
+        (clamp_in_new_memory, COPY),
+        (clamp_in_new_memory, FLOAT64),
+        (clamp_in_new_memory, {"wait": True}),
+        (clamp_a_vector, {"wait": True}),
+    ],
+    ids=str,
+)
+def test_what_a_script_writes_comes_to_the_job(
+    clamp: Any, how: dict[str, Any], looks: str, job_name: str
+) -> None:
+    how = dict(how)
+    model = plain_model().to(how.pop("dtype", torch.float32))
+    twin = copy.deepcopy(model)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with daemon(job_name, optimizer={}):
+        optimizer = Optimizer(model, job_name, kind="sgd", lr=0.1, **how)
+        rounds = range(STEPS) if looks == "alone" else optimizer.batches(4 * STEPS, 4, 1)
+        by: Any
+        for _, (inputs, targets) in zip(rounds, data(), strict=False):
+            for one, by in ((model, optimizer), (twin, theirs)):
+                by.zero_grad()
+                outputs = one(inputs.to(next(one.parameters()).dtype))
+                nn.functional.cross_entropy(outputs, targets).backward()
+                by.step()
+                clamp(one)
+        assert status(job_name)["gradients_refused"] == 0
+        optimizer.zero_grad()
+        optimizer.step()  # no gradient, but what was written
+        for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=name)
+            of_job = torch.from_numpy(optimizer.client.weights[name].copy())
+            torch.testing.assert_close(of_job, other.float(), rtol=1e-4, atol=1e-5, msg=name)
+        optimizer.close()
+        assert max(one.abs().max() for one in model.parameters()) < 0.1001
+
+
+def test_what_is_written_last_stays_in_the_model(job_name: str) -> None:
+    model = plain_model()
+    with daemon(job_name, optimizer={}):
+        optimizer = Optimizer(model, job_name, kind="sgd", lr=0.1, view=False)
+        before = optimizer.client.weights["0.bias"].copy()
+        nn.init.constant_(model[0].bias, 7.0)
+        with optimizer.pause():
+            assert model[0].bias.eq(7.0).all()
+        assert model[0].bias.eq(7.0).all()
+        assert (optimizer.client.weights["0.bias"] == before).all()
+        with pytest.warns(UserWarning, match="stays in this model; optimizer.assign gives it to"):
+            optimizer.close()
+        assert model[0].bias.eq(7.0).all()
+
+
+def test_a_table_with_max_norm_is_no_write(job_name: str) -> None:
+    table = nn.Embedding(5, 2, max_norm=0.1)
+    with daemon(job_name, optimizer={}):
+        optimizer = Optimizer(table, job_name, kind="sgd", lr=0.1, view=False)
+        table(torch.arange(5)).sum().backward()
+        optimizer.step()
+        assert optimizer.client.assigned == 0
+        optimizer.close()
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_a_model_that_is_sent_to_another_process(view: bool, job_name: str) -> None:
+    """torch.multiprocessing moves what it sends to shared memory, as share_memory_() does."""
+    model, twin = plain_model(), plain_model()
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with daemon(job_name, optimizer={}):
+        optimizer = Optimizer(model, job_name, kind="sgd", lr=0.1, view=view, wait=True)
+        by: Any
+        for number, (inputs, targets) in enumerate(data(STEPS)):
+            for one, by in ((model, optimizer), (twin, theirs)):
+                by.zero_grad()
+                nn.functional.cross_entropy(one(inputs), targets).backward()
+                if number == 1 and by is optimizer:
+                    with pytest.warns(UserWarning, match="was sent to another process"):
+                        by.step()
+                else:
+                    by.step()
+            for sent in model.state_dict().values():
+                sent.share_memory_()
+        optimizer.close()
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_evaluation_under_inference_mode(view: bool, job_name: str) -> None:
+    model = batch_norm_model()
+    with daemon(job_name, optimizer={}):
+        optimizer = Optimizer(model, job_name, kind="sgd", lr=0.1, view=view)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 10)).sum().backward()
+            optimizer.step()
+
+        step()
+        with torch.inference_mode(), optimizer.pause():
+            own = copy.deepcopy(model.state_dict())
+            model.load_state_dict({name: torch.zeros_like(one) for name, one in own.items()})
+            model(torch.randn(8, 10))
+            model.load_state_dict(own)
+        step()
+        with torch.inference_mode():
+            model.load_state_dict(own)
+        step()
+        with torch.inference_mode():
+            optimizer.close()
+        model(torch.randn(8, 10)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
