@@ -43,12 +43,6 @@ BENCHMARKS = {
 }
 
 
-def listed() -> str:
-    """The list of benchmarks, one line each."""
-    width = max(map(len, BENCHMARKS))
-    return "\n".join(f"{name:{width}}  {what}" for name, what in BENCHMARKS.items())
-
-
 def check(names: Iterable[str]) -> None:
     """Raises UsageError for an unknown name."""
     for name in names:

@@ -32,6 +32,7 @@ KEPT = 200  # lines that wait for the pipe
 EXIT_S = 1.0
 RETRY_S = 60.0  # before another writer is started
 SAID_BYTES = 4096
+AGENT = b"agent"  # name of a group's agent, which attaches like a learner
 
 
 class History:
@@ -52,6 +53,7 @@ class History:
         self._stale: dict[tuple[int, int], tuple[int, int]] = {}
         self._settings: dict[str, Any] = {}
         self._begun = False
+        self._learners: set[tuple[int, int]] = set()
 
     @property
     def _control(self) -> np.void:
@@ -68,8 +70,10 @@ class History:
             self._fresh = not self._memory.adopted and (made or not restored)
             self._settings = self._in_force()
             self._measure(now)
+            self._note_learners()
             return
         self._note_changes()
+        self._note_learners()
         age = time.time() - int(self._control["started"])
         if now - self._point_at >= min(max(LEAST_S, age * SHARE), MOST_S) * 0.9:
             self._point(now)
@@ -87,6 +91,10 @@ class History:
             self._note_changes()
             if self._writer is not None or self._waiting:
                 self._point(now)
+                phase = int(self._control["phase"])
+                if phase > layout.Phase.DRAINING and self._version >= 0:
+                    name = layout.Phase(phase).name.lower()
+                    self._add({"ended": name}, int(self._control["version"]))
                 self._flush(now)
         if self._writer is None:
             return
@@ -116,6 +124,21 @@ class History:
             self._add({"set": {"sync": model}}, int(self._control["version"]))
         if changed:
             self._add({"set": changed}, int(self._control["numbers_version"]))
+
+    def _note_learners(self) -> None:
+        """The pid of each learner that has come: the writer puts its command line there.
+
+        Reading a command line may block, which the watchdog must not.
+        """
+        roster = self._control["roster"]
+        there = {
+            (row, int(roster[row]["generation"])): int(roster[row]["pid"])
+            for row in self._memory.rings
+            if roster[row]["name"] != AGENT
+        }
+        for learner in there.keys() - self._learners:
+            self._add({"pid": there[learner]}, int(self._control["version"]))
+        self._learners = set(there)
 
     def _point(self, now: float) -> None:
         """A line, unless nothing has happened since the last one."""

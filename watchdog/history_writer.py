@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
 
+from gadei_ps.machine import command_line
+from gadei_ps.storage import history
 from gadei_ps.storage.history import HistoryFile
 
 KEPT = 1000  # lines that wait for the disk
@@ -28,10 +31,14 @@ class Writer:
         self._file: HistoryFile | None = None
         self._waiting: collections.deque[bytes] = collections.deque(maxlen=KEPT)
         self._problem = ""
+        self._command = ""  # of the last learner
 
     def write(self, line: bytes) -> None:
         """Raises nothing."""
-        self._waiting.append(line)
+        whole = self._with_command(line)
+        self._waiting += [whole] * bool(whole)
+        if whole != line and self._file is None:
+            return  # a job without a gradient leaves the history of the job before
         problem = ""
         try:
             if self._file is None:
@@ -48,6 +55,17 @@ class Writer:
             self._problem = problem
             with contextlib.suppress(OSError):  # the watchdog is gone
                 os.write(1, f"{problem}\n".encode(errors="replace"))
+
+    def _with_command(self, raw: bytes) -> bytes:
+        """A line with a learner's pid gets its command line instead; empty if that is no news."""
+        if b'"pid":' not in raw:
+            return raw
+        values = json.loads(raw)
+        command = command_line.of(values.pop("pid"))
+        if command in ("", self._command):
+            return b""
+        self._command = command
+        return history.line(values | {"command": command})
 
 
 def main() -> None:

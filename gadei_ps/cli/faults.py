@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gadei_ps.cli.options import JobArgument, Json, OptimizerName, Verbose, tell
+from gadei_ps.cli.options import JobArgument, Json, OptimizerName, Verbose, running_jobs, tell
 from gadei_ps.errors import UsageError
 
 
@@ -60,6 +60,7 @@ def chaos(
             metavar="JOB",
             help="The running job's name, or the path of its socket.",
             show_default="a job of its own",
+            autocompletion=running_jobs,
         ),
     ] = None,
     time_: Annotated[

@@ -8,36 +8,47 @@ from typing import Annotated
 import typer
 
 from gadei_ps.cli import results
-from gadei_ps.cli.options import Json, tell
+from gadei_ps.cli.options import Json, recorded_jobs, tell
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="JOB",
-        help="The job's name, also once it has ended; its job file, or the file of its history.",
-    ),
-]
+HELP = "The job's name, also once it has ended; its job file, or the file of its history."
+RUNS = 20  # that are listed, unless --last says otherwise
 
 
 def history(
-    job: Source,
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="JOB", help=HELP, show_default="list all runs", autocompletion=recorded_jobs
+        ),
+    ] = None,
     last: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Only the last N lines.", show_default="all"),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Only the last N lines of a job; without a job, only the newest N runs.",
+            show_default=f"all lines; {RUNS} runs",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Show loss, samples/s, staleness, learners and changes of a job over time."""
+    """Show loss, speed, staleness, learners and changes of a job over time, or list all runs."""
     from gadei_ps.commands import history as saved
-    from gadei_ps.show.history import shown
+    from gadei_ps.job.config import state_directory
+    from gadei_ps.show.history import runs, shown
 
+    if job is None:
+        found = [one._asdict() for one in saved.runs()]
+        where = str(state_directory())
+        tell(as_json, {"runs": found[:last]}, lambda: runs(found, where, last or RUNS))
+        return 0
     result = saved.read(job, last)
     tell(as_json, result, lambda: shown(result["lines"]))
     return 0
 
 
 def plot(
-    job: Source,
+    job: Annotated[str, typer.Argument(metavar="JOB", help=HELP, autocompletion=recorded_jobs)],
     out: Annotated[
         Path | None,
         typer.Option(

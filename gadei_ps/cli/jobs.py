@@ -22,6 +22,7 @@ from gadei_ps.cli.options import (
     Json,
     OptimizerName,
     Verbose,
+    running_jobs,
     tell,
 )
 from gadei_ps.cli.outcome import print_json
@@ -38,6 +39,7 @@ def run(
         typer.Argument(
             metavar="JOB",
             help="A running job; a job file (.toml) or a new name is served while learners run.",
+            autocompletion=running_jobs,
         ),
     ],
     command: Command,
@@ -174,6 +176,7 @@ def status(
             metavar="JOB",
             help="The job's name, or the path of its socket.",
             show_default="all jobs",
+            autocompletion=running_jobs,
         ),
     ] = None,
     watch: Annotated[
@@ -330,16 +333,26 @@ def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
     ] = False,
+    history_days: Annotated[
+        float,
+        typer.Option(
+            metavar="D",
+            min=0,
+            help="Also remove histories of ended jobs that are older than D days.",
+        ),
+    ] = 30,
     as_json: Json = False,
 ) -> int:
-    """Remove segments, sockets and locks of dead jobs.
+    """Remove segments, sockets and locks of dead jobs, and old histories.
 
-    Memory from which gadei-ps serve could go on is removed only if its job is named.
+    Memory from which gadei-ps serve could go on is removed only if its job is named. Histories
+    beside checkpoints stay.
     """
     from gadei_ps.commands import jobs
     from gadei_ps.show import view
 
     left = jobs.collect(names, dry_run=dry_run)
+    left += jobs.old_histories(names, history_days, dry_run=dry_run)
     result = {
         "dry_run": dry_run,
         "removed": [one.as_dict() for one in left],

@@ -52,12 +52,13 @@ def bench(
 ) -> int:
     """Compare this project with its peers on this machine."""
     from gadei_ps.benchmarks import suite
+    from gadei_ps.show import tables
 
     if not names:
         if as_json:
             print_json({"benchmarks": suite.BENCHMARKS})
         else:
-            print(suite.listed())
+            tables.show(tables.facts(suite.BENCHMARKS))
         return 0
     suite.check(names)
     if out is not None:

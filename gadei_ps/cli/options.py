@@ -54,8 +54,32 @@ class DeviceName(StrEnum):
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 JsonLog = Annotated[bool, typer.Option("--json-log", help="Log one JSON object a line.")]
 Details = Annotated[bool, typer.Option("--verbose", help="Log details.")]
+
+
+def running_jobs(incomplete: str) -> list[str]:
+    """For a shell's completion: names of running jobs."""
+    from gadei_ps.job import paths
+
+    names = [path.stem for path in paths.directory().glob("*.sock")]
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def recorded_jobs(incomplete: str) -> list[str]:
+    """For a shell's completion: names of jobs that run or have left a history."""
+    from gadei_ps.commands import history
+    from gadei_ps.storage.history import job_of
+
+    names = {*running_jobs(""), *map(job_of, history.files())}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
 JobArgument = Annotated[
-    str, typer.Argument(metavar="JOB", help="The job's name, or the path of its socket.")
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="The job's name, or the path of its socket.",
+        autocompletion=running_jobs,
+    ),
 ]
 Command = Annotated[
     list[str],

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gadei_ps.cli.options import MODELS, JobArgument, Json, tell
+from gadei_ps.cli.options import MODELS, JobArgument, Json, running_jobs, tell
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
 
@@ -58,7 +58,9 @@ def set_job(
 
 
 def trace(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")],
+    job: Annotated[
+        str, typer.Argument(metavar="JOB", help="The job's name.", autocompletion=running_jobs)
+    ],
     out: Annotated[
         Path | None,
         typer.Option(

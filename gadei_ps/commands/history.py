@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gadei_ps.commands import jobs
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
@@ -12,6 +12,8 @@ from gadei_ps.job import config
 from gadei_ps.machine import given
 from gadei_ps.memory import shm
 from gadei_ps.storage import history
+
+PART_BYTES = 64 << 10  # of each end of a file, for a list of runs
 
 
 def find(source: str) -> Path:
@@ -21,7 +23,7 @@ def find(source: str) -> Path:
     """
     path = Path(source)
     if source.endswith(".jsonl"):
-        return path
+        return path if "/" in source or path.exists() else config.state_directory() / path
     if source.endswith(".toml"):
         wanted = config.load(path)
         if not wanted.history:
@@ -48,6 +50,70 @@ def find(source: str) -> Path:
             "that names a directory for checkpoints, or set GADEI_PS_STATE_DIR as the job has it"
         )
     return max(there, key=lambda one: one.stat().st_mtime)
+
+
+class Run(NamedTuple):
+    """What a history tells of one run of a job.
+
+    started, changed: times of its first and last line, s since 1970. state: running, or how it has
+    ended; empty if its watchdog was killed. accuracy, loss: the last ones.
+    """
+
+    job: str
+    file: str
+    started: float
+    changed: float
+    state: str
+    gradients: int
+    accuracy: float | None
+    loss: float | None
+    command: str
+
+
+def runs() -> list[Run]:
+    """All runs that have a history in the state directory, and of running jobs; newest first."""
+    running = {one["history"]: one["job"] for one in jobs.statuses() if one["history"]}
+    found = {str(path): path for path in files()} | {name: Path(name) for name in running}
+    read = [_run(path, running.get(name)) for name, path in found.items()]
+    return sorted((one for one in read if one), key=lambda one: one.changed, reverse=True)
+
+
+def files() -> list[Path]:
+    """Histories in the state directory; of jobs with checkpoints, in directories there."""
+    state = config.state_directory()
+    there = (*state.glob("*.history*.jsonl"), *state.glob("*/history*.jsonl"))
+    return [path for path in there if history.is_own(path.name)]
+
+
+def _run(path: Path, running: str | None) -> Run | None:
+    """None for a file that has no line. running: the job's name, if it runs."""
+    try:
+        with given.opened(path) as file:
+            raw = file.read(PART_BYTES)
+            if len(raw) == PART_BYTES:  # of a long one, both ends are enough
+                file.seek(max(PART_BYTES, path.stat().st_size - PART_BYTES))
+                raw += b"\n" + file.read(PART_BYTES)
+    except OSError:
+        return None
+    lines = history.parsed(raw)
+    if not lines:
+        return None
+    last: dict[str, Any] = {}
+    for one in lines:
+        last |= {name: value for name, value in one.items() if value is not None}
+    measured, version = last.get("measured"), last.get("version")
+    state = str(lines[-1].get("ended", ""))
+    return Run(
+        job=running or history.job_of(path),
+        file=str(path),
+        started=lines[0]["time"],
+        changed=lines[-1]["time"],
+        state="running" if running else state,
+        gradients=version if isinstance(version, int) else 0,
+        accuracy=measured.get("accuracy") if isinstance(measured, dict) else None,
+        loss=last.get("loss"),
+        command=str(last.get("command", "")),
+    )
 
 
 def read(source: str, last: int | None = None) -> dict[str, Any]:

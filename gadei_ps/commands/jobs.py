@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
-from gadei_ps.job import control, paths, service
+from gadei_ps.job import config, control, paths, service
 from gadei_ps.job.absence import absence, cut_off, explained, how, locked, unseen
 from gadei_ps.job.control import (
     Checkpoint,
@@ -27,16 +28,18 @@ from gadei_ps.job.control import (
     Status,
     StopJob,
 )
-from gadei_ps.machine import process
+from gadei_ps.machine import command_line, process
 from gadei_ps.memory import holds, presence, segment, shm
 from gadei_ps.memory.layout import CONTROL, SegmentKind
 from gadei_ps.memory.totals import counts
 from gadei_ps.show.counts import counted
+from gadei_ps.storage import history
 from gadei_ps.watchdog.dead import clear_dead
 
 ANSWER_TIMEOUT_S = 3.0
 CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
 SAVE_S = 600.0  # as long as the watchdog waits for the last checkpoint
+DAY_S = 86_400.0
 STOP_MARGIN_S = 20.0  # for what a stop does after the learners have left
 
 
@@ -58,6 +61,10 @@ class Job:
     learners: int | None = None
     shared_bytes: int = 0
     segments: tuple[str, ...] = ()
+    started: int | None = None
+    """Seconds since 1970."""
+    command: str = ""
+    """Command line of its first learner; empty if it has none."""
 
 
 def jobs() -> list[Job]:
@@ -125,19 +132,47 @@ def _look(name: str) -> Job:
             owned = any(one.owned or one.elsewhere for one in living)
             dead = "foreign" if (there and not found) or paths.foreign(name) else "stale"
             state = "elsewhere" if owned else "orphaned" if living else dead
-        return Job(name, state, None, owner, None, None, size, names)
+        return _without_answer(Job(name, state, None, owner, None, None, size, names))
     except ControlError:
-        return Job(name, "silent", None, owner, None, None, size, names)
-    phase = report["phase"]
+        return _without_answer(Job(name, "silent", None, owner, None, None, size, names))
+    phase, learners = report["phase"], report["learners"]
     return Job(
         name,
         "stopping" if phase == "draining" else "running",
         phase,
         report["watchdog_pid"],
         report["server_pid"],
-        len(report["learners"]),
+        len(learners),
         size,
         names,
+        report["started"],
+        command_line.of(learners[0]["pid"]) if learners else "",
+    )
+
+
+def _without_answer(job: Job) -> Job:
+    """The job with what its memory says of its processes, where their pids mean something here."""
+    control_ = presence.peek(job.name, paths.owner())
+    if control_ is None or not presence.is_here(control_["header"]):
+        return job
+    started = int(control_["started"]) or None
+    if job.state not in ("orphaned", "silent"):
+        return replace(job, started=started)
+    roster = control_["roster"]
+    there = roster[roster["retired"] != roster["generation"]]
+    pids = [
+        int(one["pid"]) for one in there if process.alive(int(one["pid"]), int(one["pid_start"]))
+    ]
+    servers = dict(presence.servers(job.name))
+    active = int(control_["lease_pid"])
+    watchdog = int(control_["watchdog_pid"]), int(control_["watchdog_start"])
+    return replace(
+        job,
+        watchdog_pid=watchdog[0] if process.alive(*watchdog) else None,
+        server_pid=active if active in servers else next(iter(servers), None),
+        learners=len(pids),
+        started=started,
+        command=command_line.of(pids[0]) if pids else "",
     )
 
 
@@ -272,7 +307,7 @@ def checkpoint(job: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A thing without an owner; kind: segment, socket or lock."""
+    """A thing without an owner; kind: segment, socket, lock or history."""
 
     kind: str
     job: str
@@ -303,6 +338,31 @@ def collect(names: Iterable[str] | None = None, *, dry_run: bool = False) -> lis
         with _nobody(name, dry_run) as lock:
             if lock is not None:
                 found += _leftovers(name, dry_run) + lock
+    return found
+
+
+def old_histories(
+    names: Iterable[str] | None, days: float, *, dry_run: bool = False
+) -> list[Leftover]:
+    """Removes histories that have not changed for so many days; with `dry_run` only lists them.
+
+    Those of jobs that live stay, and those beside checkpoints. names: of jobs; None for all.
+    """
+    wanted, latest = None if names is None else set(names), time.time() - days * DAY_S
+    found = []
+    for path in sorted(config.state_directory().glob("*.history*.jsonl")):
+        job = history.job_of(path)
+        with contextlib.suppress(OSError):
+            state = path.stat()
+            if not history.is_own(path.name) or state.st_mtime > latest:
+                continue
+            if (wanted is not None and job not in wanted) or state.st_uid != os.geteuid():
+                continue
+            if presence.living(job, paths.owner()).anyone:
+                continue
+            if not dry_run:
+                path.unlink()
+            found.append(Leftover("history", job, str(path), state.st_size))
     return found
 
 

@@ -44,7 +44,10 @@ class Machines:
         self._notes = [(row["machine"], _note(row)) for row in rows if _note(row)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Fitting(COLUMNS, self._cells, right=NUMBERS, dispensable=DISPENSABLE)
+        made = Fitting(COLUMNS, right=NUMBERS, whole=COLUMNS, dispensable=DISPENSABLE)
+        for cells in self._cells:
+            made.add_row(*(cells[name] for name in COLUMNS))
+        yield made
         for number, note in self._notes:
             yield Text(f"machine {number}: {note}")
 

@@ -2,47 +2,110 @@
 
 from __future__ import annotations
 
-import datetime
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gadei_ps.errors import UsageError
+from gadei_ps.show.counts import rate
 from gadei_ps.show.optimizer import text
-from gadei_ps.show.tables import table
+from gadei_ps.show.progress import NO_LOSS
+from gadei_ps.show.tables import Fitting, alike, when
 
 Line = Mapping[str, Any]
 NEEDED = "plot needs matplotlib: pip install 'gadei-ps[plot]'"
-COLOURS = {"loss": "tab:blue", "samples_per_s": "tab:orange", "accuracy": "tab:green"}
+COLOURS = {
+    "loss": "tab:blue",
+    "samples_per_s": "tab:orange",
+    "gradients_per_s": "tab:orange",
+    "accuracy": "tab:green",
+}
 
 
 def shown(lines: Sequence[Line]) -> RenderableType:
     """`history`: a row for each line; of an event, what it tells."""
     if not lines:
         return Text("no history yet", style="dim")
-    numbers = ("version", "loss", "samples/s", "staleness", "learners")
-    made = table("time", *numbers, "", right=numbers)
-    for one in lines:
+    points = with_speed(lines)
+    speed, name = speed_of(points)
+    losses = alike([one["loss"] if _is_number(one.get("loss")) else None for one in points])
+    numbers = ("gradients", "loss", speed, "staleness", "learners")
+    dispensable = ("learners", "staleness")
+    made = Fitting(("time", *numbers, ""), right=numbers, whole=("time",), dispensable=dispensable)
+    for one, loss in zip(points, losses, strict=True):
         made.add_row(
-            _time(one["time"]),
+            when(one["time"]),
             _number(one.get("version"), ",.0f"),
-            _number(one.get("loss"), ".5g"),
-            _number(one.get("samples_per_s"), ",.0f"),
+            loss,
+            rate(one[name]) if _is_number(one.get(name)) else "",
             _number(one.get("staleness"), ".2f"),
             _number(one.get("learners"), ".0f"),
             _event(one),
         )
+    silent = any("samples" in one for one in points) and not any(losses)
+    return Group(made, Text(NO_LOSS, style="dim")) if silent else made
+
+
+def with_speed(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """The lines; a point after another one also has `gradients_per_s` since then."""
+    made, before = [], None
+    for one in lines:
+        more: dict[str, Any] = {}
+        if "samples" in one and _is_number(one.get("version")):
+            if before is not None and one["time"] > before["time"]:
+                applied = max(0, one["version"] - before["version"])
+                more = {"gradients_per_s": applied / (one["time"] - before["time"])}
+            before = one
+        made.append({**one, **more})
     return made
 
 
-def _time(seconds: float) -> str:
-    try:
-        return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):
-        return "?"
+def speed_of(points: Sequence[Line]) -> tuple[str, str]:
+    """Samples/s, or gradients/s if no samples are reported; and the field that has it."""
+    if any(one.get("samples") for one in points):
+        return "samples/s", "samples_per_s"
+    return "gradients/s", "gradients_per_s"
+
+
+def runs(found: Sequence[Line], directory: str, last: int) -> RenderableType:
+    """`history` without a job: the newest runs, with what `history` takes for each."""
+    if not found:
+        return Text(f"no run has left a history in {directory}", style="dim")
+    made = Fitting(
+        ("started", "run", "state", "gradients", "result", "command"),
+        right=("gradients",),
+        whole=("started", "state", "result"),
+        dispensable=("state",),
+        cut="command",
+    )
+    for one in found[:last]:
+        made.add_row(
+            when(one["started"]),
+            _name(one, directory),
+            one["state"],
+            f"{one['gradients']:,}",
+            _result(one),
+            one["command"],
+        )
+    told = f"gadei-ps history RUN shows one; the files are in {directory}"
+    if len(found) > last:
+        told = f"{len(found) - last:,} older ones: --last {len(found)}; {told}"
+    return Group(made, Text(told, style="dim"))
+
+
+def _name(run: Line, directory: str) -> str:
+    """What `history` takes for this run: the job's name, or an older file of that name."""
+    file = str(run["file"])
+    return file.removeprefix(f"{directory}/") if file.endswith(".old.jsonl") else str(run["job"])
+
+
+def _result(run: Line) -> str:
+    if _is_number(run["accuracy"]):
+        return f"accuracy {run['accuracy']:.4f}"
+    return f"loss {run['loss']:.4g}" if _is_number(run["loss"]) else ""
 
 
 def _is_number(value: object) -> bool:
@@ -63,6 +126,7 @@ def _event(line: Line) -> str:
         ]
     if isinstance(measured := line.get("measured"), dict):
         parts += [f"{name} {text(value)}" for name, value in measured.items()]
+    parts += [str(line[name]) for name in ("command", "ended") if isinstance(line.get(name), str)]
     return ", ".join(parts)
 
 
@@ -80,9 +144,10 @@ def plot(lines: Sequence[Line], title: str) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    points = [one for one in lines if "samples" in one]
+    points = [one for one in with_speed(lines) if "samples" in one]
     if not points:
         raise UsageError("there is nothing to draw yet: the history has no point")
+    speed, speed_name = speed_of(points)
     begin = min(one["time"] for one in lines)
     figure = Figure(figsize=(10, 6), layout="constrained")
     figure.suptitle(title)
@@ -92,11 +157,11 @@ def plot(lines: Sequence[Line], title: str) -> str:
         for one in lines
         if isinstance(one.get("measured"), dict) and "accuracy" in one["measured"]
     ]
-    for column, (by, label) in enumerate((("time", _unit(lines)), ("version", "version"))):
+    for column, (by, label) in enumerate((("time", _unit(lines)), ("version", "gradients"))):
         offset, scale = (begin, _scale(lines)) if by == "time" else (0, 1.0)
         upper, lower = axes[0][column], axes[1][column]
         _draw(upper, points, "loss", by, offset, scale)
-        _draw(lower, points, "samples_per_s", by, offset, scale)
+        _draw(lower, points, speed_name, by, offset, scale)
         if measured:
             right = upper.twinx()
             _draw(right, measured, "accuracy", by, offset, scale, marker="o")
@@ -107,7 +172,10 @@ def plot(lines: Sequence[Line], title: str) -> str:
                     part.axvline((one[by] - offset) / scale, color="grey", linestyle=":")
         lower.set_xlabel(label)
     axes[0][0].set_ylabel("loss of the learners")
-    axes[1][0].set_ylabel("samples/s")
+    axes[1][0].set_ylabel(speed)
+    if not any(_is_number(one.get("loss")) for one in points):
+        for axis in axes[0]:
+            axis.text(0.5, 0.5, NO_LOSS, ha="center", va="center", transform=axis.transAxes)
     made = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "gadei-ps"}):  # the same lines give the same file
         figure.savefig(made, format="svg", metadata={"Date": None})

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from gadei_ps.show.counts import counted, rate
@@ -179,13 +178,13 @@ def _checkpoints(status: Mapping[str, Any]) -> str:
     return told
 
 
-def learner_table(status: Mapping[str, Any], rates: Mapping[int, float] | None = None) -> Table:
+def learner_table(status: Mapping[str, Any], rates: Mapping[int, float] | None = None) -> Fitting:
     """One row for each learner of a job's status."""
     speed = unit(status["learners"])
     names = ["learner", "pid", speed, "applied", "queue", "staleness", "max", "loss"]
     if rates is None:
         names.remove(speed)
-    made = table(*names, right=names)
+    made = Fitting(names, right=names, dispensable=("max", "queue"))
     losses = alike([one["loss"] for one in status["learners"]])
     for one, loss in zip(status["learners"], losses, strict=True):
         cells = {
@@ -202,7 +201,7 @@ def learner_table(status: Mapping[str, Any], rates: Mapping[int, float] | None =
     return made
 
 
-def histogram(counts: Sequence[int]) -> Table:
+def histogram(counts: Sequence[int]) -> Fitting:
     """Gradients by staleness. counts: by bins, of which 0 to 15 are single, then powers of two."""
     made = table("staleness", "gradients", "share", "", right=("staleness", "gradients", "share"))
     bins = list(_bins(len(counts)))
@@ -251,25 +250,21 @@ def statuses(reports: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not reports:
         return Text("no job is running", style="dim")
     numbers = ("learners", "gradients", "dropped", "samples", "epoch", "memory")
-    rows = []
+    words = ("phase", "sync", "optimizer")
+    dispensable = ("dropped", "samples", "memory", "optimizer", "epoch", "sync")
+    made = Fitting(("job", *words, *numbers), right=numbers, whole=words, dispensable=dispensable)
     for one in reports:
         work = one["work"]
-        rows.append(
-            {
-                "job": one["job"],
-                "phase": Text(one["phase"], style=PHASE_STYLE.get(one["phase"], "")),
-                "sync": one["sync"],
-                "optimizer": one["optimizer"],
-                "learners": str(len(one["learners"])),
-                "gradients": f"{one['gradients_applied']:,}",
-                "dropped": f"{one['gradients_dropped']:,}",
-                "samples": f"{one['samples']:,}",
-                "epoch": f"{work['epochs_done']}/{work['epochs']}"
-                if work["state"] != "none"
-                else "",
-                "memory": size(one["shared_bytes"]),
-            }
+        made.add_row(
+            one["job"],
+            Text(one["phase"], style=PHASE_STYLE.get(one["phase"], "")),
+            one["sync"],
+            one["optimizer"],
+            str(len(one["learners"])),
+            f"{one['gradients_applied']:,}",
+            f"{one['gradients_dropped']:,}",
+            f"{one['samples']:,}",
+            f"{work['epochs_done']}/{work['epochs']}" if work["state"] != "none" else "",
+            size(one["shared_bytes"]),
         )
-    dispensable = ("dropped", "samples", "memory", "optimizer", "epoch", "sync")
-    columns = ("job", "phase", "sync", "optimizer", *numbers)
-    return Fitting(columns, rows, right=numbers, dispensable=dispensable, wraps=("job",))
+    return made

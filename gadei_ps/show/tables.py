@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
@@ -16,7 +16,8 @@ from rich.text import Text
 
 from gadei_ps.show.plain import shown
 
-WIDEST = 1000  # columns, for a table that is measured without a limit
+GAP = 2  # columns between two columns
+LEAST_CUT = 12  # columns of cells that are cut
 PIPE_WIDTH = 200  # outside a terminal no width is known; lines of a table must not be cut
 
 
@@ -47,72 +48,98 @@ def show(what: RenderableType) -> None:
         console().print(Harmless(what))
 
 
-def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """An empty table without lines; columns named in `right` hold numbers."""
-    made = Table(box=None, pad_edge=False, header_style="dim")
-    for name in columns:
-        number = name in right
-        made.add_column(
-            name, justify="right" if number else "left", overflow="fold", no_wrap=number
-        )
-    return made
-
-
 class Fitting:
-    """A table that omits columns where lines are short, so that no word of the others is broken.
-
-    Each row has a cell for each column. right: columns of numbers. dispensable: columns that may be
-    omitted, the first one first. wraps: columns of sentences or of names without a bound.
-    """
+    """A table without lines that omits columns where lines are short, and breaks no word."""
 
     def __init__(
         self,
         columns: Sequence[str],
-        rows: Iterable[Mapping[str, str | Text]],
         *,
         right: Iterable[str] = (),
+        whole: Iterable[str] = (),
         dispensable: Sequence[str] = (),
-        wraps: Sequence[str] = (),
+        cut: str = "",
     ) -> None:
-        self._columns = list(columns)
-        self._rows = list(rows)
+        """right: columns of numbers. whole: columns that are not wrapped, not even their headers.
+
+        dispensable: columns that may be omitted, the first one first. cut: a column whose cells are
+        cut to the width that the others leave.
+        """
+        self.columns = list(columns)
+        self.rows: list[list[Text]] = []
         self._right = set(right)
+        self._whole = set(whole)
         self._dispensable = dispensable
-        self._wraps = wraps
+        self._cut = cut
+
+    def add_row(self, *cells: str | Text) -> None:
+        """A cell for each column."""
+        self.rows.append([one if isinstance(one, Text) else Text(one) for one in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = list(self._columns)
-        unlimited = options.update(width=WIDEST)
+        columns = list(self.columns)
         for name in (*self._dispensable, None):
-            made = self._table(columns)
-            width = Measurement.get(console, unlimited, made).minimum
-            if name is None or width <= options.max_width:
+            room = options.max_width - GAP * (len(columns) - 1)
+            widths = _shared([self._bounds(one) for one in columns], room)
+            if name is None or widths:
                 break
             columns.remove(name)
-        yield made
+        yield self._table(columns, widths)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self._table(self._columns))
+        return Measurement.get(console, options, self._table(self.columns, []))
 
-    def _table(self, columns: Sequence[str]) -> Table:
-        made = table()
-        for name in columns:
-            widths = [_width(row[name]) for row in self._rows]
-            whole = name not in self._wraps
-            made.add_column(
-                name,
-                justify="right" if name in self._right else "left",
-                overflow="fold",
-                no_wrap=whole,
-                min_width=max([cell_len(name), *widths]) if whole else None,
-            )
-        for row in self._rows:
-            made.add_row(*(row[name] for name in columns))
+    def _cells(self, name: str) -> list[Text]:
+        at = self.columns.index(name)
+        return [row[at].copy() for row in self.rows]
+
+    def _bounds(self, name: str) -> tuple[int, int]:
+        """The least width without a broken word, and the width of the longest cell."""
+        words = [cell_len(one) for one in name.split()]
+        texts = [one.plain for one in self._cells(name)]
+        most = max([cell_len(name), *map(cell_len, texts)])
+        if name == self._cut:
+            return min(LEAST_CUT, most), most
+        if name in self._whole:
+            return most, most
+        if name not in self._right:
+            texts = [word for one in texts for word in one.split()]
+        return max([*words, *map(cell_len, texts)], default=0), most
+
+    def _table(self, columns: Sequence[str], widths: Sequence[int]) -> Table:
+        """widths: of the columns; empty if that is for rich to choose."""
+        made = Table(box=None, pad_edge=False, header_style="dim")
+        shown = []
+        for at, name in enumerate(columns):
+            width = widths[at] if widths else None
+            cells = self._cells(name)
+            if name == self._cut and width is not None:
+                for one in cells:
+                    one.truncate(width, overflow="ellipsis")
+            justify: JustifyMethod = "right" if name in self._right else "left"
+            made.add_column(name, justify=justify, overflow="fold", width=width)
+            shown.append(cells)
+        for row in zip(*shown, strict=True):
+            made.add_row(*row)
         return made
 
 
-def _width(cell: str | Text) -> int:
-    return cell.cell_len if isinstance(cell, Text) else cell_len(cell)
+def _shared(bounds: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Widths between these bounds that fill the room; empty if even the least do not fit."""
+    widths = [least for least, _ in bounds]
+    left = room - sum(widths)
+    if left < 0:
+        return []
+    while left and (grow := [at for at, (_, most) in enumerate(bounds) if widths[at] < most]):
+        for at in grow[:left]:
+            widths[at] += 1
+        left -= len(grow[:left])
+    return widths
+
+
+def table(*columns: str, right: Iterable[str] = ()) -> Fitting:
+    """An empty table; columns named in `right` hold numbers."""
+    return Fitting(columns, right=right)
 
 
 def facts(rows: Mapping[str, str | Text]) -> Table:

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gadei_ps.show.counts import counted
-from gadei_ps.show.tables import duration, facts, size, table
+from gadei_ps.show.tables import Fitting, age, duration, facts, size, when
 
+LEARNERS = "command of the learners"
 STATE_STYLE = {"running": "green", "stale": "yellow", "silent": "red", "foreign": "red"}
 
 
@@ -21,15 +22,25 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not rows:
         return Text("no jobs", style="dim")
     numbers = ("watchdog", "server", "learners", "memory")
-    made = table("job", "state", *numbers, right=numbers)
+    made = Fitting(
+        ("job", "state", "started", "age", *numbers),
+        right=("age", *numbers),
+        whole=("state", "started"),
+        dispensable=("watchdog", "memory", "started"),
+    )
+    commands = Fitting(("job", LEARNERS), cut=LEARNERS)
     for one in rows:
         made.add_row(
             one["name"],
             Text(one["state"], style=STATE_STYLE.get(one["state"], "")),
+            when(one["started"]) if one["started"] else "",
+            age(one["started"]) if one["started"] else "",
             *(_number(one[name]) for name in ("watchdog_pid", "server_pid", "learners")),
             size(one["shared_bytes"]),
         )
-    parts: list[RenderableType] = [made]
+        if one["command"]:
+            commands.add_row(one["name"], one["command"])
+    parts: list[RenderableType] = [made, "", commands] if commands.rows else [made]
     if any(one["state"] == "stale" for one in rows):
         parts.append(
             Text(
@@ -56,9 +67,9 @@ def _number(value: int | None) -> str:
 LEVEL_STYLE = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
-def checks(rows: Sequence[Mapping[str, Any]]) -> Table:
+def checks(rows: Sequence[Mapping[str, Any]]) -> Fitting:
     """`doctor`."""
-    made = table("", "check", "found", "what to do")
+    made = Fitting(("", "check", "found", "what to do"), whole=("", "check"))
     for one in rows:
         made.add_row(
             Text(one["level"], style=LEVEL_STYLE[one["level"]]),

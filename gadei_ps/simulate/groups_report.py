@@ -107,7 +107,7 @@ def shown(result: Result) -> RenderableType:
 
 def _speeds(result: Result) -> RenderableType:
     numbers = ("seconds", "rounds", "samples/s", "speed-up", "of ideal", "waiting", "aggregating")
-    made = tables.table("rule", *numbers, right=numbers)
+    made = tables.Fitting(("rule", *numbers), right=numbers, dispensable=("rounds",))
     for one in result["rules"]:
         made.add_row(
             one["rule"],
@@ -127,7 +127,10 @@ def _traffic(result: Result) -> RenderableType:
         "aggregation", "2(m-1)/m", "broadcast", "taken", "lost in buffers", "given up",
         "rounds old", "at most", "s old",
     )  # fmt: skip
-    made = tables.table("models sent, each machine and round", *numbers, right=numbers)
+    name = "models sent, each machine and round"
+    made = tables.Fitting(
+        (name, *numbers), right=numbers, dispensable=("2(m-1)/m", "given up", "at most")
+    )
     for one in result["rules"]:
         stale, told = one["staleness"], one["broadcast"]
         made.add_row(

@@ -36,10 +36,10 @@ def shown(result: Result) -> RenderableType:
 
 def _speeds(result: Result) -> RenderableType:
     numbers = (
-        "seconds", "gradients/s", "of oracle", "updates/s", "waiting", "s/iteration", "dropped",
-        "given up", "lost s",
-    )  # fmt: skip
-    made = tables.table("model", *numbers, right=numbers)
+        *("seconds", "gradients /s", "of oracle", "updates /s", "waiting", "s / iteration"),
+        *("given up", "lost s"),
+    )
+    made = tables.Fitting(("model", *numbers), right=numbers, dispensable=("lost s", "given up"))
     for one in result["models"]:
         made.add_row(
             one["model"],
@@ -49,7 +49,6 @@ def _speeds(result: Result) -> RenderableType:
             f"{one['updates_per_s']:,.4g}",
             f"{one['waiting_share']:.1%}",
             f"{one['waiting_s_per_iteration']:.3g}",
-            f"{one['dropped']:,}",
             f"{one['given_up']:,}",
             f"{one['lost_s']:,.1f}",
         )
@@ -57,7 +56,7 @@ def _speeds(result: Result) -> RenderableType:
 
 
 def _staleness(result: Result) -> RenderableType:
-    numbers = ("mean", "50 %", "90 %", "99 %", "max")
+    numbers = ("mean", "50 %", "90 %", "99 %", "max", "dropped")
     died = any(one["deaths"] or one["joins"] for one in result["models"])
     more = ("deaths", "joins", "iterations lost") if died else ()
     made = tables.table("staleness", *numbers, *more, right=(*numbers, *more))
@@ -65,6 +64,7 @@ def _staleness(result: Result) -> RenderableType:
         stale = one["staleness"]
         row = [f"{stale['mean']:,.1f}"]
         row += [f"{stale[key]:,}" for key in ("p50", "p90", "p99", "max")]
+        row.append(f"{one['dropped']:,}")
         if died:
             row += [f"{one[key]:,}" for key in ("deaths", "joins", "lost_iterations")]
         made.add_row(one["model"], *row)

@@ -1,7 +1,7 @@
 """A job's history: a file of JSON lines, bounded, that is whole after each line.
 
 A line is an object with `time` (seconds since 1970) and `version`. A *point* says how training
-goes; a line with `set` or `measured` is an *event*. When there are too many points, they are
+goes; a line with one of EVENTS is an *event*. When there are too many points, they are
 thinned out: those that stay are equally far apart in time. Imports the standard library only, for
 the process that writes it (watchdog/history_writer.py).
 """
@@ -23,7 +23,7 @@ MOST: Final = 4000  # points in a file; thinned out, there is half of that
 MOST_EVENTS: Final = 1000
 MOST_BYTES: Final = 64 << 20  # of a file that is read: far more than any history has
 LINE_BYTES: Final = 4000  # of a longest line: less than a pipe takes at once
-EVENTS: Final = ("set", "measured")
+EVENTS: Final = ("set", "measured", "command", "ended")
 OLD: Final = ".old"  # the file of the job of that name before
 OWN: Final = re.compile(rf"\.?([A-Za-z0-9][\w-]*\.)?history({re.escape(OLD)})?\.jsonl(\.tmp)?")
 
@@ -36,6 +36,12 @@ def old(path: Path) -> Path:
 def is_own(name: str) -> bool:
     """Whether a file of that name is a history, or one in the making."""
     return OWN.fullmatch(name) is not None
+
+
+def job_of(path: Path) -> str:
+    """Name of the job of a history in the state directory, or beside checkpoints there."""
+    name = path.name.removesuffix(".jsonl").removesuffix(OLD).removesuffix("history")
+    return name.removesuffix(".") or path.parent.name
 
 
 def parsed(raw: bytes) -> list[dict[str, Any]]:

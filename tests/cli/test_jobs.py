@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from gadei_ps import homes
 from gadei_ps.commands import jobs
 from gadei_ps.errors import JobNotFound
 from gadei_ps.job import paths, service
+from gadei_ps.job.config import state_directory
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence
 
@@ -129,6 +131,8 @@ def test_ls(cli: Cli, job_name: str) -> None:
     (job,) = (one for one in cli("ls", "--json").json["jobs"] if one["name"] == job_name)
     assert (job["state"], job["watchdog_pid"]) == ("running", daemon.pid)
     assert job["shared_bytes"] > 0
+    assert abs(job["started"] - time.time()) < 600
+    assert job["command"] == ""
     assert job_name in cli("ls").out
 
 
@@ -246,6 +250,29 @@ def test_gc(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert cli("gc", dead, living).out == "nothing to remove\n"
 
 
+def test_gc_of_old_histories(cli: Cli, job_name: str) -> None:
+    """Only those of ended jobs, and not those beside checkpoints."""
+    living, dead = f"{job_name}-living", f"{job_name}-dead"
+    cli.serve(living, MODEL)
+    state = state_directory()
+    (state / dead).mkdir(parents=True)
+    names = (f"{dead}.history.jsonl", f"{dead}.history.old.jsonl", f"{living}.history.jsonl")
+    for path in (*(state / name for name in names), state / dead / "history.jsonl"):
+        path.write_text('{"time":1,"version":1}\n')
+        os.utime(path, (1, 1))
+    (state / f"{job_name}-new.history.jsonl").write_text("")
+    some = (dead, living, f"{job_name}-new")
+    there = sorted(str(state / name) for name in names[:2])
+    assert not cli("gc", *some, "--history-days", 40_000, "--json").json["removed"]
+    for more in (["--dry-run"], []):
+        removed = cli("gc", *some, *more, "--json").json["removed"]
+        assert [(one["kind"], one["job"]) for one in removed] == [("history", dead)] * 2
+        assert sorted(one["path"] for one in removed) == there
+    left = {path.name for path in state.iterdir()}
+    assert left >= {f"{job_name}-new.history.jsonl", names[2], dead}
+    assert not left & set(names[:2])
+
+
 def test_dead_job_starts_again(cli: Cli, job_name: str) -> None:
     cli.serve(job_name, MODEL)
     support.kill_all(job_name)
@@ -266,6 +293,11 @@ def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
         )
 
     assert state() == "orphaned"
+    (job,) = (one for one in cli("ls", "--json").json["jobs"] if one["name"] == job_name)
+    assert (job["watchdog_pid"], job["learners"]) == (None, 1)
+    assert job["server_pid"] in presence.server_pids(job_name)
+    assert "learner.py" in job["command"]
+    assert "learner.py" in cli("ls").out
     assert "serve it again (gadei-ps serve)" in cli("status", job_name).error
     with pytest.raises(JobNotFound, match=r"lost its watchdog.* serve it again \(gadei-ps serve\)"):
         Client(job_name)

@@ -43,19 +43,38 @@ def test_roff_accepts_the_pages() -> None:
     assert done.stderr == ""
 
 
-def test_bash_completes() -> None:
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("uninst", "uninstall-unit"),
+        ("status runs", "runs-1 runs-2"),
+        ("stop runs-1", "runs-1"),
+        ("history runs", "runs-1 runs-2 runs-3 runs-4"),
+        ("plot runs-4", "runs-4"),
+    ],
+)
+def test_bash_completes(words: str, completed: str, tmp_path: Path) -> None:
+    """Commands, and names of jobs: those that run, or have left a history."""
+    for name in ("runs-1.sock", "runs-2.sock", "runs-3.history.jsonl", "other.history.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "runs-4").mkdir()
+    (tmp_path / "runs-4" / "history.jsonl").touch()
     script = manual.COMPLETIONS["bash"]
     code = f"""
         source {SHARE / script}
-        COMP_WORDS=(gadei-ps uninst) COMP_CWORD=1
+        COMP_WORDS=(gadei-ps {words}) COMP_CWORD={len(words.split())}
         _gadei_ps_completion gadei-ps
         echo "${{COMPREPLY[@]}}"
     """
     done = subprocess.run(
         ["bash", "-c", code],
-        env={"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"},
+        env={
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "GADEI_PS_RUNTIME_DIR": str(tmp_path),
+            "GADEI_PS_STATE_DIR": str(tmp_path),
+        },
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == "uninstall-unit\n"
+    assert done.stdout == f"{completed}\n"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 import support
+from rich.console import Console
 from shell import FOREVER, Cli, learning
 
 from gadei_ps.show import picture, status, tables
@@ -71,12 +73,14 @@ def test_histogram_of_staleness() -> None:
     """Single bins up to 3, then powers of two, and no line after the last gradient."""
     counts = [0] * 32
     counts[0], counts[5], counts[7], counts[17] = 60, 10, 20, 10
-    columns = [list(one.cells) for one in status.histogram(counts).columns]
+    columns = [
+        [str(one) for one in cells] for cells in zip(*status.histogram(counts).rows, strict=True)
+    ]
     assert columns[0] == ["0", "1", "2", "3", "4-7", "8-15", "16-31", "32-63"]
     assert columns[1] == ["60", "0", "0", "0", "30", "0", "0", "10"]
     assert columns[2][0] == "60.0 %"
     counts[31] = 1
-    assert list(status.histogram(counts).columns[0].cells)[-1] == "524,288 and more"
+    assert str(status.histogram(counts).rows[-1][0]) == "524,288 and more"
 
 
 @pytest.mark.parametrize(
@@ -110,3 +114,27 @@ def test_a_terminal_takes_no_name_for_commands(capsys: pytest.CaptureFixture[str
     assert "a\\x1b[2Jb\\u202ec" in said
     assert said.endswith("d\\re\tf\n\n")
     assert said.replace("\n", "").replace("\t", "").isprintable()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_table_breaks_no_word(width: int) -> None:
+    """It omits columns instead; only a column that says so is cut, and sentences are wrapped."""
+    made = tables.Fitting(
+        ("job", "state", "started", "samples of all", "remark", "command"),
+        right=("samples of all",),
+        whole=("state", "started"),
+        dispensable=("started", "samples of all"),
+        cut="command",
+    )
+    command = "python my_train.py --lr 0.1 --epochs 20"
+    made.add_row("demo", "running", "11-26 14:29:08", "123,456", "two words", command)
+    out = io.StringIO()
+    Console(file=out, width=width).print(made)
+    lines = out.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    words = set(out.getvalue().split())
+    assert {"demo", "running", "two", "words", "job", "state", "remark"} <= words
+    assert ({"11-26", "14:29:08"} <= words) == (width >= 60)
+    assert ("123,456" in words) == (width >= 60)
+    assert (command in out.getvalue()) == (width == 200)
+    assert ("…" in out.getvalue()) == (width < 200)

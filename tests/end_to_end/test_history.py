@@ -37,8 +37,9 @@ shape = [8]
 
 
 def lines(source: str | Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = history.read(str(source))["lines"]
-    return found
+    """Points and changes, without the lines on learners and the end."""
+    found = history.read(str(source))["lines"]
+    return [one for one in found if not {"command", "ended"} & one.keys()]
 
 
 def push(client: Client, count: int = 1) -> None:
@@ -94,6 +95,11 @@ def test_a_history(job_name: str) -> None:
         push_until_told(client, job_name, 1)
     assert lines(path)[0]["time"] > there[-1]["time"]
     assert lines(old) == there
+    newest, before = (one for one in history.runs() if one.job == job_name)
+    assert (newest.file, before.file) == (str(path), str(old))
+    assert (newest.state, before.state) == ("stopped", "stopped")
+    assert (before.gradients, before.accuracy, before.loss) == (last, 0.75, 2.0)
+    assert "pytest" in before.command or before.command, "the learner is a fork of this process"
 
 
 def test_it_goes_on_after_deaths(cli: Cli, job_name: str) -> None:
@@ -114,7 +120,7 @@ def test_it_goes_on_after_deaths(cli: Cli, job_name: str) -> None:
         push_until_told(client, job_name, len(there) + 1)
         out = cli("history", job_name, "--last", "2").out
         assert out.splitlines()[0].split() == [
-            *("time", "version", "loss", "samples/s", "staleness", "learners")
+            *("time", "gradients", "loss", "samples/s", "staleness", "learners")
         ]
         assert len(out.splitlines()) == 3
         assert len(cli("history", f"{job_name}.toml", "--last", "1", "--json").json["lines"]) == 1
