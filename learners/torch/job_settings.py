@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -108,10 +109,13 @@ def _place(group: Said, names: dict[int, str], parameter: torch.nn.Parameter) ->
 class JobSettings:
     """The same for all groups of a learner, which are the job's."""
 
-    def __init__(self, client: Client, trained: Trained, says: Says) -> None:
+    def __init__(
+        self, client: Client, trained: Trained, says: Says, from_zero: Sequence[bool]
+    ) -> None:
         """The last group, of parameters that no other one names, is left out if it has none.
 
         says: of the script. The parameters of a group are in the order in which it names them.
+        from_zero: groups whose rate is 0 in the script, and 1 in the job if that has no other.
         """
         self._client = client
         self._changes = client.hyper_changes
@@ -134,6 +138,9 @@ class JobSettings:
             {"params": one, **has.shown} for one, has in zip(members, self._settings, strict=True)
         ]
         """As torch's constructor takes them."""
+        for made, zero in zip(self.groups, from_zero, strict=False):
+            if zero and made["lr"] == 1:
+                made["lr"] = 0.0
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -57,6 +57,27 @@ def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Says:
     return _of_object(like, trained)
 
 
+def from_zero(says: Says) -> tuple[Says, list[bool]]:
+    """The same with rates of 1 for rates of 0, and which groups began at 0, the last one that of
+    all other parameters.
+
+    A scheduler, or a wrapper, moves such a rate before the first step. The rates of a learner
+    travel relative to the job's, which must not be 0.
+    """
+
+    def is_zero(lr: float | None) -> bool:
+        return says.lr == 0 if lr is None else lr == 0
+
+    groups = says.groups or ()
+    zero = [*(is_zero(one.lr) for one in groups), says.lr == 0]
+    update: dict[str, Any] = {"lr": 1.0} if says.lr == 0 else {}
+    if any(one.lr == 0 for one in groups):
+        update["groups"] = tuple(
+            one.model_copy(update={"lr": 1.0}) if one.lr == 0 else one for one in groups
+        )
+    return says.model_copy(update=update), zero
+
+
 def _known(kind: type) -> str:
     if kind not in KINDS:
         known = ", ".join(one.__name__ for one in KINDS)

@@ -13,7 +13,7 @@ import torch
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.said import Says
-from gadei_ps.learners.torch import casts
+from gadei_ps.learners.torch import casts, owners
 from gadei_ps.memory.weights import Model
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -94,14 +94,25 @@ class Trained:
         return any(map(casts.differs, self.parameters.values()))
 
     def join(self, job: str | None, **options: Any) -> Client:
-        """A client whose job has this model. options: keywords of Client. Raises what it raises."""
-        return Client(
+        """A client whose job has this model. options: keywords of Client.
+
+        Raises what Client raises, and UsageError if another model of this process has joined the
+        job.
+        """
+        values = _initial(_ordered(self.module, self.parameters))
+        client = Client(
             job,
-            tensors=_initial(_ordered(self.module, self.parameters)),
+            tensors=values,
             buffers=_initial(self.buffers),
             aliases=self.aliases(),
             **options,
         )
+        try:
+            owners.check_same(self.parameters, values, client, named=job is not None)
+        except BaseException:
+            client.detach()
+            raise
+        return client
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied weights, as state_dict() has them, each with the first name."""

@@ -17,15 +17,15 @@ from gadei_ps.errors import UsageError
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import assign, casts, gpu, host, loading, owners, seeds
+from gadei_ps.learners.torch import like as like_torch
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.groups import named
 from gadei_ps.learners.torch.host import HostBackend
 from gadei_ps.learners.torch.job_settings import JobSettings
-from gadei_ps.learners.torch.like import settings
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.torch.sampler import Samples
-from gadei_ps.learners.torch.state import Saves
+from gadei_ps.learners.torch.state import Saves, State
 from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
 from gadei_ps.learners.work import OTHERS
@@ -136,7 +136,7 @@ class Optimizer(Saves, Samples):
             **others,
         }
         given["groups"] = None if groups is None else named(groups, trained)
-        says = settings(like, given, trained)
+        says, from_zero = like_torch.from_zero(like_torch.settings(like, given, trained))
         on_gpu = gpu.is_on_gpu(next(iter(trained.parameters.values())))
         if on_gpu and free_gradients:
             raise UsageError(
@@ -182,9 +182,10 @@ class Optimizer(Saves, Samples):
             made.callback(self._loads.close)
             if earlier is not None:
                 self._loads.go_on(earlier)
-            self._job = JobSettings(self.client, trained, says)
+            self._job = JobSettings(self.client, trained, says, from_zero)
             self._made = False
             super().__init__(self._job.groups, self._job.defaults)
+            self.state = State(self.client, trained, self._parameters())
             self._made = True
             self.client.used_by(self)
             # Of one that is dropped without close(): the model gets memory of its own all the same.
@@ -212,6 +213,13 @@ class Optimizer(Saves, Samples):
 
     def __reduce__(self) -> NoReturn:
         raise stays(self)
+
+    def share_memory(self) -> None:
+        """Does nothing; scripts of Hogwild call it of an optimizer whose state is to be shared."""
+        warnings.warn(
+            "share_memory: momentum and moments are in the job's server; there is nothing to share",
+            stacklevel=to_the_script(),
+        )
 
     # -- one step -------------------------------------------------------------------------------
 

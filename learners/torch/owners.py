@@ -6,16 +6,27 @@ others wait for it, and its close() would take the parameters away again.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.client import Client
 
 # By the ids of their parameters, which live as long as they do. Each has a close().
 _OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# Parameters of all models that have joined a job, by process and job.
+_JOINED: dict[tuple[int, bytes], list[weakref.ref[torch.nn.Parameter]]] = {}
+ANOTHER = (
+    "another model of this process has trained in job {0!r}, and this one would begin with its "
+    "weights: give it a job of its own (k-fold, sweeps: `with gadei_ps.serve('{0}-2') as job:` and "
+    "Optimizer(model, job.name), or a `gadei-ps run` for each model), or name the job to continue "
+    "from its weights: Optimizer(model, {0!r})"
+)
 
 
 def own(parameters: Iterable[torch.nn.Parameter], owner: object) -> None:
@@ -49,3 +60,28 @@ def check_free(parameters: Mapping[str, torch.nn.Parameter]) -> None:
                 f"parameter {name!r} belongs to {'an' if kind[0] in 'AEIOU' else 'a'} {kind} that "
                 "has not left its job: close() that one first"
             )
+
+
+def check_same(
+    parameters: Mapping[str, torch.nn.Parameter],
+    values: Mapping[str, np.ndarray],
+    client: Client,
+    *,
+    named: bool,
+) -> None:
+    """Raises UsageError if another model of this process has joined the job before, which would
+    give its weights to this one without a word.
+
+    values: of the parameters, before they are the job's. named: whether the script names the job.
+    """
+    job = os.getpid(), client.place.control.header["job_id"].tobytes()
+    joined = _JOINED.setdefault(job, [])
+    before = bool(joined)
+    joined[:] = [one for one in joined if one() is not None]
+    ours = {id(one) for one in parameters.values()}
+    is_another = before and not named and not any(id(one()) in ours for one in joined)
+    if is_another and any(
+        not np.array_equal(client.weights[name], one) for name, one in values.items()
+    ):
+        raise UsageError(ANOTHER.format(client.job))
+    joined += map(weakref.ref, parameters.values())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -43,6 +44,11 @@ KEPT = (
     "load_state_dict: the job has made steps with another state, and keeps it; to go back to this "
     "one, load it after a step of this learner"
 )
+READ_ONLY = (
+    "optimizer.state is the server's and can only be read: load_state_dict() replaces it, and "
+    "optimizer.assign(values, reset=True) clears it"
+)
+NO_STATE: Mapping[str, torch.Tensor] = MappingProxyType({})
 Saved = Mapping[str, Any]
 
 
@@ -155,14 +161,79 @@ def _warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None
             )
 
 
+class State(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
+    """`optimizer.state`: momentum and moments of each parameter, as torch's class keeps them.
+
+    A copy of the server's, made at the first look after each step of this learner. Torch refuses
+    writes to the tensors, which are made under inference_mode(). Empty after close().
+    """
+
+    def __init__(
+        self, client: Client, trained: Trained, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self._client, self._trained, self._parameters = client, trained, parameters
+        self._found: dict[torch.Tensor, Mapping[str, torch.Tensor]] = {}
+        self._published = -1
+
+    def _now(self) -> dict[torch.Tensor, Mapping[str, torch.Tensor]]:
+        client = self._client
+        if client.left:
+            return {}
+        if self._published != client.published:
+            published = client.published
+            with torch.inference_mode():
+                found, _ = _read(client, self._trained, self._parameters)
+            self._found = {
+                self._parameters[number]: MappingProxyType(one) for number, one in found.items()
+            }
+            self._published = published
+        return self._found
+
+    def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return self._now().get(parameter, NO_STATE)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._now()
+
+    def __setitem__(self, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """For frameworks that move tensors to the device where they are."""
+        kept = self[parameter]
+        if kept.keys() != values.keys() or any(kept[name] is not values[name] for name in kept):
+            raise UsageError(READ_ONLY)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise UsageError(READ_ONLY)
+
+    __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+
+
 class Saves(torch.optim.Optimizer):
     """The part of Optimizer that saves and loads its state."""
 
     client: Client
     _trained: Trained
     _job: JobSettings
+    _made: bool
+    _state: Any
     _given: Mapping[str, int] | None = None
     """What state_dict() has said of the steps."""
+
+    @property
+    def state(self) -> Any:
+        """See State."""
+        return self._state
+
+    @state.setter
+    def state(self, given: Any) -> None:
+        if getattr(self, "_made", False):
+            raise UsageError(READ_ONLY)
+        self._state = given
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's class of the job's kind gives it, with momentum and moments of the server.
@@ -172,7 +243,11 @@ class Saves(torch.optim.Optimizer):
         """
         if self.client.left:
             raise UsageError("state_dict: momentum and moments were the job's; save before close()")
-        parts = super().state_dict()
+        shown, self._state = self._state, {}
+        try:
+            parts = super().state_dict()
+        finally:
+            self._state = shown
         parts["state"], steps = _read(self.client, self._trained, self._parameters())
         groups = [_whole_group(self.client, one) for one in parts["param_groups"]]
         self._given = {"steps": steps}

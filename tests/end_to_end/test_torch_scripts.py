@@ -12,6 +12,7 @@ from support.torch_models import batch_norm_model, data, plain_model
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
+from gadei_ps.errors import UsageError
 from gadei_ps.learners.torch import Optimizer
 
 STEPS = 10
@@ -198,3 +199,105 @@ def test_evaluation_under_inference_mode(view: bool, job_name: str) -> None:
             optimizer.close()
         model(torch.randn(8, 10)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_second_model_of_a_process(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each fold of a cross-validation has one; it would begin with the weights of the first."""
+    monkeypatch.setenv("GADEI_PS_JOB", job_name)
+    model = plain_model()
+    with daemon(job_name, optimizer={}):
+        for one in (model, model, nn.ModuleList([model])[0]):
+            optimizer = Optimizer(one, kind="sgd", lr=0.1, wait=True)
+            model(torch.ones(1, 10)).sum().backward()
+            optimizer.step()
+            optimizer.close()
+        Optimizer(copy.deepcopy(model), kind="sgd", lr=0.1).close()
+        with pytest.raises(UsageError, match=f"another model of this process has .*{job_name!r}"):
+            Optimizer(plain_model(), kind="sgd", lr=0.1)
+        assert not status(job_name)["learners"]
+        Optimizer(plain_model(), job_name, kind="sgd", lr=0.1).close()
+
+
+def of_class(kind: str, parameters: Any, **given: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = getattr(torch.optim, kind)(parameters, **given)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("Adam", {}),
+        ("AdamW", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("SGD", {}),
+        ("Adagrad", {}),
+        ("RMSprop", {"momentum": 0.5}),
+    ],
+)
+def test_momentum_and_moments_can_be_read(
+    kind: str, given: dict[str, float], job_name: str
+) -> None:
+    model, twin = plain_model(), plain_model()
+    given = {"lr": 0.01} | given
+    theirs = of_class(kind, twin.parameters(), **given)
+    with daemon(job_name, optimizer={}):
+        optimizer = Optimizer(model, job_name, like=getattr(torch.optim, kind), wait=True, **given)
+        assert not optimizer.state[model[0].weight]
+        by: Any
+        for inputs, targets in data(3):
+            for one, by in ((model, optimizer), (twin, theirs)):
+                by.zero_grad()
+                nn.functional.cross_entropy(one(inputs), targets).backward()
+                by.step()
+            for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+                has = {n: v for n, v in theirs.state[other].items() if v is not None}
+                assert optimizer.state[mine].keys() == has.keys()
+                for name, value in optimizer.state[mine].items():
+                    torch.testing.assert_close(value, has[name], rtol=1e-3, atol=1e-5)
+        for one, values in optimizer.state.items():
+            for value in values.values():
+                with pytest.raises(RuntimeError, match="Inplace update"):
+                    value.zero_()
+            optimizer.state[one] = dict(values)  # as Lightning moves them to the same device
+        refused: list[Any] = [
+            lambda: optimizer.state.clear(),
+            lambda: setattr(optimizer, "state", {}),
+            lambda: optimizer.state.update({}),
+            lambda: optimizer.state.__setitem__(model[0].weight, {"x": torch.ones(1)}),
+        ]
+        for write in refused:
+            with pytest.raises(UsageError, match="can only be read: load_state_dict"):
+                write()
+        with pytest.warns(UserWarning, match="there is nothing to share"):
+            optimizer.share_memory()
+        optimizer.close()
+        assert not optimizer.state
+
+
+def with_zero(kind: str, model: nn.Module) -> Any:
+    if kind == "groups":
+        return {"kind": "sgd", "lr": 0.1, "groups": [{"params": "*.bias", "lr": 0.0}]}
+    if kind == "like":
+        return {"like": torch.optim.SGD(model.parameters(), lr=0)}
+    return {"kind": "sgd", "lr": 0.0}
+
+
+@pytest.mark.parametrize("kind", ["keywords", "like", "groups"])
+def test_a_rate_of_zero_to_begin_with(kind: str, job_name: str) -> None:
+    """A wrapper sets it before each step."""
+    model, twin = plain_model(), plain_model()
+    theirs = torch.optim.SGD(twin.parameters(), lr=0)
+    with daemon(job_name, optimizer={}):
+        optimizer = Optimizer(model, job_name, wait=True, **with_zero(kind, model))
+        assert optimizer.param_groups[0]["lr"] == 0
+        by: Any
+        for number, (inputs, targets) in enumerate(data(STEPS)):
+            for one, by in ((model, optimizer), (twin, theirs)):
+                for group in by.param_groups:
+                    group["lr"] = 0.01 * number
+                by.zero_grad()
+                nn.functional.cross_entropy(one(inputs), targets).backward()
+                by.step()
+        optimizer.close()
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
