@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x895327de9534d156ull
+#define PS_BUILD 0x83b85250d0ff1e2eull
 
 #endif

@@ -182,7 +182,7 @@
   F(T, 456, u32, model_ready, , W, "1: weights and state") F(T, 460, i32, watchdog_pid, , W, "") \
   F(T, 464, u64, watchdog_start, , W, "when the process started, as `owner_start`")              \
   F(T, 472, u64, pause, , saver/W, "CLOCK_MONOTONIC ns until which shards stand still; 0: none")  \
-  F(T, 480, u64, temporary, , W, "1: a command's own job, which no later watchdog adopts")       \
+  F(T, 480, u64, temporary, , W, "1: of a command: no later watchdog adopts it; 2: of `run`, whose next one does") \
   F(T, 488, u64, saves, , W, "1: a stop ends with a checkpoint")                                 \
   F(T, 496, u64, sync_wanted, , W, "number of the model wanted: sync_text[number % 2]")          \
   F(T, 504, u64, numbers_wanted, , W, "number of the change that `hyper_next` is for")           \

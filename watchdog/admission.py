@@ -142,10 +142,11 @@ class Admission:
             weights.check_same(model, offered)
         except ModelMismatch as error:
             ours, other = (_in_words(tensors) for tensors in (model.tensors, offered))
+            fresh = ", or start the job from zero (--fresh)" if self._memory.adopted else ""
             raise ModelMismatch(
                 f"{error}; job {self._memory.config.name!r} already has a model, of {ours}, and "
                 f"this one is of {other}: give another model a job of its own, or put both into "
-                "one module"
+                f"one module{fresh}"
             ) from None
 
     def _offer(

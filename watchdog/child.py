@@ -45,8 +45,8 @@ def _told(end: int) -> dict[str, Any] | None:
 def run(end: int, nursery: Nursery | None) -> int:
     """Returns the exit code. end: descriptor of a socket to the command that has started this.
 
-    From there come, as a line of JSON: config, the job's configuration; fresh, verbose, keep and
-    learners, see Options. The reason why the watchdog could not start goes there.
+    From there come, as a line of JSON: config, the job's configuration; fresh, verbose, keep,
+    survives and learners, see Options. The reason why the watchdog could not start goes there.
     """
     told = _told(end)
     if told is None:
@@ -58,6 +58,7 @@ def run(end: int, nursery: Nursery | None) -> int:
         options = Options(
             fresh=told["fresh"],
             resume=config.checkpoint is not None or told["keep"],
+            survives=told["survives"],
             verbose=verbose,
             quiet=not verbose,
             learners=told["learners"],

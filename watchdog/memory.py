@@ -21,7 +21,7 @@ import contextlib
 import os
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -51,8 +51,8 @@ from gadei_ps.watchdog.dead import differs, name_taken
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.script import Script
 
-OWN_FILE = "serve it with the job file that it had, or drop it with serve --fresh"
-OWN_BUILD = "serve it with its own gadei-ps, or drop it with serve --fresh"
+OWN_FILE = "start it with the job file or the options that it had, or drop it with --fresh"
+OWN_BUILD = "start it with its own gadei-ps, or drop it with --fresh"
 LOOK_S = 0.001
 
 
@@ -345,6 +345,15 @@ class JobMemory:
     def enter_script(self, said: Script) -> None:
         """This is what the scripts have said, before their first gradient."""
         settings.enter(self.control, self.config, said, self.changes)
+        script.write(self.control, said)
+        self.script = said
+
+    def reopen_script(self) -> None:
+        """Lets the first script to come set what it wants of the optimizer, as after a checkpoint.
+
+        No learner may be attached.
+        """
+        said = replace(self.script, is_open=True, saved=True)
         script.write(self.control, said)
         self.script = said
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gadei_ps.memory.layout import Kept
 from gadei_ps.watchdog.nursery import Nursery
 
 START_SILENT_S = 180.0  # how long a start may go without progress
@@ -15,16 +16,18 @@ class Options:
     """How a watchdog is started.
 
     fresh: use neither the memory of a dead watchdog nor checkpoints. resume: look for checkpoints;
-    False for the jobs of commands. finish: serve nothing, but end a job that is in memory without a
-    watchdog. recorded: the configuration was read from that memory. checkpoint: go on from this one
-    instead of from memory. notice: a warning to log once the job is served. quiet, verbose,
-    as_json: of the servers' log. start_silent_s: how long the start may make no progress. learners:
-    how many are to come, where the job file does not say: their rings must fit into memory beside
-    the model. nursery: one that was started before.
+    False for the jobs of commands. survives: unless a client has asked for the stop, the memory
+    stays at the end for the next `gadei-ps run` of the job. finish: serve nothing, but end a job
+    that is in memory without a watchdog. recorded: the configuration was read from that memory.
+    checkpoint: go on from this one instead of from memory. notice: a warning to log once the job is
+    served. quiet, verbose, as_json: of the servers' log. start_silent_s: how long the start may
+    make no progress. learners: how many are to come, where the job file does not say: their rings
+    must fit into memory beside the model. nursery: one that was started before.
     """
 
     fresh: bool = False
     resume: bool = True
+    survives: bool = False
     finish: bool = False
     recorded: bool = False
     checkpoint: Path | None = None
@@ -35,6 +38,13 @@ class Options:
     start_silent_s: float = START_SILENT_S
     learners: int = 1
     nursery: Nursery | None = None
+
+    @property
+    def kept(self) -> Kept:
+        """Which command continues with the job's memory."""
+        if self.survives:
+            return Kept.BY_RUN
+        return Kept.BY_SERVE if self.resume else Kept.NEVER
 
     @property
     def flags(self) -> list[str]:

@@ -187,6 +187,7 @@ class Requests:
                 self._discard(client)
                 return None
             case StopJob():
+                self._stopping.asked = True
                 self._stopping.begin(request.drain, request.timeout_s)
                 self._stopping.waiting.append(client)
                 return None
@@ -245,6 +246,7 @@ class Requests:
         if not self._checkpoints.newer:
             raise ControlError("no checkpoint is newer than the memory: stop without --discard")
         self._stopping.discards = True
+        self._stopping.asked = True
         self._stopping.begin(drain=False, timeout_s=1.0)
         self._stopping.waiting.append(client)
 

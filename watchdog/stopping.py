@@ -50,6 +50,8 @@ class Stopping:
     notify: Notify
     log: Any
     begun: bool = False
+    asked: bool = False
+    """Whether a client has asked for it."""
     discards: bool = False
     """Whether there is to be none."""
     problem: str = ""

@@ -27,7 +27,7 @@ from gadei_ps.job import modes, paths, service
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import cgroups, log, process
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import Phase, Stop
+from gadei_ps.memory.layout import Kept, Phase, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.storage import checkpoint
@@ -159,6 +159,9 @@ class Supervisor:
             stop = Stop(int(self._control["stop"]))
             self._servers.adopt()
             self._roster.adopt(time.monotonic())
+            self._control["temporary"] = self.options.kept
+            if self.options.survives and not self._roster.rows:
+                self.memory.reopen_script()
             self._examine_checkpoints()
         else:
             for name in clear_dead(self.config.name):
@@ -168,7 +171,7 @@ class Supervisor:
                 self._notify.status("nothing of the job was left to be ended")
                 raise JobStopped("nothing of the job is left to be ended")
             self.memory.create_control(sync.parse(self.config.sync))
-            self._control["temporary"] = not self.options.resume
+            self._control["temporary"] = self.options.kept
             self._make_first_model()
         self._wait_until_serving()
         path = paths.socket_path(self.config.name)
@@ -390,8 +393,16 @@ class Supervisor:
     @property
     def _stays(self) -> bool:
         """Whether the job's memory is for the next watchdog."""
-        failed = bool(self._failed) and self._begun and not int(self._control["temporary"])
+        temporary = int(self._control["temporary"]) == Kept.NEVER
+        failed = bool(self._failed) and self._begun and not temporary
         return failed or int(self._control["phase"]) == Phase.KEPT
+
+    @property
+    def _survives(self) -> bool:
+        """Whether the memory is for the next `run`: its launcher has died, or wants it so."""
+        unsaved = not self._stopping.asked and not self._stopping.saves
+        trained = self.memory.model is not None and int(self._control["version"]) > 0
+        return self.options.survives and unsaved and trained
 
     def _fail(self, why: str) -> None:
         self._failed = why
@@ -404,8 +415,9 @@ class Supervisor:
         """Ends the servers, answers waiting clients, and removes everything of the job.
 
         The memory stays if the last checkpoint failed, because it holds what the checkpoint lacks,
-        and if the job has failed, because the next start may continue with it. A command's own job
-        has no next start. Whatever fails here, the job's name and memory are free afterwards.
+        if the job has failed, because the next start may continue with it, and if the launcher of
+        `run` was killed. Most jobs of commands have no next start. Whatever fails here, the job's
+        name and memory are free afterwards.
         """
         with contextlib.ExitStack() as last:
             last.callback(self._notify.close)
@@ -422,7 +434,8 @@ class Supervisor:
         """Whether the job has ended, and does not wait for another watchdog."""
         made = hasattr(self.memory, "control") and not (self._leave or self._keep)
         if made:
-            phase = Phase.KEPT if self._stopping.problem else Phase.STOPPED
+            kept = self._stopping.problem or self._survives
+            phase = Phase.KEPT if kept else Phase.STOPPED
             # In this order: a learner that sees the stop also sees the reason.
             self._control["phase"] = Phase.FAILED if self._failed else phase
             _native.store32(self.memory.control.word(layout.CONTROL, "stop"), Stop.CLOSED)

@@ -47,13 +47,14 @@ def run(
         int, typer.Option(metavar="N", min=1, max=256, help="Number of learners to start.")
     ] = 1,
     restart: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="K",
             min=0,
             help="Restart learners that are killed by a signal, at most K times in all.",
+            show_default="until one is killed 10 times within 5 s of its start",
         ),
-    ] = 0,
+    ] = None,
     optimizer: Annotated[
         OptimizerName | None,
         typer.Option(
@@ -112,8 +113,9 @@ def run(
 ) -> int:
     """Start learners and wait until they end: gadei-ps run demo -- python my_train.py
 
-    If no job of this name is running, it is served until the learners end. Ctrl-C is passed on to
-    the learners, which have 30 s to save what they want to; pressed again, it ends them at once.
+    If no job of this name is running, it is served until the learners end. If they fail, the job
+    stays in memory, and the same command continues it. Ctrl-C is passed on to the learners, which
+    have 30 s to save what they want to; pressed again, it ends them at once.
     """
     from gadei_ps.commands import early
 
@@ -142,6 +144,8 @@ def run(
         print_json(summary)
     else:
         print(f"gadei-ps: {view.ran(summary)}", file=sys.stderr)
+    if kept := view.kept(summary):
+        print(f"gadei-ps: {kept}", file=sys.stderr)
     return int(summary["exit_code"])
 
 
@@ -160,7 +164,11 @@ def attach(
     from gadei_ps.commands.run import RunOptions, attach_and_wait, become_learner
 
     options = RunOptions(
-        device=device.value, gpus=gpus, devices_per_learner=devices_per_learner, stdout=2
+        restart=0,
+        device=device.value,
+        gpus=gpus,
+        devices_per_learner=devices_per_learner,
+        stdout=2,
     )
     if not as_json:
         become_learner(job, command, options)

@@ -54,6 +54,7 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
         name = signal.Signals(interrupted.number).name
         if as_json:
             print_json({"error": f"interrupted by {name}", "kind": "Interrupted"})
+        _print_notes(interrupted)
         return 128 + interrupted.number
     except BrokenPipeError:
         _discard_stdout()
@@ -61,7 +62,8 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        return _report(error, as_json, json_log, learner_file)
+        code = _report(error, as_json, json_log, learner_file)
+        _print_notes(error)
     return code if isinstance(code, int) else 0
 
 
@@ -84,6 +86,11 @@ def _report(error: Exception, as_json: bool, json_log: bool = False, learner_fil
         except BrokenPipeError:
             _discard_stdout()
     return code
+
+
+def _print_notes(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", ()):
+        print(f"gadei-ps: {plain(note)}", file=sys.stderr)
 
 
 def _with_file(file: str, message: str) -> str:

@@ -137,7 +137,7 @@ class Machine:
         os.environ[NUMBER_VARIABLE] = str(settings.number)
         os.environ[COUNT_VARIABLE] = str(settings.machines)
         command = settings.command
-        joined = RunOptions(settings.learners, settings.restart, join=True)
+        joined = RunOptions(settings.learners, settings.restart, join=True, survives=False)
         if self._program is not None and self._data is not None:
             command = self._program.command(self._data.path)
             joined = replace(joined, device=self._program.device, stays=self._stays)

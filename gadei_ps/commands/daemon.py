@@ -29,10 +29,12 @@ from gadei_ps.errors import (
     in_words,
 )
 from gadei_ps.job import control, paths
-from gadei_ps.job.absence import absence
+from gadei_ps.job.absence import absence, locked
 from gadei_ps.job.config import JobConfig, state_directory
 from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts, process
+from gadei_ps.memory import presence, segment
+from gadei_ps.memory.layout import Kept
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.liveness import LATE_S, Watch, progress
@@ -56,7 +58,8 @@ class Daemon:
     If this process is killed, the kernel signals the watchdog, which ends the servers and removes
     the job's segments. The kernel also does that when the thread that uses this object ends.
 
-    The job starts from zero, unless its configuration names a directory of checkpoints.
+    The job starts from zero, unless its configuration names a directory of checkpoints, or it
+    survives. Then it continues with the memory that the last `run` of its name has left.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Daemon:
         learners: int = 1,
         fresh: bool = False,
         keep: bool = False,
+        survives: bool = False,
         child: Child | None = None,
         wanted: Callable[[], None] = interrupts.check,
     ) -> None:
@@ -78,20 +82,25 @@ class Daemon:
         start_silent_s: how long the watchdog's start may make no progress. learners: how many are
         to come; their rings must fit into memory beside the model. fresh: from zero, whatever
         memory and checkpoints are there. keep: the job goes on after this process, as one of
-        `gadei-ps serve`; its log goes to a file. child: a process for the watchdog that was started
-        before; not one with `silent` or `keep`. wanted: raises during the start if it is to end.
+        `gadei-ps serve`; its log goes to a file. survives: if this process is killed, and as long
+        as `keeps` is true, the memory stays at the end for the next `run`. child: a process for the
+        watchdog that was started before; not one with `silent` or `keep`. wanted: raises during the
+        start if it is to end.
         """
         self.config = config
         if not keep:  # if watchdog and launcher are killed together, the servers end by orphan_s
             self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
+        self.survives = survives
+        self.keeps = survives
+        """Whether the memory of what was trained stays at the end."""
         self.socket = paths.socket_path(config.name)
         self._flags = [f"--{flag}" for flag, on in (("silent", silent), ("keep", keep)) if on]
-        self._how = {"verbose": verbose, "learners": learners, "keep": keep}
+        self._how = {"verbose": verbose, "learners": learners, "keep": keep, "survives": survives}
         self._silent = silent
         self._keep = keep
         self._child = child
         self._wanted = wanted
-        self._fresh = fresh or (config.checkpoint is None and not keep)
+        self._fresh = fresh or (config.checkpoint is None and not keep and not survives)
         self._process: subprocess.Popen[bytes] | None = None
         self.code = 0
         """The exit code of a watchdog that was ended, negative for a signal."""
@@ -106,7 +115,7 @@ class Daemon:
                 f"gadei-ps stop {self.config.name}"
             )
         why = absence(self.config.name)
-        if why is not None:
+        if why is not None and not (self.survives and restartable(self.config.name)):
             raise JobInUse(why)
         try:
             self._start(fresh=self._fresh)
@@ -283,7 +292,12 @@ class Daemon:
                 self._process.wait()
         self.code = self._process.returncode
         # A watchdog that is ended while it adopts a job also leaves the job's memory behind.
-        if self._process.returncode < 0 or self.config.checkpoint is None:
+        if self.keeps and kept_version(self.config.name) is not None:
+            if self.code < 0:
+                from gadei_ps.watchdog.finish import end  # imports all of the watchdog
+
+                end(self.config.name)
+        elif self.code < 0 or self.config.checkpoint is None:
             jobs.drop(self.config.name)
 
     def __exit__(
@@ -293,6 +307,23 @@ class Daemon:
         trace: TracebackType | None,
     ) -> None:
         self.end()
+
+
+def restartable(job: str) -> bool:
+    """Whether `run` can continue a job from memory: an earlier `run` has left it, and has ended."""
+    living = presence.living(job)
+    control = presence.peek(job)
+    of_run = control is not None and int(control["temporary"]) == Kept.BY_RUN
+    alone = not (living.watchdog or living.elsewhere or locked(paths.lock_path(job)))
+    return of_run and alone and segment.is_kept(job)
+
+
+def kept_version(job: str) -> int | None:
+    """The version of the weights that an ended job has in memory; None without gradients."""
+    control = presence.peek(job)
+    if control is None or not segment.is_kept(job):
+        return None
+    return int(control["version"]) or None
 
 
 def running(job: str) -> bool:

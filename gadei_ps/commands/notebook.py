@@ -268,7 +268,12 @@ class ServedJob:
         saved.export_memory(self.name, Path(out))
 
     def run(
-        self, command: Sequence[str], *, learners: int = 1, restart: int = 0, **options: Any
+        self,
+        command: Sequence[str],
+        *,
+        learners: int = 1,
+        restart: int | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """Runs a program as learners of the job to their end, as `gadei-ps run` does.
 

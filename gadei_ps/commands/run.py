@@ -18,23 +18,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gadei_ps.commands import daemon, saved
-from gadei_ps.commands.daemon import Daemon
+from gadei_ps import sync
+from gadei_ps.commands import daemon, jobs, saved
+from gadei_ps.commands.daemon import Daemon, kept_version
 from gadei_ps.commands.early import Child
 from gadei_ps.commands.own import OwnLearners
 from gadei_ps.commands.served import Attached, Served, launch
-from gadei_ps.errors import GadeiError, JobStopped, UsageError, reason_of
-from gadei_ps.job import config
+from gadei_ps.errors import GadeiError, JobDiffers, JobStopped, UsageError, in_words, reason_of
+from gadei_ps.job import config, paths
+from gadei_ps.job.absence import locked
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.control import Launch
+from gadei_ps.job.control import Launch, Status
 from gadei_ps.machine import gpus, interrupts
+from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import ALONE_VARIABLE, JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.machine.output import Output
 from gadei_ps.memory.shm import check_job_name
+from gadei_ps.show import view
 from gadei_ps.show.counts import counted, mostly_refused
 from gadei_ps.show.optimizer import advice, start
 from gadei_ps.show.progress import Lines, Training, above
+from gadei_ps.storage import checkpoint
 from gadei_ps.storage.export import check as check_export
+from gadei_ps.storage.export import export as write_weights
+from gadei_ps.storage.snapshot import Snapshot
+from gadei_ps.watchdog import restart
+from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 
 POLL_S = 0.05
 STAY_S = 0.2
@@ -45,28 +54,34 @@ NEVER_JOINED = (
     "name of another job?"
 )
 GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
+ENDING_S = 20.0  # for the end of a job whose launcher was killed
+USEFUL_S = 5.0  # a learner that is killed sooner after its start has done nothing useful
+POLICY = Policy(longest_s=1.0)  # of learners that are killed
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """Options of `run`.
 
-    overrides: parts of a job's configuration, from flags. device, gpus, devices_per_learner: as
-    given by the flags of the same name. join: also a job whose learners run another program. fresh:
-    a job that `run` makes begins from zero. out: file for the weights at the end. log_dir:
-    directory for a file of each learner's output. quiet: no lines on how training goes, which there
-    are in a terminal only. stays: returns whether the job is still wanted, once all learners have
-    ended well.
+    restart: how often killed learners are started again in all; None: until one is killed again and
+    again right after its start. overrides: parts of a job's configuration, from flags. device,
+    gpus, devices_per_learner: as given by the flags of the same name. join: also a job whose
+    learners run another program. fresh: a job that `run` makes begins from zero. survives: it stays
+    in memory for the next `run` if the learners fail. out: file for the weights at the end.
+    log_dir: directory for a file of each learner's output. quiet: no lines on how training goes,
+    which there are in a terminal only. stays: returns whether the job is still wanted, once all
+    learners have ended well.
     """
 
     learners: int = 1
-    restart: int = 0
+    restart: int | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     device: str = "auto"
     gpus: str | None = None
     devices_per_learner: int | None = None
     join: bool = False
     fresh: bool = False
+    survives: bool = True
     out: Path | None = None
     log_dir: Path | None = None
     stdout: int | None = None
@@ -86,12 +101,16 @@ def run_learners(
     summary is 1 if a learner failed, all were killed or most gradients were refused, and 4 if the
     job is another process's and was stopped while they ran; 128 + N after signal N. The first
     signal is passed on to the learners, which have GRACE_S to end; the second one ends them at
-    once, and raises Interrupted. Raises GadeiError.
+    once; the third one raises Interrupted. Raises GadeiError. An error has a note if the job stays
+    in memory.
     """
     check_command(command)
     if options.out is not None:
         check_export(options.out)
-    if not job.endswith(".toml") and ("/" in job or daemon.running(job)):
+    is_name = not job.endswith(".toml") and "/" not in job
+    if is_name:
+        _await_end(job)
+    if (is_name and daemon.running(job)) or (not job.endswith(".toml") and "/" in job):
         if options.overrides or options.fresh:
             names = [*options.overrides, *(["fresh"] if options.fresh else [])]
             given = ", ".join(f"--{name}" for name in names)
@@ -116,15 +135,24 @@ def run_learners(
         )
     config.check_sync(wanted, options.learners, f"run --learners {options.learners}")
     compute = _compute(options)
-    with Daemon(
+    served = Daemon(
         wanted,
         verbose=options.verbose,
         learners=options.learners,
         fresh=options.fresh,
+        survives=options.survives,
         child=child,
-    ) as served:
-        wanted_numbers = launch(options.learners, command)
-        return _Run(Served(served), command, options, compute, wanted_numbers).run()
+    )
+    try:
+        with served:
+            _check_continues(served, options)
+            numbers = launch(options.learners, command)
+            summary = _Run(Served(served), command, options, compute, numbers).run()
+    except BaseException as error:
+        if served.keeps and (text := view.kept(_kept(wanted) | {"job": wanted.name})):
+            error.add_note(text)
+        raise
+    return summary | _kept(wanted) if served.keeps else summary
 
 
 def joining(report: Mapping[str, Any], wanted: Launch) -> str:
@@ -147,6 +175,45 @@ def joining(report: Mapping[str, Any], wanted: Launch) -> str:
         f"job {job!r} has been running since {since} and has {counted(number, 'learner')}: joining "
         "it; another name starts another job"
     )
+
+
+def _await_end(job: str) -> None:
+    """Waits while a job ends, such as one whose launcher was just killed."""
+    until = time.monotonic() + ENDING_S
+    with contextlib.suppress(GadeiError):
+        ends = jobs.status(job)["phase"] == "draining"
+        while ends and time.monotonic() < until:
+            time.sleep(POLL_S)
+            ends = daemon.running(job) or locked(paths.lock_path(job))
+
+
+def _check_continues(served: Daemon, options: RunOptions) -> None:
+    """Prints where a job continues. Raises JobDiffers for options that it cannot take over."""
+    report = served.request(Status())
+    if not report["version"]:
+        return
+    job, wanted = report["job"], options.overrides.get("sync")
+    if wanted is not None and str(sync.parse(wanted)) != report["sync"]:
+        raise JobDiffers(
+            f"--sync {wanted}: job {job!r} continues from memory with {report['sync']}; leave out "
+            "the option, or start the job from zero with --fresh"
+        )
+    _say(f"job {job!r} continues at version {report['version']:,}; --fresh starts it from zero")
+
+
+NOTHING_KEPT: Mapping[str, Any] = {"kept_version": None, "kept_in": None}
+
+
+def _kept(wanted: JobConfig) -> dict[str, Any]:
+    """Where the weights of a job are after its end: in memory, or in a directory of checkpoints."""
+    if (version := kept_version(wanted.name)) is not None:
+        return {"kept_version": version, "kept_in": "memory"}
+    if wanted.checkpoint is not None:
+        directory = wanted.checkpoint_directory()
+        with contextlib.suppress(GadeiError, OSError):
+            for one in checkpoint.found(directory)[:1]:
+                return {"kept_version": one.version, "kept_in": str(directory)}
+    return dict(NOTHING_KEPT)
 
 
 def _compute(options: RunOptions) -> Compute:
@@ -252,7 +319,11 @@ class _Run:
         self.ended: dict[int, Ended] = {}
         self.missed: list[Ended] = []  # ended for good; the job may await them
         self.pids: set[int] = set()
+        self.own = OwnLearners(job.control)
         self.restarts = 0
+        self.exits: dict[int, tuple[Exit, ...]] = {}
+        self.due: dict[int, float] = {}  # when learners are started again
+        self.held: Callable[[], Snapshot] | None = None  # weights that outlive the job
         self.begin = time.monotonic()
         self.first_gradient = 0.0
         self.reported = 0.0
@@ -267,24 +338,13 @@ class _Run:
         self.output: Output | None = None
 
     def run(self) -> dict[str, Any]:
-        """Raises GadeiError, and Interrupted at the second signal."""
-        with self._learners() as learners, interrupts.first_told() as signalled:
-            until = math.inf
-            while learners.pids and time.monotonic() < until:
-                self.pids.update(learners.pids)
-                self.own.look(self.pids)
-                if not self._look_at_job():
-                    self._say_goodbye(learners)
-                    break
-                self._tell_of_missed()
-                if self.signal is None and (number := signalled()) is not None:
-                    until = time.monotonic() + GRACE_S
-                    self._pass_on(number, learners)
-                self._look_at_learners(learners, 0 if self.signal else self.options.restart)
-                time.sleep(POLL_S)
-            if learners.pids and self.signal:
-                _say(f"{counted(len(learners.pids), 'learner')} did not end in time: ended")
-            learners.end(grace_s=0.0)
+        """Raises GadeiError, and Interrupted at the third signal."""
+        with interrupts.first_told() as signalled:
+            try:
+                with self._learners() as learners:
+                    self._watch(learners, signalled)
+            except Interrupted:  # which has ended the learners
+                self.signal = signalled()
             self.end = time.monotonic()
             self.stopped = self.job.was_stopped()
             self._stay(signalled)
@@ -292,11 +352,35 @@ class _Run:
             self.signal = signalled()
         return self._summary()
 
+    def _watch(self, learners: Learners, signalled: Callable[[], int | None]) -> None:
+        """Until the last learner has ended for good."""
+        until = math.inf
+        while (learners.pids or self.due) and time.monotonic() < until:
+            self.pids.update(learners.pids)
+            self.own.look(self.pids)
+            if not self._look_at_job():
+                self._say_goodbye(learners)
+                break
+            self._tell_of_missed()
+            if self.signal is None and (number := signalled()) is not None:
+                until = time.monotonic() + GRACE_S
+                self._pass_on(number, learners)
+            self._look_at_learners(learners)
+            time.sleep(POLL_S)
+        if learners.pids and self.signal:
+            _say(f"{counted(len(learners.pids), 'learner')} did not end in time: ended")
+
     def _pass_on(self, number: int, learners: Learners) -> None:
         self.signal = number
+        self.job.keep(self._keeps_after_signal)
         name = signal.Signals(number).name
         _say(f"{name}: the learners have {GRACE_S:g} s to end; once more ends them at once")
         learners.signal(number)
+
+    @property
+    def _keeps_after_signal(self) -> bool:
+        """Ctrl-C ends a job whose weights nobody has asked for; a closed terminal does not."""
+        return self.options.out is not None or self.signal == signal.SIGHUP
 
     def _stay(self, signalled: Callable[[], int | None]) -> None:
         """While the job is wanted without its learners, if they have ended well."""
@@ -316,22 +400,49 @@ class _Run:
                 break
             time.sleep(POLL_S)
         if self.options.out is not None:
-            try:
-                if report is None:
-                    raise JobStopped(f"job {self.last.get('job')!r} was stopped meanwhile")
-                saved.export_memory(self.last["job"], self.options.out)
-            except GadeiError as error:  # the job must end all the same
-                self.unsaved = f"{self.options.out} is not written: {error}"
-                _say(self.unsaved)
+            self._write(self.options.out, report is None)
+            self.job.keep(bool(self.unsaved))
+        elif self.signal is not None:
+            self.job.keep(self._keeps_after_signal)
+        else:
+            self.job.keep(report is not None and self._has_failed)
         self.counts = self.own.counts()
         self.last = self.job.end() or self.last
         if self.own.alone:  # what was not applied in time is in the job's last counts
             self.counts = self.own.counts()
 
+    def _write(self, out: Path, is_over: bool) -> None:
+        """Writes the weights to the file of `--out`; the job stays in memory if that fails.
+
+        is_over: the job was stopped meanwhile, and is not in memory any more.
+        """
+        try:
+            self._export(out)
+        except (GadeiError, OSError) as error:
+            self.unsaved = f"{out} is not written: {in_words(error)}"
+            if is_over and self.held is not None:
+                rescue = config.state_directory() / f"{self.last['job']}.safetensors"
+                with contextlib.suppress(GadeiError, OSError):
+                    rescue.parent.mkdir(parents=True, exist_ok=True)
+                    self._export(rescue)
+                    self.unsaved += f"; the weights are in {rescue}"
+            _say(self.unsaved)
+
+    def _export(self, out: Path) -> None:
+        job = str(self.last.get("job"))
+        held = self.held or saved.hold(job)
+        if held is None:
+            raise JobStopped(f"job {job!r} was stopped meanwhile")
+        write_weights(held(), out)
+
+    @property
+    def _has_failed(self) -> bool:
+        codes = [one.code for one in self.ended.values()]
+        return any(code > 0 for code in codes) or not any(code == 0 for code in codes)
+
     @contextlib.contextmanager
     def _learners(self) -> Iterator[Learners]:
         options, numbers = self.options, self.job.reserve(self.wanted)
-        self.own = OwnLearners(self.job.control)
         if options.learners > 1 or options.log_dir is not None:
             self.output = Output(
                 options.learners,
@@ -381,7 +492,12 @@ class _Run:
     def _hear(self, report: dict[str, Any]) -> None:
         """A status. Says once what the job does with gradients, as soon as it has its model."""
         self.last = report
-        if not self.told and report["model"] is not None:
+        if self.options.out is not None and self.held is None and report["model"] is not None:
+            with contextlib.suppress(GadeiError, OSError):
+                self.held = saved.hold(report["job"])
+        before = self.job.before["version"]  # of a continued job, its script may change settings
+        settled = not before or report["learners"] or report["version"] > before
+        if not self.told and report["model"] is not None and settled:
             self.told = True
             self._say_beside_learners(start(report))
             against = "" if self.job.says_sync else advice(report, self.options.learners)
@@ -398,30 +514,51 @@ class _Run:
     def _say_goodbye(self, learners: Learners) -> None:
         """Gives the learners time to finish: their next call says that the job was stopped."""
         _say(f"the job has ended; its learners have {LEAVE_S:g} s to finish")
+        self.due.clear()
         until = time.monotonic() + LEAVE_S
         while learners.pids and time.monotonic() < until:
-            self._look_at_learners(learners, restarts=0)
+            self._look_at_learners(learners, restarts=False)
             time.sleep(POLL_S)
 
-    def _look_at_learners(self, learners: Learners, restarts: int) -> None:
+    def _look_at_learners(self, learners: Learners, restarts: bool = True) -> None:
+        """restarts: whether killed learners are started again; not after a signal."""
+        now = time.monotonic()
         for one in learners.ended():
-            self.ended[one.index] = one
-            again = one.code < 0 and self.restarts < restarts
-            if not again:
+            wait = self._wait_before(one, now) if restarts and self.signal is None else None
+            if wait is None:
+                self.ended[one.index] = one
                 self.missed.append(one)
+            else:
+                self.restarts += 1
+                self.due[one.index] = now + wait
             if one.code == 0:
                 continue
-            left = len(learners.pids)
             if self.output is not None:
                 self.output.catch_up()  # the reason is above this line
-            _say(
-                f"learner {one.index} (pid {one.pid}) {one.how}; "
-                + ("started again" if again else f"{left} left" if left else "none is left")
-            )
-            if again:
-                self.restarts += 1
-                del self.ended[one.index]
-                learners.start(one.index)
+            left = len(learners.pids) + len(self.due)
+            what = f"{left} left" if left else "none is left"
+            if wait is not None:
+                what = f"started again in {wait:g} s" if wait else "started again"
+            elif len(self.exits.get(one.index, ())) == POLICY.limit:
+                what = f"{POLICY.limit} times within {USEFUL_S:g} s of its start: given up; {what}"
+            _say(f"learner {one.index} (pid {one.pid}) {one.how}; {what}")
+        if self.signal is not None:
+            self.due.clear()
+        for index in [index for index, at in self.due.items() if at <= now]:
+            del self.due[index]
+            learners.start(index)
+
+    def _wait_before(self, one: Ended, now: float) -> float | None:
+        """Seconds until a learner that has ended is started again; None: it is not."""
+        if one.code >= 0:
+            return None
+        if self.options.restart is not None:
+            return 0.0 if self.restarts < self.options.restart else None
+        died = Exit(now, one.seconds > USEFUL_S)
+        exits = restart.remembered((*self.exits.get(one.index, ()), died), POLICY)
+        self.exits[one.index] = exits
+        wait = restart.delay(exits, now, POLICY)
+        return None if wait == GIVE_UP else wait
 
     def _tell_of_missed(self) -> None:
         """Tells the job which learners have ended, while it awaits all of them for the first step.
@@ -438,12 +575,10 @@ class _Run:
     def _summary(self) -> dict[str, Any]:
         counts = self.counts
         training = self.end - self.first_gradient if self.first_gradient else 0.0
-        codes = [one.code for one in self.ended.values()]
-        failed = any(code > 0 for code in codes) or not any(code == 0 for code in codes)
         refused = mostly_refused(counts)
         if refused:
             _say(refused)
-        lost = not (self.own.joined or self.signal or self.stopped or failed)
+        lost = not (self.own.joined or self.signal or self.stopped or self._has_failed)
         if lost:
             _say(NEVER_JOINED.format(self.last.get("job")))
         if self.signal:
@@ -451,7 +586,7 @@ class _Run:
         elif self.stopped:
             code = JobStopped.exit_code
         else:
-            code = int(failed or bool(self.unsaved) or bool(refused) or lost)
+            code = int(self._has_failed or bool(self.unsaved) or bool(refused) or lost)
         out = self.options.out
         return {
             "job": self.last.get("job"),
@@ -468,4 +603,5 @@ class _Run:
             "interrupted": signal.Signals(self.signal).name if self.signal else None,
             "out": str(out) if out is not None and not self.unsaved else None,
             "exit_code": code,
+            **NOTHING_KEPT,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,10 +178,10 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
 
 def export_memory(job: str, out: Path) -> None:
     """Writes the weights of a job that is in memory. Raises CheckpointError, UsageError."""
-    snapshot = _in_memory(job)
-    if snapshot is None:
+    held = hold(job)
+    if held is None:
         raise CheckpointError(f"job {job!r} is not in memory any more")
-    write_weights(snapshot, out)
+    write_weights(held(), out)
 
 
 def _find_named(job: str, version: int | None) -> Saved:
@@ -209,7 +210,17 @@ def _runs(job: str) -> bool:
 def _in_memory(job: str) -> Snapshot | None:
     """The current weights, read without locks, also of a dead job; None if none are in memory.
 
-    Raises CheckpointError for a job without a model, or of another build of gadei-ps.
+    Raises CheckpointError as hold() does.
+    """
+    held = hold(job)
+    return None if held is None else held()
+
+
+def hold(job: str) -> Callable[[], Snapshot] | None:
+    """Maps the weights of a job, which stay readable when the job ends; None if none are in memory.
+
+    Returns what copies them, without locks. Raises CheckpointError for a job without a model, or of
+    another build of gadei-ps.
     """
     uid = paths.owner()
     if not (presence.living(job, uid).anyone or segment.is_kept(job, uid)):
@@ -228,7 +239,7 @@ def _in_memory(job: str) -> Snapshot | None:
             f"job {job!r} is in memory, {error.what}: export it with its own gadei-ps, or give a "
             "checkpoint of it"
         ) from None
-    return Snapshot(
+    return lambda: Snapshot(
         job=job,
         config={},
         model=weights.read_table(mapped),

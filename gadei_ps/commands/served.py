@@ -133,6 +133,9 @@ class Attached(_Job):
     def leave_out(self, number: int) -> None:
         """The job may await learners of other commands: their numbers are not known here."""
 
+    def keep(self, wanted: bool) -> None:
+        """It stays in any case."""
+
     def end(self) -> dict[str, Any] | None:
         """Nothing is to be ended."""
         self.release()
@@ -177,8 +180,14 @@ class Served(_Job):
             with contextlib.suppress(ControlError, JobStopped):  # the next report says so
                 self._daemon.request(LeaveOut(number=number))
 
+    def keep(self, wanted: bool) -> None:
+        """Whether the job's memory is to stay at its end."""
+        self._daemon.keeps = wanted and self._daemon.survives
+
     def end(self) -> dict[str, Any] | None:
-        """Stops the job; its final report, None if it was stopped before."""
+        """Stops the job; its final report, None if it was stopped before or its memory stays."""
+        if self._daemon.keeps:
+            return None
         try:
             return self._daemon.request(StopJob(drain=True, timeout_s=DRAIN_S), 2 * DRAIN_S)
         except JobStopped:

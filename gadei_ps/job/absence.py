@@ -12,7 +12,7 @@ from gadei_ps import homes
 from gadei_ps.errors import ControlError, GadeiError, JobNotFound
 from gadei_ps.job import paths, service
 from gadei_ps.memory import holds, presence, segment, shm
-from gadei_ps.memory.layout import Phase
+from gadei_ps.memory.layout import Kept, Phase
 
 
 def absence(job: str) -> str | None:
@@ -176,7 +176,11 @@ def _of_unit(uid: int) -> Path | None:
 
 def how(job: str, other: str | None) -> str:
     """How a job is served again. other: how its build differs from this program's."""
-    return f"({service.serve(job)})" if other is None else f"with its own gadei-ps (it was {other})"
+    if other is not None:
+        return f"with its own gadei-ps (it was {other})"
+    control = presence.peek(job)
+    by_run = control is not None and int(control["temporary"]) == Kept.BY_RUN
+    return f"(gadei-ps run {job} PROGRAM ...)" if by_run else f"({service.serve(job)})"
 
 
 def locked(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import time
@@ -153,6 +154,8 @@ class Ended:
     index: int
     pid: int
     code: int
+    seconds: float = math.inf
+    """How long it has lived."""
 
     @property
     def how(self) -> str:
@@ -221,9 +224,10 @@ class Learners:
                 continue
             del self._running[index]
             process.kill_group(child.pid)
-            quick = code != 0 and time.monotonic() - since < QUICK_S
+            seconds = time.monotonic() - since
+            quick = code != 0 and seconds < QUICK_S
             self._quick_deaths = self._quick_deaths + 1 if quick else 0
-            gone.append(Ended(index, child.pid, code))
+            gone.append(Ended(index, child.pid, code, seconds))
         return gone
 
     @property

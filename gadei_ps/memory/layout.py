@@ -91,9 +91,17 @@ class Phase(IntEnum):
     STARTING = 0
     SERVING = 1
     DRAINING = 2
-    KEPT = 3  # stopped, but its last checkpoint failed
+    KEPT = 3  # stopped, and its memory holds what no checkpoint has
     STOPPED = 4
     FAILED = 5
+
+
+class Kept(IntEnum):
+    """Which command continues with the memory of a job that has ended; `temporary` in CONTROL."""
+
+    BY_SERVE = 0
+    NEVER = 1
+    BY_RUN = 2
 
 
 class ServerState(IntEnum):

@@ -296,7 +296,7 @@ def is_named(mapped: Segment) -> bool:
 
 
 def is_kept(job: str, uid: int | None = None) -> bool:
-    """Whether the next `serve` of this job, by its own build, would continue with its memory.
+    """Whether the next `serve` or `run` of this job, by its own build, would continue with it.
 
     Memory of another layout version cannot be read, and counts as kept.
     """
@@ -312,7 +312,8 @@ def is_kept(job: str, uid: int | None = None) -> bool:
     except (FileNotFoundError, SegmentError):
         return False
     stopped = int(control["phase"]) == layout.Phase.STOPPED
-    return not stopped and bool(int(control["model_ready"])) and not int(control["temporary"])
+    temporary = int(control["temporary"]) == layout.Kept.NEVER
+    return not stopped and bool(int(control["model_ready"])) and not temporary
 
 
 def other_build(job: str, uid: int | None = None) -> str | None:

@@ -44,7 +44,7 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if any(one["state"] == "stale" for one in rows):
         parts.append(
             Text(
-                "serve goes on with what a stale job has left, gadei-ps gc JOB removes it",
+                "serve or run continues with what a stale job has left, gadei-ps gc JOB removes it",
                 style="dim",
             )
         )
@@ -145,6 +145,23 @@ def ran(summary: Mapping[str, Any]) -> str:
         parts.append(f"{counted(summary['restarts'], 'learner')} started again")
     saved = f"; weights in {summary['out']}" if summary["out"] else ""
     return f"job {summary['job']}: {', '.join(parts)}, {summary['seconds']:.1f} s{saved}"
+
+
+def kept(summary: Mapping[str, Any]) -> str:
+    """The line on a job of `run` that has failed; empty if nothing of it is left."""
+    version, where, job = summary["kept_version"], summary["kept_in"], summary["job"]
+    if where is None:
+        return ""
+    export = f"gadei-ps export {job if where == 'memory' else shlex.quote(where)} FILE"
+    if where == "memory":
+        return (
+            f"job {job} stays in memory at version {version:,}: the same command continues it, "
+            f"{export} writes its weights, gadei-ps gc {job} removes it"
+        )
+    return (
+        f"the newest checkpoint of job {job} has version {version:,}: the same command continues "
+        f"with it, {export} writes its weights"
+    )
 
 
 def stopped(report: Mapping[str, Any]) -> str:

@@ -14,13 +14,15 @@ import pytest
 import support
 import typer
 from shell import FOREVER, Cli, is_running, learning
+from support.small_disk import small_disk
 from support.terminal import Terminal
 
 from gadei_ps.cli.app import app
 from gadei_ps.cli.switches import separated
-from gadei_ps.commands import jobs
+from gadei_ps.commands import jobs, run
 from gadei_ps.errors import UsageError
 from gadei_ps.machine import gpus, process
+from gadei_ps.watchdog.restart import Policy
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -108,9 +110,9 @@ def test_a_closed_terminal_and_a_reader_that_has_ended(
     """Every print of the launcher fails, and all goes on as with the signal alone."""
     (cli.directory / "learner.py").write_text(SLOW_END)
     options = ["--learners", "2", "--out", "w.npz"]
-    run = [sys.executable, "-m", "gadei_ps", "run", job_name, *options, "--", *learner]
-    tee = f"{{ trap : INT; {shlex.join(run)}; echo $? > code; }} 2>&1 | tee log"
-    line = tee if reader == "tee" else f"exec {shlex.join(run)}"
+    words = [sys.executable, "-m", "gadei_ps", "run", job_name, *options, "--", *learner]
+    tee = f"{{ trap : INT; {shlex.join(words)}; echo $? > code; }} 2>&1 | tee log"
+    line = tee if reader == "tee" else f"exec {shlex.join(words)}"
     with Terminal(cli.directory, line) as terminal:
         support.eventually(learning(job_name, terminal, 2))
         terminal.interrupt() if reader == "tee" else terminal.close()
@@ -173,7 +175,7 @@ def test_attach(cli: Cli, job_name: str, learner: list[str]) -> None:
 
 
 def test_the_others_go_on(cli: Cli, job_name: str, learner: list[str]) -> None:
-    result = cli("run", job_name, "--learners", 2, "--json", "--", *learner, 30, "1")
+    result = cli("run", job_name, "--learners", 2, "--restart", 0, "--json", "--", *learner, 30, 1)
     assert result.code == 0, result
     assert "learner 1" in result.err
     # On a busy machine the other learner may be done by then.
@@ -183,11 +185,81 @@ def test_the_others_go_on(cli: Cli, job_name: str, learner: list[str]) -> None:
 
 
 def test_killed_learners_are_started_again(cli: Cli, job_name: str, learner: list[str]) -> None:
-    result = cli("run", job_name, "--restart", 2, "--json", "--", *learner, 5, "0")
-    assert result.code == 1, "all were lost in the end"
-    assert result.json["restarts"] == 2
-    assert result.json["gradients_applied"] == 9
-    assert "none is left" in result.err
+    """If all are lost in the end, the weights are not: the next `run` continues with them."""
+    command = ("run", job_name, "--lr", 1, "--json")
+    lost = cli(*command, "--restart", 2, "--", *learner, 5, "0")
+    assert (lost.code, lost.json["restarts"], lost.json["gradients_applied"]) == (1, 2, 9), lost
+    assert "none is left" in lost.err
+    assert (lost.json["kept_in"], lost.json["kept_version"]) == ("memory", 9)
+    *_, last = lost.err.splitlines()
+    assert last.startswith(f"gadei-ps: job {job_name} stays in memory at version 9: ")
+    assert f"gadei-ps export {job_name} FILE writes its weights" in last
+    assert cli("export", job_name, "w.npz").code == 0
+    with np.load(cli.directory / "w.npz") as weights:
+        assert weights["w"].tolist() == [9.0] * 8
+    refused = cli("run", job_name, "--lr", 2, "--", *learner, 5)
+    assert refused.code == 2, refused
+    assert "with another optimizer: start it with" in refused.err
+    assert "--sync bsp: job" in cli(*command, "--sync", "bsp", "--", *learner, 5).err
+    more = cli(*command, "--out", "w.npz", "--", *learner, 5)
+    assert (more.code, more.json["gradients_applied"]) == (0, 41), more
+    assert f"job '{job_name}' continues at version 9; --fresh" in more.err
+    with np.load(cli.directory / "w.npz") as weights:
+        assert weights["w"].tolist() == [50.0] * 8
+    assert not support.segments(job_name)
+
+
+DIES = """
+import os, pathlib, signal, sys
+import numpy as np
+from gadei_ps.learners.client import Client
+
+lives = pathlib.Path("lives")
+lives.write_text((lives.read_text() if lives.exists() else "") + "x")
+with Client(tensors={"w": np.zeros(8)}) as client:
+    client.push({"w": np.ones(8)})
+    client.wait_applied()
+    if len(lives.read_text()) <= int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+raise SystemExit(int(sys.argv[2]))
+"""
+
+
+def test_restarts_by_default(cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a learner is killed again and again; not after an error of its own."""
+    monkeypatch.setattr(run, "POLICY", Policy(limit=3))  # the command is a fork
+    (cli.directory / "dies.py").write_text(DIES)
+    command = ("run", job_name, "--fresh", "--json", "--", sys.executable, "dies.py")
+    for kills, code, restarts in ((2, 0, 2), (9, 0, 2), (1, 3, 1)):
+        (cli.directory / "lives").unlink(missing_ok=True)
+        ran = cli(*command, kills, code)
+        lost = code or kills == 9
+        assert (ran.code, ran.json["restarts"]) == (int(bool(lost)), restarts), ran
+        assert ("3 times within 5 s of its start: given up; none is left" in ran.err) == (
+            kills == 9
+        )
+        assert ran.json["kept_version"] == (2 if code else 3 if lost else None)
+    cli("gc", job_name)
+
+
+def test_a_full_disk(cli: Cli, job_name: str, learner: list[str]) -> None:
+    """The job stays, so that its weights can be written elsewhere."""
+    with small_disk(cli.directory / "full", "4k") as full:
+        (full / "other").write_bytes(bytes(4096))
+        command = ("run", job_name, "--lr", 1, "--out", "full/w.npz", "--", *learner)
+        ended = cli(*command, 5)
+        assert ended.code == 1, ended
+        assert "full/w.npz is not written: " in ended.err
+        assert "stays in memory at version 50" in ended.err.splitlines()[-1]
+        assert cli("export", job_name, "w.npz").code == 0
+        cli("gc", job_name)
+        running = cli.start(*command, FOREVER)
+        support.eventually(learning(job_name, running, 1))
+        cli("stop", job_name)
+        stopped = running.wait()
+        assert f"the weights are in {cli.directory}/state/{job_name}.safetensors" in stopped.err
+    for path in ("w.npz", f"state/{job_name}.safetensors"):
+        assert (cli.directory / path).stat().st_size
 
 
 def test_failing_learner(cli: Cli, job_name: str, learner: list[str]) -> None:
@@ -220,10 +292,12 @@ def test_learners_that_fail_before_all_have_come_are_not_awaited(cli: Cli, job_n
     (cli.directory / "job.toml").write_text(
         f'name = "{job_name}"\nsync = "bsp"\nlearner_timeout_s = 0\n'
     )
-    ran = cli("run", "job.toml", "--learners", 3, "--json", "--", sys.executable, "early.py")
+    how = ("--learners", 3, "--restart", 0, "--json")
+    ran = cli("run", "job.toml", *how, "--", sys.executable, "early.py")
     assert ran.code == 1, ran
     assert [one["exit_code"] for one in ran.json["ended"]] == [1, -signal.SIGKILL, 0]
-    assert ran.json["gradients_applied"] == 2
+    assert ran.json["gradients_applied"] == ran.json["kept_version"] == 2
+    cli("gc", job_name)
 
 
 def test_a_script_saves_at_ctrl_c(cli: Cli, job_name: str, learner: list[str]) -> None:
@@ -253,20 +327,49 @@ def test_a_script_saves_at_ctrl_c(cli: Cli, job_name: str, learner: list[str]) -
     assert not support.segments(job_name)
 
 
+DEAF = """
+import signal, time
+import numpy as np
+from gadei_ps.learners.client import Client
+
+for number in (1, 2, 15):
+    signal.signal(number, signal.SIG_IGN)
+client = Client(tensors={"w": np.zeros(8)})
+client.push({"w": np.ones(8)})
+client.wait_applied()
+open("deaf", "w").close()
+time.sleep(1e6)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_asked_twice(cli: Cli, job_name: str, number: int) -> None:
-    """The learners hear nothing of it, and need not be waited for."""
-    deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; "
-    deaf += "open('deaf', 'w').close(); time.sleep(1e6)"
-    running = cli.start("run", job_name, "--", sys.executable, "-c", deaf)
+    """The learners hear nothing of it, and need not be waited for; the weights are written."""
+    running = cli.start("run", job_name, "--out", "w.npz", "--", sys.executable, "-c", DEAF)
     support.eventually((cli.directory / "deaf").exists)
     running.process.send_signal(number)
     support.eventually(lambda: "once more ends them at once" in running.err)
     result = running.signal(number)
     assert result.code == 128 + number
     assert "Traceback" not in result.err
+    assert "; weights in w.npz" in result.err
+    assert (cli.directory / "w.npz").exists()
     assert not support.segments(job_name)
     assert not is_running(job_name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_weights_that_nobody_has_asked_for(cli: Cli, job_name: str, number: int) -> None:
+    """They stay after the end of a terminal, and not after Ctrl-C."""
+    deaf = DEAF.replace("(1, 2, 15)", "()")
+    running = cli.start("run", job_name, "--", sys.executable, "-c", deaf)
+    support.eventually((cli.directory / "deaf").exists)
+    result = running.signal(number)
+    assert result.code == 128 + number
+    stays = number == signal.SIGHUP
+    assert ("stays in memory at version 1" in result.err) == stays
+    assert bool(support.segments(job_name)) == stays
+    cli("gc", job_name)
 
 
 def test_the_weights_of_a_job_that_run_has_made(
@@ -290,19 +393,31 @@ def test_the_weights_of_a_job_that_run_has_made(
 
 
 def test_launcher_killed(cli: Cli, job_name: str, learner: list[str]) -> None:
-    """The kernel signals its children. `nothing_left` checks that they end and clean up."""
+    """The kernel signals its children, `nothing_left` checks that they end; the weights stay."""
     running = cli.start("run", job_name, "--learners", 2, "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 2))
     assert running.signal(signal.SIGKILL).code == -signal.SIGKILL
-    support.eventually(lambda: not support.segments(job_name))
+    again = cli.start("run", job_name, "--json", "--out", "w.npz", "--", *learner, FOREVER)
+    support.eventually(lambda: f"job '{job_name}' continues at version" in again.err)
+    support.eventually(learning(job_name, again, 1))
+    assert again.signal(signal.SIGTERM).code == 128 + signal.SIGTERM
+    assert (cli.directory / "w.npz").exists()
+    assert not support.segments(job_name)
 
 
-def test_job_stopped_meanwhile(cli: Cli, job_name: str, learner: list[str]) -> None:
-    running = cli.start("run", job_name, "--learners", 2, "--json", "--", *learner, FOREVER)
+@pytest.mark.parametrize("drain", [(), ("--drain",)])
+def test_job_stopped_meanwhile(
+    cli: Cli, job_name: str, learner: list[str], drain: tuple[str, ...]
+) -> None:
+    how = ("--learners", 2, "--lr", 1, "--out", "w.npz", "--json")
+    running = cli.start("run", job_name, *how, "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 2))
-    report = cli("stop", job_name, "--drain", "--json").json
+    report = cli("stop", job_name, *drain, "--json").json
+    assert not support.segments(job_name), "the next job of this name is a new one"
     result = running.wait()
     assert result.code == 0, result
+    with np.load(cli.directory / "w.npz") as weights:
+        assert weights["w"].tolist() == [float(report["gradients_applied"])] * 8
     assert report["gradients_applied"] == result.json["gradients_applied"] > 0
     assert report["samples"] == result.json["samples"]
 
@@ -313,11 +428,12 @@ def test_anothers_job_stopped_meanwhile(
 ) -> None:
     """It has an exit code of its own, also if all learners end well."""
     cli.serve(job_name)
-    running = cli.start("run", job_name, "--json", "--", *learner, FOREVER)
+    running = cli.start("run", job_name, "--json", "--out", "w.npz", "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 1))
     cli("stop", job_name, *drain)
     result = running.wait()
     assert result.code == result.json["exit_code"] == 4, result
+    assert (cli.directory / "w.npz").exists()
 
 
 def test_anothers_job_that_ends_with_its_learners(
@@ -356,7 +472,7 @@ def test_watchdog_of_anothers_job(
     """Learners that `run` starts in a running job outlive the watchdog of the job."""
     monkeypatch.setattr(jobs, "ANSWER_TIMEOUT_S", 1.0)  # also in the commands, which are forks
     daemon = cli.serve(job_name)
-    running = cli.start("run", job_name, "--json", "--", *learner, FOREVER)
+    running = cli.start("run", job_name, "--restart", 0, "--json", "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 1))
     (one,) = support.status(job_name)["learners"]
     daemon.process.send_signal(signal.SIGSTOP)
