@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	reproduce gpu-ready docs clean
 
 train: $(VENV)/built
-	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents
+	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents --overwrite
 
 WORKERS ?= 3  # of pytest; most tests wait for processes, so more than the cores
 

@@ -92,7 +92,7 @@ def train(
     job = f"accuracy-{os.getpid()}"
     command = process.module_command("gadei_ps", "train", str(train_file), "--json")
     command += ["--test", str(test_file), "--learners", str(learners), "--seed", str(seed)]
-    command += ["--out", str(out), "--job", job, *more]
+    command += ["--out", str(out), "--overwrite", "--job", job, *more]
     with Killer(job, kill_every_s) as killer:
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout)

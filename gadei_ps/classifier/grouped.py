@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gadei_ps.classifier.counting import Progress, sources
@@ -66,7 +67,7 @@ def train(
     # Imported late: PyTorch takes seconds to load, and mistakes in the data are found before.
     from gadei_ps.classifier import network
 
-    network.check_result_directory(settings.out)
+    network.check_result_directory(settings.out or Path("model-1"))
     display = Display(plan.epochs, silent=display_silent)
     machines, groups = counted(run.machines, "machine"), counted(len(run.groups), "group")
     learners = counted(settings.learners, "learner")
@@ -85,13 +86,18 @@ def train(
     ):
         plan.write(data, options)
         path = f"/proc/{os.getpid()}/fd/{data.fileno()}"
-        with Training(run, file, settings.address, program, path, say) as training:
-            launcher = _Launcher(plan, run, training, display, signalled)
-            launcher.run()
-            error = launcher.end()
-        summary = launcher.finish(begin)
+        measuring = Measuring(plan, display, settings.device)
+        try:
+            with Training(run, file, settings.address, program, path, say) as training:
+                launcher = _Launcher(plan, run, training, display, measuring, signalled)
+                launcher.run()
+                error = launcher.end()
+            summary = launcher.finish(begin)
+        except BaseException as other:
+            measuring.note(other)
+            raise
     if error is not None:
-        raise ClusterError(f"{error}; the model is in {settings.out}")
+        raise ClusterError(f"{error}; the model is in {measuring.directory}")
     return summary
 
 
@@ -138,6 +144,7 @@ class _Launcher:
         run: config.Run,
         training: Training,
         display: Display,
+        measuring: Measuring,
         signalled: Callable[[], int | None],
     ) -> None:
         """signalled: says which signal has asked for the end, if one has."""
@@ -145,7 +152,7 @@ class _Launcher:
         self.training = training
         self.display = display
         self.signalled = signalled
-        self.measuring = Measuring(plan, display)
+        self.measuring = measuring
         divided = len(run.groups) if run.divide else None
         self.progress = Progress(len(plan.corpus.train), plan.epochs, divided)
         self.rounds = 0
@@ -248,4 +255,4 @@ class _Launcher:
             "groups": len(self.groups.groups),
             "rounds": self.rounds,
         } | ended_by(self.signalled())
-        return self.measuring.finish(facts, self.plan.settings.device)
+        return self.measuring.finish(facts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import signal
 from collections.abc import Mapping, Sequence
@@ -10,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from gadei_ps.classifier import words
+from gadei_ps.classifier.inference import ModelDirectoryError
 from gadei_ps.classifier.plan import Plan
-from gadei_ps.errors import JobFailed
+from gadei_ps.errors import JobFailed, JobStopped
+from gadei_ps.job.config import state_directory
 from gadei_ps.memory.weights import FloatArray
 from gadei_ps.show.display import Display
 
@@ -39,18 +43,22 @@ class Best:
 class Measuring:
     """The measurements of one training."""
 
-    def __init__(self, plan: Plan, display: Display) -> None:
+    def __init__(self, plan: Plan, display: Display, device: str) -> None:
+        """device: that learners compute on."""
         from gadei_ps.classifier import network
 
         corpus = plan.corpus
         self._plan = plan
         self._display = display
+        self._device = device
         self._model = network.SentenceClassifier(
             len(corpus.vocabulary), len(corpus.train.label_names), dropout=plan.settings.dropout
         )
         self._held_out = words.encode(corpus.held_out.texts, corpus.vocabulary).padded()
         self.best = Best()
         self.history: list[dict[str, float]] = []
+        self.directory: Path | None = None
+        """Where the best model so far is; None while it is not on the disk."""
 
     def measure(
         self,
@@ -85,6 +93,11 @@ class Measuring:
             f"epoch {epoch:g}: validation accuracy {accuracy:.4f}, loss {loss:.4f}, "
             f"{samples_per_s:,.0f} samples/s{' (best)' if better else ''}"
         )
+        if better:
+            try:
+                self._save({"finished": False})
+            except ModelDirectoryError as error:
+                self._display.event(f"warning: {error}; training continues")
         return epoch - self.best.epoch >= self._plan.settings.patience
 
     def _load(self, tensors: Tensors) -> None:
@@ -94,15 +107,102 @@ class Measuring:
             {name: torch.from_numpy(view) for name, view in tensors.items()}
         )
 
-    def finish(self, facts: Mapping[str, Any], device: str) -> dict[str, Any]:
-        """Measures the best weights on the test file, writes the model directory, returns the
-        summary.
+    def _save(self, metrics: Mapping[str, Any]) -> None:
+        """Writes the model directory; the loaded weights are the best. Raises ModelDirectoryError.
 
-        facts: of it, how the training went. device: that learners computed on. Raises JobFailed.
+        metrics: what is to be said of the training besides its history.
         """
+        directory = self.directory or self._claimed()
+        self._write(directory, metrics)
+        self.directory = directory
+
+    def _claimed(self) -> Path:
+        """A directory for the model that has no other one, unless that is to be overwritten."""
+        out = self._plan.settings.out
+        if out is not None and self._plan.settings.overwrite:
+            return out
+        for number in itertools.count(1):
+            path = Path(f"model-{number}") if out is None else out
+            if out is not None and number > 1:  # another training has written there meanwhile
+                path = out.with_name(f"{out.name}-{number}")
+            try:
+                path.mkdir(parents=True)
+                return path
+            except FileExistsError:
+                if out is not None and path.is_dir() and not any(path.iterdir()):
+                    return path
+            except OSError:  # which the write names
+                return path
+        raise AssertionError("there is always a free number")
+
+    def _write(self, directory: Path, metrics: Mapping[str, Any]) -> None:
         from gadei_ps.classifier import network
 
         corpus, settings = self._plan.corpus, self._plan.settings
+        config = {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in asdict(settings).items()
+        } | {
+            "out": str(directory),
+            "batch_size": self._plan.batch_size,
+            "lr": self._plan.lr,
+            "max_epochs": self._plan.epochs,
+            "device": self._device,
+        }
+        network.save_result(
+            directory,
+            self._model,
+            corpus.vocabulary,
+            corpus.train.label_names,
+            config,
+            {**self._measured(), **metrics, "history": self.history},
+        )
+
+    def _measured(self) -> dict[str, Any]:
+        return {
+            "validation_accuracy": self.best.accuracy,
+            "validation_loss": self.best.loss,
+            "epochs": len(self.history) and int(self.history[-1]["epoch"]),
+            "best_epoch": self.best.epoch,
+        }
+
+    def note(self, error: BaseException) -> bool:
+        """Adds to the error of a training where its best model is; False if there is none."""
+        if self.directory is None:
+            return False
+        error.add_note(
+            f"the best model so far, of epoch {self.best.epoch:g}, is in {self.directory}"
+        )
+        return True
+
+    def secure(self, job: str) -> None:
+        """Has the best model on the disk before its job ends, if not where it was to be.
+
+        Raises ModelDirectoryError, and JobFailed if there is none.
+        """
+        if self.best.tensors is None:
+            raise JobFailed("no epoch ended with a finite loss: try a smaller --lr")
+        if self.directory is not None:
+            return
+        self._load(self.best.tensors)
+        try:
+            self._save({"finished": False})
+        except ModelDirectoryError as error:
+            rescue = state_directory() / f"{job}.model"
+            with contextlib.suppress(ModelDirectoryError):
+                self._write(rescue, {"finished": False})
+                self.directory = rescue
+            raise error
+
+    def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Measures the best weights on the test file, writes the model directory again with all
+        that is known now, and returns the summary.
+
+        facts: of it, how the training went. Raises JobFailed or ModelDirectoryError.
+        """
+        from gadei_ps.classifier import network
+
+        corpus = self._plan.corpus
         if self.best.tensors is None:
             raise JobFailed("no epoch ended with a finite loss: try a smaller --lr")
         self._load(self.best.tensors)
@@ -110,41 +210,24 @@ class Measuring:
         if corpus.test is not None:
             encoded = words.encode(corpus.test.texts, corpus.vocabulary)
             test_accuracy, _ = network.evaluate(self._model, encoded.padded(), corpus.test.labels)
+        if self.directory is None:
+            self.directory = self._claimed()
         summary: dict[str, Any] = {
             "test_accuracy": test_accuracy,
-            "validation_accuracy": self.best.accuracy,
-            "validation_loss": self.best.loss,
-            "epochs": len(self.history) and int(self.history[-1]["epoch"]),
-            "best_epoch": self.best.epoch,
+            **self._measured(),
             **facts,
-            "device": device,
+            "device": self._device,
             "rows": len(corpus.train) + len(corpus.held_out),
-            "model_dir": str(settings.out),
+            "model_dir": str(self.directory),
             "notices": list(corpus.notices),
             "warnings": list(corpus.warnings),
         }
-        config = {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in asdict(settings).items()
-        } | {
-            "batch_size": self._plan.batch_size,
-            "lr": self._plan.lr,
-            "max_epochs": self._plan.epochs,
-            "device": device,
-        }
-        network.save_result(
-            settings.out,
-            self._model,
-            corpus.vocabulary,
-            corpus.train.label_names,
-            config,
-            {**summary, "history": self.history},
-        )
+        self._write(self.directory, {**summary, "finished": True})
         return summary
 
 
-def ended_by(number: int | None) -> dict[str, Any]:
-    """What the summary says of a signal. None: there was none."""
+def ended_by(number: int | None, stopped: bool = False) -> dict[str, Any]:
+    """What the summary says of a signal, and of a stop. None: there was no signal."""
     if number is None:
-        return {"interrupted": None, "exit_code": 0}
+        return {"interrupted": None, "exit_code": JobStopped.exit_code if stopped else 0}
     return {"interrupted": signal.Signals(number).name, "exit_code": 128 + number}

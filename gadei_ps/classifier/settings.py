@@ -12,7 +12,9 @@ from gadei_ps.errors import UsageError
 class Settings:
     """The options of `train`. None: the default for the size of the set (Table 3).
 
-    groups: file that names the machines; None: this one alone. address: of their Ray cluster.
+    out: directory for the model; None: the first of model-1, model-2 and so on that is not there.
+    overwrite: whether an earlier model there is replaced. groups: file that names the machines;
+    None: this one alone. address: of their Ray cluster.
     """
 
     train_file: Path
@@ -30,7 +32,8 @@ class Settings:
     error_feedback: bool = False
     device: str = "auto"
     gpus: str | None = None
-    out: Path = Path("model")
+    out: Path | None = None
+    overwrite: bool = False
     text_column: str | None = None
     label_column: str | None = None
     job: str | None = None
@@ -40,7 +43,12 @@ class Settings:
     verbose: bool = False
 
     def check(self) -> None:
-        """Raises UsageError if a value is out of range."""
+        """Raises UsageError if a value is out of range, or `out` has a model."""
+        if self.out is not None and not self.overwrite and (self.out / "config.json").exists():
+            raise UsageError(
+                f"--out {self.out}: there is a model already; name another directory, or replace "
+                "it with --overwrite"
+            )
         for name in ("learners", "epochs", "batch_size", "patience"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -19,8 +19,8 @@ from gadei_ps import sync
 from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
 from gadei_ps.classifier.plan import Plan
 from gadei_ps.classifier.settings import Settings
-from gadei_ps.commands.daemon import Daemon
-from gadei_ps.errors import DeviceError, JobFailed
+from gadei_ps.commands.daemon import Daemon, kept_version
+from gadei_ps.errors import DeviceError, JobFailed, JobStopped
 from gadei_ps.job.config import check_sync, from_mapping
 from gadei_ps.job.control import Measured, SetWork, Status, StopJob
 from gadei_ps.machine import interrupts, process
@@ -29,6 +29,7 @@ from gadei_ps.machine.launch import Compute, Learners
 from gadei_ps.memory import segment, shm, weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.weights import FloatArray
+from gadei_ps.show import view
 from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 
@@ -40,9 +41,10 @@ MAX_REFUSED = 20
 def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     """Runs the whole training; returns the summary that `train --json` prints.
 
-    The first signal ends it with the best weights so far, and `exit_code` is 128 + its number; a
-    second one, and one before the first gradient, raises Interrupted. Raises GadeiError. In these
-    cases no model directory was written or changed.
+    The first signal, and a stop of the job, end it with the best weights so far; `exit_code` is 128
+    + the signal's number, or that of JobStopped. A second signal, and one before the first
+    gradient, raises Interrupted. Raises GadeiError. Errors have a note on where the best weights
+    are: in the model directory, which is written at each improvement, or in memory.
     """
     settings.check()
     begin = time.monotonic()
@@ -60,22 +62,33 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     # Imported late: PyTorch takes seconds to load, and mistakes in the data are found before.
     from gadei_ps.classifier import network
 
-    network.check_result_directory(settings.out)
+    network.check_result_directory(settings.out or Path("model-1"))
     display = Display(plan.epochs, silent=display_silent)
     plan.tell(display, counted(settings.learners, "learner"))
     display.event(_where(compute, settings.learners))
     threads = max(1, process.cores() // settings.learners)
-    with (
-        # A file in memory: it disappears with its processes, and only its owner can open it.
-        os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
-        Daemon(config, verbose=settings.verbose, learners=settings.learners) as daemon,
-        display,
-        interrupts.first_told() as signalled,
-    ):
-        plan.write(data, plan.options(compute.device or "host", threads))
-        run = _Run(plan, daemon, display, compute, signalled)
-        run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
-        return run.finish(begin)
+    measuring = Measuring(plan, display, compute.device or "host")
+    daemon = Daemon(
+        config, verbose=settings.verbose, learners=settings.learners, fresh=True, survives=True
+    )
+    try:
+        with (
+            # A file in memory: it disappears with its processes, and only its owner can open it.
+            os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
+            daemon,
+            display,
+            interrupts.first_told() as signalled,
+        ):
+            plan.write(data, plan.options(compute.device or "host", threads))
+            run = _Run(plan, daemon, display, compute, measuring, signalled)
+            run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
+            return run.finish(begin)
+    except BaseException as error:
+        version = kept_version(config.name)
+        if not measuring.note(error) and daemon.keeps and version is not None:
+            kept = {"job": config.name, "kept_in": "memory", "kept_version": version}
+            error.add_note(view.kept(kept, "gadei-ps train starts from zero"))
+        raise
 
 
 def _compute(settings: Settings) -> Compute:
@@ -125,6 +138,7 @@ class _Run:
         daemon: Daemon,
         display: Display,
         compute: Compute,
+        measuring: Measuring,
         signalled: Callable[[], int | None],
     ) -> None:
         """signalled: says which signal has asked for the end, if one has."""
@@ -135,7 +149,8 @@ class _Run:
         self.epochs = plan.epochs
         self.compute = compute
         self.signalled = signalled
-        self.measuring = Measuring(plan, display)
+        self.measuring = measuring
+        self.stopped = False  # by another process
         self.status: dict[str, Any] = {}
         self.deaths = 0
         self.train_seconds = 0.0
@@ -156,11 +171,32 @@ class _Run:
             compute=self.compute,
         )
         try:
-            self._watch(learners)
-            self.status = self.daemon.request(StopJob(drain=True, timeout_s=30.0), timeout_s=60.0)
+            try:
+                self._watch(learners)
+            except JobStopped:
+                self._take_last()
+            self.daemon.keeps = self.measuring.best.tensors is not None
+            self.measuring.secure(self.daemon.config.name)
+            self.daemon.keeps = False  # as the model is on the disk
+            if not self.stopped:
+                self.status = self.daemon.request(StopJob(drain=True, timeout_s=30.0), 60.0)
             learners.end()
+        except BaseException:
+            self.daemon.keeps &= self.measuring.directory is None
+            raise
         finally:
             learners.kill()
+
+    def _take_last(self) -> None:
+        """Measures the last weights of a job that another process has stopped.
+
+        Raises JobStopped if there are none: no gradient was applied.
+        """
+        self.stopped = True
+        if self._flat is None:
+            raise JobStopped(f"job {self.daemon.config.name!r} was stopped before its first epoch")
+        self.display.event("the job was stopped: the best weights so far are kept")
+        self._measure(round(handed_out(self.status["work"]), 2))
 
     def _watch(self, learners: Learners) -> None:
         evaluated = 0
@@ -180,6 +216,7 @@ class _Run:
                 raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
             if first_gradient:
                 self.train_seconds = now - first_gradient
+                self._map()
             begun = handed_out(work)
             self.display.update(self.status, begun, self._left(begun))
             if (number := self.signalled()) is not None:
@@ -208,6 +245,7 @@ class _Run:
         refused, applied = self.status["gradients_refused"], self.status["gradients_applied"]
         if refused > MAX_REFUSED and refused > applied:
             reasons = {one["refused_because"] for one in self.status["learners"]} - {""}
+            self.daemon.keeps = False  # nobody wants these weights
             raise JobFailed(
                 f"{refused} of {refused + applied} gradients were refused "
                 f"({', '.join(sorted(reasons)) or 'not finite'}): try a smaller --lr"
@@ -221,7 +259,7 @@ class _Run:
     def _replace_dead(self, learners: Learners) -> None:
         for one in learners.ended():
             finished = self.status.get("work", {}).get("state") == "done"
-            if one.code == 0 and finished:
+            if one.code == 0 and (finished or self.status.get("phase") == "draining"):
                 continue
             self.deaths += 1
             self.display.event(f"learner {one.index} (pid {one.pid}) {one.how}")
@@ -232,8 +270,8 @@ class _Run:
             elif not learners.pids:
                 raise JobFailed("no learner is left")
 
-    def _weights(self) -> Tensors:
-        """A copy of the current weights. Gradients may be applied during the copy (Hogwild)."""
+    def _map(self) -> None:
+        """Maps the weights, which outlive a stop of the job by another process."""
         if self._flat is None:
             mapped = segment.attach(
                 shm.segment_name(self.daemon.config.name, "weights"),
@@ -242,14 +280,16 @@ class _Run:
             )
             self._flat = weights.data(mapped)
             self._placed = weights.read_table(mapped)
+
+    def _weights(self) -> Tensors:
+        """A copy of the current weights. Gradients may be applied during the copy (Hogwild)."""
+        self._map()
+        assert self._flat is not None
         return self._placed.views(self._flat.copy())
 
     def _evaluate(self, epoch: float) -> bool:
         """Measures the held-out tenth. True if it has not improved for `patience` epochs."""
-        losses = [one["loss"] for one in self.status["learners"] if one["loss"] is not None]
-        is_over = self.measuring.measure(
-            self._weights(), epoch, losses, self.train_seconds, self._samples_per_s()
-        )
+        is_over = self._measure(epoch)
         last = self.measuring.history[-1]
         measured = {
             "epoch": epoch,
@@ -260,6 +300,12 @@ class _Run:
             Measured(values={name: one for name, one in measured.items() if math.isfinite(one)})
         )
         return is_over
+
+    def _measure(self, epoch: float) -> bool:
+        losses = [one["loss"] for one in self.status["learners"] if one["loss"] is not None]
+        return self.measuring.measure(
+            self._weights(), epoch, losses, self.train_seconds, self._samples_per_s()
+        )
 
     def _samples_per_s(self) -> float:
         samples = self.status.get("samples", 0)
@@ -277,5 +323,5 @@ class _Run:
             "training_seconds": self.train_seconds,
             "learners": self.settings.learners,
             "learner_deaths": self.deaths,
-        } | ended_by(self.signalled())
-        return self.measuring.finish(facts, self.compute.device or "host")
+        } | ended_by(self.signalled(), self.stopped)
+        return self.measuring.finish(facts)

@@ -75,8 +75,17 @@ def train(
         typer.Option(metavar="MODEL", help=f"Synchronization model: {MODELS}", show_default="asp"),
     ] = None,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory that the model is written to.")
-    ] = Path("model"),
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory that the model is written to.",
+            show_default="model-1, model-2 and so on",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace an earlier model in the directory of --out."),
+    ] = False,
     patience: Annotated[
         int,
         typer.Option(
@@ -144,8 +153,8 @@ def train(
 ) -> int:
     """Train a sentence classifier from a file of labelled sentences.
 
-    Label sentences with it by gadei-ps predict. Ctrl-C ends it with the best model so far; pressed
-    again, it ends at once and writes nothing.
+    Label sentences with it by gadei-ps predict. The best model so far is written after each
+    epoch. Ctrl-C ends the training; pressed again, it ends at once.
     """
     if address is not None and groups is None:
         raise UsageError("--address needs --groups")
@@ -174,6 +183,7 @@ def train(
         device=device.value,
         gpus=gpus,
         out=out,
+        overwrite=overwrite,
         text_column=text_column,
         label_column=label_column,
         job=job,

@@ -319,7 +319,6 @@ class _Run:
         self.ended: dict[int, Ended] = {}
         self.missed: list[Ended] = []  # ended for good; the job may await them
         self.pids: set[int] = set()
-        self.own = OwnLearners(job.control)
         self.restarts = 0
         self.exits: dict[int, tuple[Exit, ...]] = {}
         self.due: dict[int, float] = {}  # when learners are started again
@@ -339,6 +338,7 @@ class _Run:
 
     def run(self) -> dict[str, Any]:
         """Raises GadeiError, and Interrupted at the third signal."""
+        self.own = OwnLearners(self.job.control)
         with interrupts.first_told() as signalled:
             try:
                 with self._learners() as learners:

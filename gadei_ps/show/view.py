@@ -147,15 +147,18 @@ def ran(summary: Mapping[str, Any]) -> str:
     return f"job {summary['job']}: {', '.join(parts)}, {summary['seconds']:.1f} s{saved}"
 
 
-def kept(summary: Mapping[str, Any]) -> str:
-    """The line on a job of `run` that has failed; empty if nothing of it is left."""
+def kept(summary: Mapping[str, Any], again: str = "the same command continues it") -> str:
+    """The line on a job that has failed and is kept; empty if nothing of it is left.
+
+    again: what another start does with a job in memory.
+    """
     version, where, job = summary["kept_version"], summary["kept_in"], summary["job"]
     if where is None:
         return ""
     export = f"gadei-ps export {job if where == 'memory' else shlex.quote(where)} FILE"
     if where == "memory":
         return (
-            f"job {job} stays in memory at version {version:,}: the same command continues it, "
+            f"job {job} stays in memory at version {version:,}: {again}, "
             f"{export} writes its weights, gadei-ps gc {job} removes it"
         )
     return (

@@ -16,6 +16,7 @@ import pytest
 import support
 import torch
 from shell import Cli, Result, Running, is_running
+from support.small_disk import small_disk
 
 from gadei_ps.classifier import learner
 from gadei_ps.classifier.predict import Prediction
@@ -92,11 +93,13 @@ def test_plain_lines_and_summary(cli: Cli, job_name: str) -> None:
     )
     assert "1 text with copies of different labels" in result.err
     assert "\x1b" not in result.err + result.out
-    assert "gadei-ps predict model" in result.out
+    assert "gadei-ps predict model-1" in result.out
     left = {path.name for path in cli.directory.iterdir()} - {"state"}  # where histories lie
-    assert {name for name in left if "torch" not in name} == {"data.csv", "model"}
+    assert {name for name in left if "torch" not in name} == {"data.csv", "model-1"}
     refused = cli("train", "data.csv", *columns, "--out", ".", "--job", job_name)
     assert "holds other files than an earlier result" in refused.error
+    refused = cli("train", "data.csv", *columns, "--out", "model-1", "--job", job_name)
+    assert (refused.code, "there is a model already" in refused.error) == (2, True)
 
 
 def test_predict(cli: Cli, trained: tuple[Path, Result], interpreters: None) -> None:
@@ -168,11 +171,11 @@ def test_model_in_numbers(trained: tuple[Path, Result]) -> None:
     assert metrics["validation_accuracy"] == trained[1].json["validation_accuracy"]
 
 
-def endless(cli: Cli, job_name: str, **env: str) -> Running:
+def endless(cli: Cli, job_name: str, out: str = "model-1", **env: str) -> Running:
     """A training that goes on for ever, once gradients are applied."""
     write_csv(cli.directory / "data.csv", ROWS)
     words = ["train", "data.csv", "--patience", "1000", "--epochs", "100000", "--job", job_name]
-    training = cli.start(*words, **env)
+    training = cli.start(*words, "--out", out, **env)
     support.eventually(
         lambda: (
             training.process.poll() is not None
@@ -187,11 +190,43 @@ def test_interrupted(cli: Cli, job_name: str) -> None:
     result = endless(cli, job_name).signal(signal.SIGINT)
     assert result.code == 128 + signal.SIGINT, result
     assert "SIGINT: the best weights so far are kept" in result.err
-    assert "gadei-ps predict model" in result.out
-    metrics = json.loads((cli.directory / "model" / "metrics.json").read_text())
-    assert metrics["interrupted"] == "SIGINT"
+    assert "gadei-ps predict model-1" in result.out
+    metrics = json.loads((cli.directory / "model-1" / "metrics.json").read_text())
+    assert (metrics["interrupted"], metrics["finished"]) == ("SIGINT", True)
     assert metrics["best_epoch"] > 0
-    assert cli("predict", "model", "an invoice").code == 0
+    assert cli("predict", "model-1", "an invoice").code == 0
+
+
+def test_stopped(cli: Cli, job_name: str) -> None:
+    """By another process, before the first epoch has ended or later: the model is written."""
+    training = endless(cli, job_name)
+    cli("stop", job_name)
+    result = training.wait()
+    assert result.code == 4, result
+    assert "the job was stopped: the best weights so far are kept" in result.err
+    assert cli("predict", "model-1", "an invoice").code == 0
+
+
+def test_a_full_disk(cli: Cli, job_name: str) -> None:
+    """Training continues, and the model goes elsewhere; if that is full, too, the job stays."""
+    with small_disk(cli.directory / "full", "16k") as full:
+        (full / "other").write_bytes(bytes(8192))
+        training = endless(cli, job_name, out="full/model")
+        support.eventually(lambda: "training continues" in training.err)
+        ended = training.signal(signal.SIGINT)
+        assert ended.code == 1, ended
+        kept = cli.directory / "state" / f"{job_name}.model"
+        assert ended.err.splitlines()[-1].endswith(f"is in {kept}")
+        assert cli("predict", kept, "an invoice").code == 0
+        assert not support.segments(job_name)
+
+        (full / "state").mkdir()
+        training = endless(cli, job_name, out="full/model", GADEI_PS_STATE_DIR=str(full / "state"))
+        support.eventually(lambda: "training continues" in training.err)
+        ended = training.signal(signal.SIGINT)
+        assert f"gadei-ps export {job_name} FILE writes its weights" in ended.err.splitlines()[-1]
+        assert cli("export", job_name, "w.npz").code == 0
+        cli("gc", job_name)
 
 
 def test_a_learner_that_comes_too_late_says_nothing(
@@ -222,10 +257,14 @@ def test_a_learner_that_comes_too_late_says_nothing(
 
 
 def test_launcher_killed(cli: Cli, job_name: str) -> None:
-    """`nothing_left` checks that daemon and learners end and clean up."""
+    """`nothing_left` checks that daemon and learners end; best model and last weights stay."""
     temporary = cli.directory / "tmp"
     temporary.mkdir()
     training = endless(cli, job_name, TMPDIR=str(temporary))
+    support.eventually((cli.directory / "model-1" / "config.json").exists)
     assert training.signal(signal.SIGKILL).code == -signal.SIGKILL
-    assert not (cli.directory / "model").exists()
+    assert cli("predict", "model-1", "an invoice").code == 0
+    support.eventually(lambda: cli("export", job_name, "w.npz").code == 0)
     assert not list(temporary.glob("gadei-ps*"))
+    support.eventually(lambda: not is_running(job_name))
+    support.eventually(lambda: cli("gc", job_name) and not support.segments(job_name))
