@@ -110,7 +110,7 @@ class Owned:
         self._connection.close()
 
     def _copy(self, out: FloatArray) -> dict[str, Any]:
-        """Into a new file each time: a dead watchdog's saver may still write into the last one."""
+        """Into a new file each time, as a watchdog may still write into the last one."""
         file = os.memfd_create("gadei-ps-copy", os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, self._elements * 4)

@@ -1,4 +1,8 @@
-"""When checkpoints are made, and which requests wait for one. A saver (saver.py) makes them."""
+"""When checkpoints are made, and which requests wait for one. A saver (saver.py) makes them.
+
+A copy for a client takes no saver, which would need some tenths of a second to start: a thread of
+the watchdog makes it.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,17 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import CheckpointError, CheckpointMistake, in_words
+from gadei_ps.errors import CheckpointError, CheckpointMistake, NoSharedMemory, in_words
 from gadei_ps.job import service
 from gadei_ps.machine import cgroups, process
 from gadei_ps.memory import reserve
-from gadei_ps.memory.layout import CONTROL, Phase
+from gadei_ps.memory.layout import CONTROL, STATE, Phase
+from gadei_ps.memory.reserve import Progress
 from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.liveness import progress
+from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.saver import MOVED, Task, task_line
+from gadei_ps.watchdog.saver import MOVED, Saver, Task, copy_bytes, task_line
 
 KEEP = 3  # of those asked for by hand, where the job file says nothing
 OUTCOME_BYTES = 1 << 16
@@ -34,6 +40,7 @@ RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
 Heard = Callable[[dict[str, Any]], None]
 NOWHERE = -1  # instead of a client's file: the copy is for the disk
+SAVER_BYTES = 40 << 20  # of a saver's own, beside the copy
 
 
 @dataclass(eq=False)
@@ -57,8 +64,9 @@ class Checkpoints:
     _saver: subprocess.Popen[bytes] | None = None
     _heard: list[Heard] = field(default_factory=list)
     _next: list[tuple[Heard, int, bool]] = field(default_factory=list)
-    _into: int = NOWHERE
-    """A client's file, which the saver at work copies into; see ask()."""
+    _copier: Maker | None = None
+    _copies: bool = False
+    """Whether the thread is at work."""
     _said: bytearray = field(default_factory=bytearray)
     _last_at: float = field(default_factory=time.monotonic)
     _failed_at: float = float("-inf")
@@ -66,6 +74,10 @@ class Checkpoints:
     @property
     def _control(self) -> np.void:
         return self.memory.control.view(CONTROL)
+
+    @property
+    def _busy(self) -> bool:
+        return self._saver is not None or self._copies
 
     @property
     def moved(self) -> int:
@@ -148,33 +160,76 @@ class Checkpoints:
         if self.memory.state is None:
             _close(into)
             raise CheckpointError("the job has no model yet: there is nothing to save")
-        if self._saver is not None:
+        if self._busy:
             self._next.append((heard, into, slots))
             return
         try:
-            self._begin(into=into, slots=slots)
-        except OSError as error:  # no memory or no process is available
+            self._check_room(into, slots=slots)
+            if into == NOWHERE:
+                self._begin()
+            else:
+                self._copy(into, slots=slots)
+        except (CheckpointError, OSError) as error:  # the latter: no process is available
             _close(into)
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(f"cannot start a saver: {error.strerror}") from None
         self._heard.append(heard)
+
+    def _check_room(self, into: int = NOWHERE, *, slots: bool = True) -> None:
+        """Raises CheckpointError if there is no memory for a copy: the kernel would kill a process
+        of the job, and perhaps this one."""
+        assert self.memory.model is not None
+        assert self.memory.state is not None
+        state = self.memory.state.view(STATE)
+        needs = {"copy": copy_bytes(self.memory.model, state, slots=slots)}
+        if into == NOWHERE:
+            needs["process"] = SAVER_BYTES
+        what = "a copy" if into != NOWHERE else "a checkpoint"
+        try:
+            reserve.check_private(needs, f"{what} of job {self.memory.config.name!r}")
+        except NoSharedMemory as error:
+            raise CheckpointError(str(error)) from None
+
+    def _copy(self, into: int, *, slots: bool) -> None:
+        """Begins a copy into a client's file."""
+        memory = self.memory
+        assert memory.weights is not None
+        assert memory.state is not None
+        task = Task(memory.config.name, memory.job_id.hex(), {}, "", 0, {})
+        parts = memory.control, memory.weights, memory.state
+
+        def make(progress: Progress) -> dict[str, Any]:
+            unwanted = lambda: progress.cancelled  # noqa: E731
+            return Saver(task, parts, into, slots=slots, is_cancelled=unwanted).copy()
+
+        def done(outcome: dict[str, Any] | None, error: BaseException | None) -> None:
+            self._copies = False
+            _close(into)
+            self._answer({"ok": False, "error": in_words(error)} if error else outcome or {})
+
+        self._copier = self._copier or Maker(self.selector)
+        self._copies = True
+        self._copier.ask("", make, done)
 
     def look(self, now: float) -> None:
         """Begins a checkpoint if one is due. Called every tick."""
         config = self.memory.config.checkpoint
-        if config is None or self._saver is not None or self.memory.state is None:
+        if config is None or self._busy or self.memory.state is None:
             return
         fresh = int(self._control["version"]) - int(self._control["checkpoint_version"])
         due = 0 < config.every_s <= now - self._last_at
         due = due or 0 < config.every_gradients <= fresh
         if due and fresh and now - self._failed_at > RETRY_S:
             try:
+                self._check_room()
                 self._begin()
+            except CheckpointError as error:
+                self._tell({"ok": False, "error": str(error)})
             except OSError as error:
                 self._tell({"ok": False, "error": f"cannot start a saver: {error.strerror}"})
 
-    def _begin(
-        self, look_beyond: int | None = None, into: int = NOWHERE, *, slots: bool = True
-    ) -> None:
+    def _begin(self, look_beyond: int | None = None) -> None:
         config = self.memory.config
         task = Task(
             config.name,
@@ -184,11 +239,9 @@ class Checkpoints:
             config.checkpoint.keep if config.checkpoint else KEEP,
             settings.with_script(config, self.memory.script),
             look_beyond,
-            into,
-            slots,
         )
         self._looks = look_beyond is not None
-        if not self._looks and into == NOWHERE:
+        if not self._looks:
             self._last_at = time.monotonic()
         self._kills = cgroups.Kills()  # of the time in which the saver lives
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as done:
@@ -204,10 +257,9 @@ class Checkpoints:
                 process.module_command("gadei_ps.watchdog.saver"),
                 stdin=file,
                 stdout=write,
-                pass_fds=[*self.memory.files.values(), *([] if into == NOWHERE else [into])],
+                pass_fds=list(self.memory.files.values()),
             )
             failed.pop_all()
-        self._into = into
         os.set_blocking(read, False)
         self._said.clear()
         self.selector.register(read, selectors.EVENT_READ, lambda _: self._hear(read))
@@ -241,13 +293,9 @@ class Checkpoints:
         except ValueError:
             why = self._kills.told() or f"it ended with code {code}"
             outcome = {"ok": False, "error": f"the saver made no checkpoint: {why}"}
-        into, self._into = self._into, NOWHERE
-        _close(into)
         if self._looks:
             self._saw(outcome)
             self._go_on()
-        elif into != NOWHERE:
-            self._answer(outcome)
         else:
             self._tell(outcome)
 
@@ -294,7 +342,12 @@ class Checkpoints:
                 one({"ok": False, "error": str(error)})
 
     def end(self) -> None:
-        """Ends the saver, at the end of the job."""
+        """Ends the saver and the thread, at the end of the job."""
+        self._heard, waiting, self._next = [], self._next, []
+        for _, into, _ in waiting:
+            _close(into)
+        if self._copier is not None:
+            self._copier.end()
         if self._saver is not None:
             self._saver.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a disk may block it for ever

@@ -1,6 +1,7 @@
 """A process that makes one checkpoint: copies the job between two gradients, then writes the copy.
 
-A process of its own, because a disk may block a process that writes to it. The shards pause for it
+A process of its own, because a disk may block a process that writes to it. A copy for a client goes
+into memory alone, so a thread of the watchdog makes it, with the same code. The shards pause for it
 until a deadline, so that a saver that dies does not hold them. It prints the outcome as one line of
 JSON on standard output, and before that a dot whenever more has reached the disk.
 
@@ -15,6 +16,7 @@ import mmap
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,9 +49,7 @@ MOVED = b"."  # before the outcome: more of the checkpoint is on the disk
 class Task:
     """What to save, and where. config: written to the checkpoint. files: open segments, by part.
 
-    look_beyond: save nothing, but look for checkpoints newer than this version. into: write
-    nothing to the disk, but copy into this open file: the weights, then each slot. -1: none. slots:
-    whether those are copied.
+    look_beyond: save nothing, but look for checkpoints newer than this version.
     """
 
     job: str
@@ -59,49 +59,75 @@ class Task:
     keep: int
     config: dict[str, Any]
     look_beyond: int | None = None
-    into: int = -1
-    slots: bool = True
+
+
+Parts = tuple[segment.Segment, segment.Segment, segment.Segment]
+"""Control, weights and state of a job."""
+
+
+def attached(task: Task) -> Parts:
+    """The segments of a task's job."""
+    job_id = bytes.fromhex(task.job_id)
+
+    def attach(part: str, kind: SegmentKind, writable: bool) -> segment.Segment:
+        name = segment_name(task.job, part)
+        return segment.attach_file(task.files[part], name, kind, writable=writable, job_id=job_id)
+
+    return (
+        attach("control", SegmentKind.CONTROL, True),
+        attach("weights", SegmentKind.WEIGHTS, False),
+        attach("state", SegmentKind.STATE, False),
+    )
+
+
+def copy_bytes(model: weights.Model, state: np.void, *, slots: bool = True) -> int:
+    """Bytes of a copy of the weights, and of the optimizer's slots. state: STATE."""
+    return (1 + (int(state["streams"]) if slots else 0)) * model.elements * 4
 
 
 class Saver:
-    """One checkpoint of one job."""
+    """One copy of one job, between two gradients. parts: of attached().
 
-    def __init__(self, task: Task) -> None:
+    into: an open file that gets the weights and then each slot; -1: memory of this process does.
+    slots: whether those are copied. is_cancelled: whether the copy is not wanted any more.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        parts: Parts,
+        into: int = -1,
+        *,
+        slots: bool = True,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.task = task
-        job_id = bytes.fromhex(task.job_id)
-
-        def attach(part: str, kind: SegmentKind, writable: bool) -> segment.Segment:
-            name = segment_name(task.job, part)
-            return segment.attach_file(
-                task.files[part], name, kind, writable=writable, job_id=job_id
-            )
-
-        self._segment = attach("control", SegmentKind.CONTROL, True)
+        self._is_cancelled = is_cancelled
+        self._segment, weights_segment, state_segment = parts
         self._control = self._segment.view(CONTROL)
-        weights_segment = attach("weights", SegmentKind.WEIGHTS, False)
-        state_segment = attach("state", SegmentKind.STATE, False)
         self._state = state_segment.view(STATE)
         self._shards = int(self._control["shards"])
         self._model = weights.read_table(weights_segment)
         elements = self._model.elements
         self._sources = [weights.data(weights_segment)]
-        for stream in range(int(self._state["streams"]) if task.slots else 0):
+        for stream in range(int(self._state["streams"]) if slots else 0):
             at = int(self._state["slots_at"]) + stream * int(self._state["slot_bytes"])
             self._sources.append(state_segment.array(np.float32, elements, at))
+        self._bytes = max(1, copy_bytes(self._model, self._state, slots=slots))
+        self._into = into
         # Pages are allocated before the pause: the first access to each takes longer than the copy.
-        size = max(1, len(self._sources) * elements * 4)
-        if task.into >= 0:
-            if os.fstat(task.into).st_size != size:
-                raise CheckpointError(f"the file for the copy does not have {size} bytes")
-            self._memory = mmap.mmap(task.into, size)
+        if into >= 0:
+            if os.fstat(into).st_size != self._bytes:
+                raise CheckpointError(f"the file for the copy does not have {self._bytes} bytes")
+            os.posix_fallocate(into, 0, self._bytes)
+            self._copies = self._sources
         else:
-            self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        _native.populate(_native.address(self._memory), size)
-        flat = np.frombuffer(self._memory, np.float32, len(self._sources) * elements)
-        self._copies = np.split(flat, len(self._sources))
-        self._bytes = size
+            self._memory = mmap.mmap(-1, self._bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            _native.populate(_native.address(self._memory), self._bytes)
+            flat = np.frombuffer(self._memory, np.float32, len(self._sources) * elements)
+            self._copies = np.split(flat, len(self._sources))
         self._pool = ThreadPoolExecutor(max(1, min(4, process.cores())))
         self._pool.submit(int).result()  # its first thread is there
         self._unanswered: owned.Ranges = []
@@ -129,8 +155,9 @@ class Saver:
         }
 
     def copy(self) -> dict[str, Any]:
-        """Copies the job into the task's file; returns the outcome. Raises CheckpointError."""
-        snapshot, pause_s = self._take()
+        """Copies the job into the file; returns the outcome. Raises CheckpointError."""
+        with self._pool:
+            snapshot, pause_s = self._take()
         return {
             "ok": True,
             "version": snapshot.version,
@@ -144,7 +171,7 @@ class Saver:
         """A consistent copy and how long the shards stood still for it, s."""
         until = time.monotonic() + ATTEMPTS_S
         limit_s = PAUSE_S + self._bytes / 1e9
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._is_cancelled():
             begin = time.monotonic()
             deadline = time.monotonic_ns() + int(limit_s * 1e9)
             self._pause(deadline)
@@ -210,8 +237,8 @@ class Saver:
     def _copy(self) -> Snapshot:
         step = COPY_BYTES // 4
         jobs = [
-            self._pool.submit(np.copyto, copy[at : at + step], source[at : at + step])
-            for copy, source in zip(self._copies, self._sources, strict=True)
+            self._pool.submit(self._copy_piece, number, slice(at, at + step))
+            for number, source in enumerate(self._sources)
             for at in range(0, source.size, step)
         ]
         control = self._control
@@ -247,6 +274,18 @@ class Saver:
         for one in jobs:
             one.result()
         return snapshot
+
+    def _copy_piece(self, number: int, here: slice) -> None:
+        """Of source `number`. A client's file is written and not mapped, for its owner may truncate
+        it, and an access beyond its end would end this process."""
+        source = self._sources[number]
+        if self._into < 0:
+            np.copyto(self._copies[number][here], source[here])
+            return
+        data, at = source[here].view(np.uint8), (number * source.size + here.start) * 4
+        while data.size:
+            count = os.pwrite(self._into, data.data, at)
+            data, at = data[count:], at + count
 
     def _work(self) -> dict[str, int]:
         """The words of the work ledger. The watchdog, which does not pause, may be storing them."""
@@ -284,15 +323,14 @@ def task_line(task: Task) -> str:
 
 def main() -> None:
     """`python -m gadei_ps.watchdog.saver`: started by the watchdog, its task on standard input."""
+    process.end_first()
     try:
         task = Task(**json.load(sys.stdin))
         if task.look_beyond is not None:
             config = JobConfig.model_validate(task.config)
             outcome = look(Path(task.directory), config, task.look_beyond)
-        elif task.into >= 0:
-            outcome = Saver(task).copy()
         else:
-            outcome = Saver(task).save()
+            outcome = Saver(task, attached(task)).save()
     except (GadeiError, OSError, MemoryError, RuntimeError) as error:  # the last: no more threads
         outcome = {"ok": False, "error": in_words(error)}
         outcome["mistake"] = isinstance(error, CheckpointMistake)

@@ -118,6 +118,7 @@ class Supervisor:
     def run(self) -> int:
         """The whole life of the job; returns the exit code."""
         process.allow_files(process.MANY_FILES)
+        process.end_last()
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         previous = signal.set_wakeup_fd(wake_write)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -147,6 +147,24 @@ def forbid_core_dump() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (min(1, hard) if hard >= 0 else 1, hard))
 
 
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+
+
+def end_first() -> None:
+    """If memory runs out, the kernel ends this process before others."""
+    with contextlib.suppress(OSError):
+        OOM_SCORE.write_text("1000")
+
+
+def end_last() -> None:
+    """If memory runs out, the kernel ends this process as late as that needs no privilege."""
+    with contextlib.suppress(OSError, ValueError):
+        for wanted in range(0, int(OOM_SCORE.read_text()), 100):
+            with contextlib.suppress(PermissionError):
+                OOM_SCORE.write_text(str(wanted))
+                return
+
+
 def kill_group(leader: int) -> None:
     """Kills the process group that a child leads, such as a learner with its data loader's workers.
 

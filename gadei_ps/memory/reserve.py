@@ -104,6 +104,13 @@ def check(needs: Mapping[str, int], what: str) -> None:
         raise no_space(needs, what, found)
 
 
+def check_private(needs: Mapping[str, int], what: str) -> None:
+    """The same for memory that does not lie in /dev/shm."""
+    found = min(_limits(), key=lambda one: one.free, default=None)
+    if found is not None and sum(needs.values()) > found.free:
+        raise no_space(needs, what, found)
+
+
 def no_space(needs: Mapping[str, int], what: str, found: Room | None = None) -> NoSharedMemory:
     """The error of memory that is not there, in one line."""
     found = found or room()

@@ -37,6 +37,7 @@ _HOOKS_OF_ALL = tuple(
 )
 # Without torch's wrapper, which loads torch._dynamo: that takes seconds of each learner's start.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+_ZERO_GRAD = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 STAYS = (
     "close: what the script has written to parameters since the last step stays in this model; "
@@ -317,13 +318,13 @@ class Optimizer(Saves, Samples):
         In the middle of a wave it does nothing.
         """
         if self._steps:
-            return None
+            return
         self.backend.forget()
         if not set_to_none:
-            return super().zero_grad(set_to_none=False)
+            _ZERO_GRAD(self, set_to_none=False)
+            return
         for parameter in self._trained.parameters.values():
             parameter.grad = None
-        return None
 
     def report(
         self, *, loss: float | torch.Tensor | None = None, samples: int | None = None

@@ -50,6 +50,8 @@ READ_ONLY = (
 )
 NO_STATE: Mapping[str, torch.Tensor] = MappingProxyType({})
 Saved = Mapping[str, Any]
+# Without torch's wrapper, which loads torch._dynamo at its first call: that takes seconds.
+_STATE_DICT = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
 
 def _kind(client: Client) -> Kind:
@@ -245,7 +247,7 @@ class Saves(torch.optim.Optimizer):
             raise UsageError("state_dict: momentum and moments were the job's; save before close()")
         shown, self._state = self._state, {}
         try:
-            parts = super().state_dict()
+            parts: dict[str, Any] = _STATE_DICT(self)
         finally:
             self._state = shown
         parts["state"], steps = _read(self.client, self._trained, self._parameters())

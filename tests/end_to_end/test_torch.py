@@ -349,6 +349,8 @@ for batch in optimizer.batches(samples=400, batch_size=10, epochs=6):
     loss.backward()
     optimizer.report(loss=loss)
     optimizer.step()
+optimizer.state_dict()
+optimizer.zero_grad(set_to_none=False)
 optimizer.close()
 assert "torch._dynamo" not in sys.modules, "which takes as long to load as all the rest"
 """

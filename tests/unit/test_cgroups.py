@@ -248,6 +248,61 @@ def test_a_job_beyond_the_limit_is_refused(group: tuple[Path, str], job_name: st
     assert not segments(job_name)
 
 
+COPIES = """
+import os, selectors, sys
+open(sys.argv[1], "w").write(str(os.getpid()))
+from gadei_ps.errors import CheckpointError
+from gadei_ps.job.config import from_mapping
+from gadei_ps.job.control import memory_file
+from gadei_ps.machine import log, process
+from gadei_ps.memory.weights import Tensor, place
+from gadei_ps.sync import parse
+from gadei_ps.watchdog.checkpoints import NOWHERE, Checkpoints
+from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.memory import JobMemory
+memory = JobMemory(from_mapping({"name": sys.argv[2], "optimizer": {"kind": "adam"}}, "test"))
+memory.create_control(parse("asp"))
+try:
+    first = First(place([Tensor("w", (8 << 20,))]), None)
+    memory.enter_model(first, memory.make_model(first))
+    checkpoints = Checkpoints(memory, selectors.DefaultSelector(), log.get())
+    process.OOM_SCORE.write_text("300")
+    process.end_last()
+    print(process.OOM_SCORE.read_text().strip())
+    for into in (NOWHERE, memory_file(96 << 20, [])):
+        try:
+            checkpoints.ask(lambda outcome: None, into)
+        except CheckpointError as error:
+            print(error)
+    assert not checkpoints._busy
+finally:
+    memory.remove()
+"""
+
+
+def test_a_copy_beyond_the_limit_is_refused(group: tuple[Path, str], job_name: str) -> None:
+    """Weights and moments are 96 MiB; the kernel would kill a process, perhaps the watchdog."""
+    directory, name = group
+    (directory / name).write_text(str(208 * MB))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", COPIES, str(directory / "cgroup.procs"), job_name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done
+    score, *refused = done.stdout.splitlines()
+    assert score == "0"
+    has = rf"the memory limit {directory / name} has \d+\.\d MiB free and"
+    wanted = (
+        rf"{has} a checkpoint of job '{job_name}' needs 136.0 MiB \(copy 96.0, process 40.0\):",
+        rf"{has} a copy of job '{job_name}' needs 96.0 MiB \(copy 96.0\): free some",
+    )
+    assert len(refused) == 2
+    for line, why in zip(refused, wanted, strict=True):
+        assert re.match(why, line), line
+
+
 KILLED = """
 import os, subprocess, sys
 open(sys.argv[1], "w").write(str(os.getpid()))

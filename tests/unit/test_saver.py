@@ -18,7 +18,7 @@ from gadei_ps.memory.layout import CONTROL, Work
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog import requests, start
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.saver import Saver, Task
+from gadei_ps.watchdog.saver import Saver, Task, attached
 
 WANTED = {"batches": 10, "epochs": 3, "seed": 7, "next": 0, "epochs_done": 0}
 STORES = 1 + len(WANTED) + 1  # `ahead`, which no copy has, is the first, `work` itself the last
@@ -99,7 +99,8 @@ def test_work_that_is_being_set_is_in_a_copy_whole_or_not_at_all(
     try:
         model = place([Tensor("w", (4,))])
         create_model(memory, model, np.zeros(model.elements, np.float32))
-        saver = Saver(Task(job_name, memory.job_id.hex(), memory.files, "", 1, {}))
+        task = Task(job_name, memory.job_id.hex(), memory.files, "", 1, {})
+        saver = Saver(task, attached(task))
         reads = 0
         seen: list[Callable[[int], None]] = []
 

@@ -19,18 +19,19 @@ from support.words import at_each_line, words
 
 from gadei_ps import _native, sync
 from gadei_ps.errors import ControlError
+from gadei_ps.job.control import memory_file
 from gadei_ps.learners import attach
 from gadei_ps.learners.attach import Place
 from gadei_ps.machine import log, process
 from gadei_ps.memory.layout import CONTROL, RING, Gone, Phase, ServerState, Stop
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import dead, status, stopping, supervisor
+from gadei_ps.watchdog import checkpoints, dead, status, stopping, supervisor
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.roster import Roster
-from gadei_ps.watchdog.saver import Saver, Task
+from gadei_ps.watchdog.saver import Saver, Task, attached
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.stopping import Stopping
 from gadei_ps.watchdog.supervisor import Supervisor
@@ -88,8 +89,8 @@ class Seen(list[tuple[Phase, Stop]]):
 def test_a_stop(memory: JobMemory) -> None:
     selector = selectors.DefaultSelector()
     roster = Roster(memory, selector, log.get(), 0.0, lambda ring: None)
-    checkpoints = Checkpoints(memory, selector, log.get())
-    stop = Stopping(memory, roster, checkpoints, Notify(), log.get())
+    made = Checkpoints(memory, selector, log.get())
+    stop = Stopping(memory, roster, made, Notify(), log.get())
     roster.adopt(0.0)
     control, seen = memory.control.view(CONTROL), Seen(memory)
     stop.begin(drain=True, timeout_s=1000.0)
@@ -188,11 +189,36 @@ class Parking(Saver):
 
 def test_shards_pause_for_a_copy(memory: JobMemory) -> None:
     control = memory.control.view(CONTROL)
-    one = Parking(Task(memory.config.name, memory.job_id.hex(), memory.files, "", 1, {}))
+    task = Task(memory.config.name, memory.job_id.hex(), memory.files, "", 1, {})
+    one = Parking(task, attached(task))
     snapshot, _ = one._take()
     assert one.paused
     assert control["pause"] == 0
     assert snapshot.version == 0
+
+
+def test_a_copy_for_a_client_takes_no_process(
+    memory: JobMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "Saver", Parking)
+    assert memory.model is not None
+    selector = selectors.DefaultSelector()
+    made = Checkpoints(memory, selector, log.get())
+    heard: list[dict[str, Any]] = []
+    size = memory.model.elements * 4
+    files = [memory_file(size, [(0, memoryview(b"\xff" * size))]) for _ in range(2)]
+    for file in files:  # the second one waits for the first
+        made.ask(heard.append, os.dup(file), slots=False)
+    assert made._saver is None
+    while len(heard) < 2:
+        for key, _ in selector.select(10):
+            key.data(0)
+    assert [one["ok"] for one in heard] == [True, True]
+    for file in files:
+        assert os.pread(file, size + 1, 0) == bytes(size)
+        os.close(file)
+    made.end()
+    selector.close()
 
 
 @pytest.mark.parametrize("killed", [False, True])
