@@ -137,6 +137,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[object]:
+    """Add to a test that fails what its children reported of fatal signals."""
+    report: pytest.TestReport = yield  # type: ignore[assignment]
+    if report.failed and (faults := os.pread(support.FAULTS.fileno(), 100_000, 0)):
+        report.sections.append(("fatal signals of children", faults.decode(errors="replace")))
+    if report.when == "teardown":
+        support.FAULTS.seek(0)
+        support.FAULTS.truncate()
+    return report
+
+
 @pytest.fixture(scope="session")
 def turns(request: pytest.FixtureRequest) -> Turns:
     """What the workers of this run share."""

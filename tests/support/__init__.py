@@ -13,12 +13,13 @@ from support.jobs import (
     segments,
     status,
 )
-from support.processes import FORK, Child, Manager, Stopped, children, described, fork, gone
+from support.processes import FAULTS, FORK, Child, Manager, Stopped, children, described, fork, gone
 from support.quick import QuickDaemon
 from support.rig import Rig
 from support.waiting import PATIENCE_S, eventually, spin
 
 __all__ = [
+    "FAULTS",
     "FORK",
     "PATIENCE_S",
     "Child",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,6 +22,8 @@ from gadei_ps.machine import process
 from support.waiting import PATIENCE_S, eventually
 
 FORK = multiprocessing.get_context("fork")
+FAULTS = tempfile.TemporaryFile()  # noqa: SIM115
+"""Where children report fatal signals: many tests want them, so a passing run prints none."""
 
 
 def children() -> set[int]:
@@ -46,6 +50,7 @@ def described(before: set[int]) -> list[list[str]]:
 
 def _child(function: Callable[..., None], pipe: Connection, parent: int, args: Any) -> None:
     _native.die_with_parent(signal.SIGKILL)
+    faulthandler.enable(FAULTS)
     if os.getppid() == parent:
         if torch := sys.modules.get("torch"):
             torch.seed()  # or it draws what its parent draws
