@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from gadei_ps.agents import addresses
 from gadei_ps.cluster import copies, lease, placing
@@ -94,7 +94,8 @@ class Conductor:
             self._found = {one: self._found[one] for one in sorted(self._found.keys() - away)}
         else:
             self._found = placing.place(run)
-        places = self._prepare(self._found)
+        if not (places := self._prepare(self._found)):
+            raise ClusterError(f"run {run.name} has just been ended by another command: try again")
         self._check_program(places)
         for number, one in places.items():
             if self._is_new and one["taken"]:
@@ -151,17 +152,30 @@ class Conductor:
             number: one.prepare.remote(run.port + number if run.port else 0, *facts)
             for number, one in found.items()
         }
-        places = {}
-        for number, reference in asked.items():
-            try:
-                place = ray.get(reference, timeout=placing.ANSWER_S)
-            except Exception as error:
-                raise ClusterError(f"machine {number}: {placing.told(error)}") from None
+        places = self._answers(asked)
+        for number, place in places.items():
             placing.check(place["host"], place)
             if place["mistake"]:
                 raise ClusterError(f"machine {number} at {place['host']}: {place['mistake']}")
-            places[number] = place
         return places
+
+    def _answers(self, asked: dict[int, Any]) -> dict[int, Any]:
+        """Return what actors answer. Raises ClusterError.
+
+        In a run that was there, an actor may be gone: `group leave --dead` ends it at any time. The
+        other machines are taken over without it.
+        """
+        answers = {}
+        for number, reference in asked.items():
+            try:
+                answers[number] = ray.get(reference, timeout=placing.ANSWER_S)
+            except Exception as error:
+                line = f"machine {number}: {placing.told(error)}"
+                if self._is_new or not isinstance(error, RayActorError):
+                    raise ClusterError(line) from None
+                self._out(say=f"{line} Continuing without it.")
+                self._found.pop(number, None)
+        return answers
 
     def _check_program(self, places: dict[int, Told]) -> None:
         ours = (self.program or {}).get("digest")
@@ -184,12 +198,7 @@ class Conductor:
             )
             for number in members
         }
-        for number, reference in asked.items():
-            try:
-                ray.get(reference, timeout=placing.ANSWER_S)
-            except Exception as error:
-                raise ClusterError(f"machine {number}: {placing.told(error)}") from None
-        for number in alive:
+        for number in sorted(self._answers(asked).keys() & set(alive)):
             for place, agents in self._agents.items():
                 self._found[number].ask.remote("agents", group=place, agents=agents)
 

@@ -12,6 +12,8 @@ import pytest
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'gadei-ps[cluster]'", allow_module_level=True)
 
+from ray.exceptions import RayActorError
+
 from gadei_ps.cluster import conductor, config, needs, strays, waits
 from gadei_ps.cluster.strays import Strays
 from gadei_ps.errors import ClusterError
@@ -297,6 +299,32 @@ def test_a_machine_whose_actor_is_only_beginning_is_not_left_out(
     assert run._away(dict.fromkeys(range(3))) == set()
     assert waited == [10.0, conductor.placing.ANSWER_S]
     assert run.said == ["waiting for machine 2, which does not answer yet"]
+
+
+@pytest.mark.parametrize("gone", [(), (2,), (1, 2)])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_machine_that_is_ended_while_its_run_is_taken_over(
+    gone: tuple[int, ...], is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `group leave --dead`, say, between two calls of its actor."""
+    run = Run()
+    run._is_new, run._found = is_new, dict.fromkeys(range(3))
+
+    def get(number: int, timeout: float) -> str:
+        if number in gone:
+            raise RayActorError(None, "The actor is dead because it was killed by `ray.kill`.")
+        return f"of {number}"
+
+    monkeypatch.setattr(conductor.ray, "get", get)
+    asked = {number: number for number in range(3)}
+    if is_new and gone:
+        with pytest.raises(ClusterError, match=f"machine {gone[0]}: The actor is dead"):
+            run._answers(asked)
+        return
+    there = sorted({0, 1, 2}.difference(gone))
+    assert run._answers(asked) == {number: f"of {number}" for number in there}
+    assert sorted(run._found) == there
+    assert [line.split(":")[0] for line in run.said] == [f"machine {one}" for one in gone]
 
 
 def test_what_has_begun_may_be_taken_back_until_the_command_lets_go(
