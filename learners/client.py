@@ -33,6 +33,7 @@ from gadei_ps import _native
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
 from gadei_ps.job import here
 from gadei_ps.job.control import Lasting
+from gadei_ps.learners import endings
 from gadei_ps.learners.attach import Arrays, Place, attach, detach, listener, offer
 from gadei_ps.learners.frame import (
     NONE,
@@ -122,6 +123,7 @@ class Client(Work, Stands, OptimizerState):
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
         if not isinstance(name, str):
             raise UsageError(f"name={name!r}: give a text, which status shows")
+        endings.install()
         says = says_of(optimizer, tensors, others)
         try:
             self._connection = Lasting(target)
@@ -332,6 +334,7 @@ class Client(Work, Stands, OptimizerState):
         """
         self.check_process()
         self._trains()
+        self._end_own_data()
         self._land()
         learner = self._learner
         if not learner.wanted():
@@ -363,6 +366,7 @@ class Client(Work, Stands, OptimizerState):
         """
         self.check_process()
         self._trains()
+        self._end_own_data()
         self._land()
         return self._claim(timeout_s, limit(timeout_s))
 

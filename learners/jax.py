@@ -23,6 +23,7 @@ from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.waves import Waves
+from gadei_ps.learners.work import DRAIN_S
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -110,6 +111,10 @@ class Learner:
         for name, change in _named(changes).items():
             to[name] += np.asarray(change, np.float32)
         self._kept = not self.waves.end(loss=float(loss), samples=samples)
+
+    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
+        """Ends the job for all its learners (early stopping); see Client.stop_job."""
+        self.client.stop_job(reason, timeout_s)
 
     def close(self) -> None:
         """Pushes what an unfinished wave of WSP has changed, and leaves the job."""

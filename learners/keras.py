@@ -119,6 +119,8 @@ class Learner(keras.callbacks.Callback):  # type: ignore[misc]
         self._job.step()
         if self._job.client.published != before:
             self._wave, self._told = {}, now
+        if self._job.client.stopping:
+            self.model.stop_training = True
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._fits:
@@ -126,6 +128,10 @@ class Learner(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_test_end(self, logs: Any = None) -> None:
         self._pause.close()
+
+    def stop_job(self, reason: str = "") -> None:
+        """Ends fit() of all learners of the job (early stopping); see Client.stop_job."""
+        self._job.stop_job(reason)
 
     def on_train_end(self, logs: Any = None) -> None:
         self._end.close()

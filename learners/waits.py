@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
@@ -17,10 +18,12 @@ from gadei_ps.errors import (
     PushTimeout,
     UsageError,
 )
+from gadei_ps.job.control import Lasting, Status, ask
 from gadei_ps.learners.attach import Told
 from gadei_ps.memory.layout import Phase
 
 SLICE_NS = 100_000_000  # how long a wait may sleep before it looks whether the job lives
+ANSWER_S = 1.0  # for the reason of a stop
 GONE_S = 10.0  # how long a job may be without server and watchdog before its learners give up
 FORKED = "this learner belongs to the parent process; attach after the fork"
 LEFT = "this learner has detached from its job; attach again"
@@ -90,6 +93,7 @@ class Waits(Told):
     """The part of a client that waits."""
 
     job: str
+    _connection: Lasting
     _learner: _native.Learner
     _gone_since: float | None
     """Since when the job seems dead, over all waits: each may be short."""
@@ -194,4 +198,11 @@ class Waits(Told):
     def _ended(self) -> GadeiError:
         if int(self._control["phase"]) == Phase.FAILED:
             return JobFailed(f"job {self.job!r} has failed: its parameter server died")
-        return JobStopped(f"job {self.job!r} has been stopped")
+        return JobStopped(f"job {self.job!r} {self._why_stopped()}")
+
+    def _why_stopped(self) -> str:
+        """As the watchdog reports it, if it still answers."""
+        reason = None
+        with contextlib.suppress(GadeiError):
+            reason = ask(str(self._connection.path), Status(), ANSWER_S).get("stop_reason")
+        return f"has ended: {reason}" if reason else "has been stopped"

@@ -15,11 +15,15 @@ import numpy.typing as npt
 
 from gadei_ps import _native
 from gadei_ps.errors import JobStopped, PushTimeout, UsageError
-from gadei_ps.job.control import Lasting, SetWork
+from gadei_ps.job.control import SetWork, StopJob
 from gadei_ps.learners.waits import Waits
 from gadei_ps.memory import layout, owned
 from gadei_ps.memory.layout import Phase
 
+DRAIN_S = 30.0
+MOST_S = 3600.0
+REASON = 400  # characters
+STOPPED = "a learner has stopped it"
 MOST = 2**31  # epochs, and batches of an epoch, are fewer
 SLICE_S = 0.02  # between two looks whether the server has a batch
 
@@ -89,11 +93,11 @@ class Taken:
 class Work(Waits, ABC):
     """The part of a client that takes batches."""
 
-    _connection: Lasting
     _rings: tuple[int, int]
     _taken: Taken
     _taking: AbstractContextManager[None]
     _work: SetWork | None = None
+    _last_push = False  # the job stops, and this learner has pushed since
 
     @abstractmethod
     def wait_turn(self, timeout_s: float | None = None) -> None:
@@ -115,6 +119,35 @@ class Work(Waits, ABC):
             )
         self._work = SetWork(batches=batches, epochs=epochs, seed=seed)
         self._connection.request(self._work)
+
+    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
+        """Ends the job for all its learners, such as when a validation no longer improves.
+
+        Returns at once; this learner should end its loop, too. Loops over batches() end after the
+        batch in hand. Learners with data of their own see `stopping`; their second push after that
+        raises JobStopped. All that is pushed is applied, and the last checkpoint is written.
+        reason: one line for the log and for the learners. timeout_s: how long learners may stay
+        attached, at most 3600. Raises UsageError, ControlError.
+        """
+        self.check_process()
+        if not isinstance(reason, str):
+            raise UsageError(f"stop_job({reason!r}): give the reason as a text")
+        if not 0 < timeout_s <= MOST_S:
+            raise UsageError(f"stop_job(timeout_s={timeout_s}): give a number up to {MOST_S}")
+        line = " ".join(reason.split()).encode(errors="backslashreplace").decode()[:REASON]
+        self._connection.request(
+            StopJob(drain=True, wait=False, timeout_s=timeout_s, reason=line or STOPPED)
+        )
+
+    def _end_own_data(self) -> None:
+        """Raises JobStopped at the second push of a learner without batches() after a stop.
+
+        The first one is that of the iteration in which the learner can see that the job stops.
+        """
+        if self._work is None and self.stopping:
+            if self._last_push:
+                raise self._ended()
+            self._last_push = True
 
     def more_in_hand(self) -> bool:
         """Has the job hand out one batch more ahead than this learner has, if that is wanted.

@@ -188,7 +188,9 @@ class Requests:
                 return None
             case StopJob():
                 self._stopping.asked = True
-                self._stopping.begin(request.drain, request.timeout_s)
+                self._stopping.begin(request.drain, request.timeout_s, request.reason)
+                if not request.wait:
+                    return {}
                 self._stopping.waiting.append(client)
                 return None
 
@@ -207,6 +209,7 @@ class Requests:
         report["checkpoint_warning"] = self._checkpoints.warning or None
         report["newer_checkpoint"] = self._checkpoints.newer or None
         report["names_lost"] = self._memory.unnamed
+        report["stop_reason"] = self._stopping.reason or None
         report["saves_on_stop"] = self._stopping.saves
         report["making"] = self._maker.facts
         report["start"] = self._start.report()

@@ -36,6 +36,9 @@ CHANGEABLE = frozenset(
         "checkpoint.on_stop",
         "learner_timeout_s",
         "hang_s",
+        "stop_after.epochs",
+        "stop_after.gradients",
+        "stop_after.samples",
         "when_idle",
     }
 )

@@ -54,6 +54,8 @@ class Stopping:
     """Whether a client has asked for it."""
     discards: bool = False
     """Whether there is to be none."""
+    reason: str = ""
+    """Why the job stops, if a learner or a limit has stopped it."""
     problem: str = ""
     """Why there is no last checkpoint."""
     waiting: list[Client] = field(default_factory=list)
@@ -90,12 +92,16 @@ class Stopping:
         """What those are told who want something from a job that stops."""
         return JobStopped(f"job {self.memory.config.name!r} is stopping")
 
-    def begin(self, drain: bool, timeout_s: float) -> None:
+    def begin(self, drain: bool, timeout_s: float, reason: str = "") -> None:
         """Once more: the stricter of both counts.
 
         drain: learners have timeout_s seconds to finish, and what they have published is applied.
         """
-        self.log.info("stopping", drain=drain)
+        if reason and not self.reason:
+            self.reason = reason
+            self.log.warning("stopping", reason=reason)  # also in the logs of commands
+        else:
+            self.log.info("stopping", drain=drain)
         self._tell(Stop.DRAIN if drain else Stop.NOW)
         self._control["phase"] = Phase.DRAINING
         self._until = min(self._until, time.monotonic() + (timeout_s if drain else NOW_S))

@@ -31,7 +31,7 @@ from gadei_ps.memory.layout import Kept, Phase, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.storage import checkpoint
-from gadei_ps.watchdog import model
+from gadei_ps.watchdog import limits, model
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.dead import clear_dead
 from gadei_ps.watchdog.history import History
@@ -56,6 +56,7 @@ SLOW_TICK_S = 1.0  # for what may be seen a second late
 TELL_S = 15.0  # between two lines on a start that takes long
 SAY_S = 0.5  # between two notes that the start makes progress
 LEAVE_TIMEOUT_S = 10.0
+DRAIN_S = 30.0  # for learners whose job has reached a limit
 LOOK_S = 10.0  # for the directory of checkpoints, on a disk that may block
 
 
@@ -320,6 +321,10 @@ class Supervisor:
                 self._requests.look(now)
             if self.signalled and not self._stopping.begun:
                 self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
+            reason = limits.reached(self.memory.config.stop_after, self._control)
+            if reason and not self._stopping.begun:
+                self._stopping.asked = True
+                self._stopping.begin(drain=True, timeout_s=DRAIN_S, reason=reason)
             self._servers.look(now)
             if self._learners is not None:
                 self._learners.look(now, self._stopping.begun)

@@ -1,6 +1,7 @@
 """A time series predicted by an LSTM: Adam, early stopping, and the best weights at the end.
 
-What `load_state_dict` loads after training is evaluated, and does not come to the job.
+The first learner whose test error no longer improves stops the job for all learners. What
+`load_state_dict` loads after training is evaluated, and does not come to the job.
 
 python time_series.py --plain                              # torch alone
 gadei-ps run series --learners 2 -- python time_series.py  # two learners
@@ -67,6 +68,11 @@ if args.plain:
 else:
     optimizer = gadei_ps.learners.torch.Optimizer(model, kind="adam")
 
+
+def stopping():
+    return not args.plain and optimizer.client.stopping
+
+
 best, best_state, waited = float("inf"), None, 0
 start = time.perf_counter()
 for epoch in range(1, args.epochs + 1):
@@ -76,6 +82,8 @@ for epoch in range(1, args.epochs + 1):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if stopping():  # another learner has stopped the job
+            break
     model.eval()
     with torch.no_grad():
         test_rmse = loss_fn(model(X_test), y_test).sqrt().item()
@@ -84,8 +92,10 @@ for epoch in range(1, args.epochs + 1):
         best, best_state, waited = test_rmse, copy.deepcopy(model.state_dict()), 0
     else:
         waited += 1
-        if waited == args.patience:
-            break
+    if waited == args.patience and not args.plain:
+        optimizer.stop_job(f"no better test RMSE for {args.patience} epochs")
+    if waited == args.patience or stopping():
+        break
 print(f"{epoch * len(X_train)} samples in {time.perf_counter() - start:.3f} s")
 model.load_state_dict(best_state)
 with torch.no_grad():

@@ -22,6 +22,7 @@ from gadei_ps.cli.options import (
     Json,
     OptimizerName,
     Verbose,
+    limits,
     running_jobs,
     tell,
 )
@@ -78,6 +79,13 @@ def run(
             show_default="the job file's, or asp",
         ),
     ] = None,
+    stop_after: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT=N",
+            help=f"End the job after N gradients, samples or epochs of batches(). {SERVED}",
+        ),
+    ] = None,
     join: Annotated[
         bool,
         typer.Option("--join", help="Join a running job whose learners run another program."),
@@ -119,7 +127,12 @@ def run(
     """
     from gadei_ps.commands import early
 
-    given = {"optimizer": optimizer and optimizer.value, "lr": lr, "sync": sync}
+    given = {
+        "optimizer": optimizer and optimizer.value,
+        "lr": lr,
+        "sync": sync,
+        "stop_after": stop_after and limits(stop_after),
+    }
     with early.for_job(job) as child:
         from gadei_ps.commands.run import RunOptions, run_learners
         from gadei_ps.show import view

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gadei_ps.cli.outcome import print_json
+from gadei_ps.errors import UsageError
 from gadei_ps.machine.launch import DEVICE_VARIABLE
 
 if TYPE_CHECKING:
@@ -120,6 +121,15 @@ DevicesPerLearner = Annotated[
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Print the log of the job's watchdog and servers.")
 ]
+
+
+def limits(given: Sequence[str]) -> dict[str, str]:
+    """What `--stop-after WHAT=N` gives, by WHAT. Raises UsageError."""
+    for one in given:
+        what, _, number = one.partition("=")
+        if what not in ("gradients", "samples", "epochs") or not number.isdecimal():
+            raise UsageError(f"--stop-after {one}: write gradients=N, samples=N or epochs=N")
+    return dict(one.split("=") for one in given)
 
 
 def tell(as_json: bool, result: Mapping[str, Any], shown: Callable[[], RenderableType]) -> None:

@@ -57,6 +57,13 @@ class OwnLearners:
         return named(np.maximum(counts, 0).tolist())
 
     @property
+    def others(self) -> int:
+        """How many learners of other commands are attached."""
+        rows = self._control["roster"]
+        there = rows["generation"][rows["generation"] != rows["retired"]].tolist()
+        return len(set(there) & self._others.keys())
+
+    @property
     def alone(self) -> bool:
         """Whether there were no other learners."""
         return not self._others

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from gadei_ps.commands import daemon, jobs, saved
 from gadei_ps.commands.daemon import Daemon, kept_version
 from gadei_ps.commands.early import Child
 from gadei_ps.commands.own import OwnLearners
-from gadei_ps.commands.served import Attached, Served, launch
+from gadei_ps.commands.served import DRAIN_S, Attached, Served, launch
 from gadei_ps.errors import GadeiError, JobDiffers, JobStopped, UsageError, in_words, reason_of
 from gadei_ps.job import config, paths
 from gadei_ps.job.absence import locked
@@ -33,6 +33,7 @@ from gadei_ps.machine import gpus, interrupts
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import ALONE_VARIABLE, JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.machine.output import Output
+from gadei_ps.memory.layout import Stop
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show import view
 from gadei_ps.show.counts import counted, mostly_refused
@@ -49,6 +50,7 @@ POLL_S = 0.05
 STAY_S = 0.2
 REPORT_S = 1.0
 LEAVE_S = 5.0  # until the job has applied what ended learners had published
+ENDED = "the learners of its run have ended"
 NEVER_JOINED = (
     "no learner joined job {!r}: does the script make a gadei_ps Optimizer or Client, without the "
     "name of another job?"
@@ -113,7 +115,7 @@ def run_learners(
     if (is_name and daemon.running(job)) or (not job.endswith(".toml") and "/" in job):
         if options.overrides or options.fresh:
             names = [*options.overrides, *(["fresh"] if options.fresh else [])]
-            given = ", ".join(f"--{name}" for name in names)
+            given = ", ".join(f"--{name.replace('_', '-')}" for name in names)
             raise UsageError(
                 f"{given}: job {job!r} is running and has its configuration; leave out the option, "
                 "or stop the job first"
@@ -235,7 +237,7 @@ def _say(text: str) -> None:
 
 
 def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:
-    """The configuration with optimizer, lr, sync and owned replaced where given.
+    """The configuration with optimizer, lr, sync, owned and stop_after replaced where given.
 
     Raises UsageError.
     """
@@ -247,8 +249,9 @@ def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) ->
         optimizer["lr"] = overrides["lr"]
     if "sync" in overrides:
         values["sync"] = overrides["sync"]
-    if "owned" in overrides:
-        values["owned"] = overrides["owned"]
+    for name in ("owned", "stop_after"):
+        if name in overrides:
+            values[name] = overrides[name]
     return config.from_mapping(values | {"optimizer": optimizer}, where)
 
 
@@ -332,6 +335,7 @@ class _Run:
         self.told = False  # what the job does with gradients
         self.end = 0.0
         self.stopped = False
+        self.asked = Stop.GO
         self.signal: int | None = None  # that has asked the learners to end
         self.unsaved = ""
         self.output: Output | None = None
@@ -354,20 +358,20 @@ class _Run:
 
     def _watch(self, learners: Learners, signalled: Callable[[], int | None]) -> None:
         """Until the last learner has ended for good."""
-        until = math.inf
+        until, runs = math.inf, True
         while (learners.pids or self.due) and time.monotonic() < until:
             self.pids.update(learners.pids)
             self.own.look(self.pids)
-            if not self._look_at_job():
-                self._say_goodbye(learners)
-                break
-            self._tell_of_missed()
+            if runs and not self._look_at_job():
+                runs, until = False, min(until, self._announce_end(learners))
+            if runs:
+                self._tell_of_missed()
             if self.signal is None and (number := signalled()) is not None:
                 until = time.monotonic() + GRACE_S
                 self._pass_on(number, learners)
             self._look_at_learners(learners)
             time.sleep(POLL_S)
-        if learners.pids and self.signal:
+        if learners.pids:
             _say(f"{counted(len(learners.pids), 'learner')} did not end in time: ended")
 
     def _pass_on(self, number: int, learners: Learners) -> None:
@@ -407,7 +411,10 @@ class _Run:
         else:
             self.job.keep(report is not None and self._has_failed)
         self.counts = self.own.counts()
-        self.last = self.job.end() or self.last
+        others = self.own.others
+        if report is not None and others and isinstance(self.job, Served):
+            _say(f"waiting up to {DRAIN_S:g} s for {counted(others, 'attached learner')} to end")
+        self.last = self.job.end(ENDED if others else "") or self.last
         if self.own.alone:  # what was not applied in time is in the job's last counts
             self.counts = self.own.counts()
 
@@ -511,20 +518,33 @@ class _Run:
         else:
             _say(text)
 
-    def _say_goodbye(self, learners: Learners) -> None:
-        """Gives the learners time to finish: their next call says that the job was stopped."""
-        _say(f"the job has ended; its learners have {LEAVE_S:g} s to finish")
-        self.due.clear()
-        until = time.monotonic() + LEAVE_S
-        while learners.pids and time.monotonic() < until:
-            self._look_at_learners(learners, restarts=False)
-            time.sleep(POLL_S)
+    def _look_at_stop(self) -> Stop:
+        """How the job's learners are asked to end; once it is Stop.NOW, it stays so."""
+        if self.asked != Stop.NOW:
+            self.asked = Stop(int(self.job.control["stop"]))
+        return self.asked
 
-    def _look_at_learners(self, learners: Learners, restarts: bool = True) -> None:
-        """restarts: whether killed learners are started again; not after a signal."""
+    def _announce_end(self, learners: Learners) -> float:
+        """Reports that the job has ended before its learners; returns until when these may run.
+
+        After an orderly stop a script may do what comes after its training.
+        """
+        if not learners.pids:
+            return math.inf
+        if self._look_at_stop() == Stop.NOW:
+            _say(f"the job has ended; its learners have {GRACE_S:g} s to finish")
+            return time.monotonic() + GRACE_S
+        _say("the job has ended; waiting for its learners to finish")
+        return math.inf
+
+    def _look_at_learners(self, learners: Learners) -> None:
+        """Killed learners are started again, but not after a signal or a stop."""
+        restarts = self.signal is None and self._look_at_stop() == Stop.GO
         now = time.monotonic()
         for one in learners.ended():
-            wait = self._wait_before(one, now) if restarts and self.signal is None else None
+            if one.code == JobStopped.exit_code and self._look_at_stop() != Stop.GO:
+                one = replace(one, code=0)  # it has printed why it has ended
+            wait = self._wait_before(one, now) if restarts else None
             if wait is None:
                 self.ended[one.index] = one
                 self.missed.append(one)
@@ -542,7 +562,7 @@ class _Run:
             elif len(self.exits.get(one.index, ())) == POLICY.limit:
                 what = f"{POLICY.limit} times within {USEFUL_S:g} s of its start: given up; {what}"
             _say(f"learner {one.index} (pid {one.pid}) {one.how}; {what}")
-        if self.signal is not None:
+        if not restarts:
             self.due.clear()
         for index in [index for index, at in self.due.items() if at <= now]:
             del self.due[index]

@@ -136,7 +136,7 @@ class Attached(_Job):
     def keep(self, wanted: bool) -> None:
         """It stays in any case."""
 
-    def end(self) -> dict[str, Any] | None:
+    def end(self, reason: str = "") -> dict[str, Any] | None:
         """Nothing is to be ended."""
         self.release()
         return self.report()
@@ -184,11 +184,15 @@ class Served(_Job):
         """Whether the job's memory is to stay at its end."""
         self._daemon.keeps = wanted and self._daemon.survives
 
-    def end(self) -> dict[str, Any] | None:
-        """Stops the job; its final report, None if it was stopped before or its memory stays."""
+    def end(self, reason: str = "") -> dict[str, Any] | None:
+        """Stops the job; its final report, None if it was stopped before or its memory stays.
+
+        reason: for other learners.
+        """
         if self._daemon.keeps:
             return None
+        stop = StopJob(drain=True, timeout_s=DRAIN_S, reason=reason)
         try:
-            return self._daemon.request(StopJob(drain=True, timeout_s=DRAIN_S), 2 * DRAIN_S)
+            return self._daemon.request(stop, 2 * DRAIN_S)
         except JobStopped:
             return None

@@ -122,6 +122,16 @@ class CheckpointConfig(_Table, allow_inf_nan=False):
     directory: Path | None = Field(None, description="default: the user's state directory")
 
 
+class StopAfterConfig(_Table):
+    """[stop_after]: the job ends once it has done so much, together; 0: no limit."""
+
+    gradients: Whole = Field(default=0, ge=0, description="applied")
+    samples: Whole = Field(
+        default=0, ge=0, description="of applied gradients, as learners report them"
+    )
+    epochs: Whole = Field(default=0, ge=0, description="of batches that the server hands out")
+
+
 class LearnersConfig(_Table):
     """[learners]: processes that the job starts itself, and starts again when they die."""
 
@@ -161,6 +171,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     core_dumps: bool = Field(False, description="of servers: a take-over waits until it is written")
     when_idle: Literal["wait", "stop"] = "wait"
     history: bool = Field(True, description="loss, speed and changes over time, in a file")
+    stop_after: StopAfterConfig = StopAfterConfig()
     checkpoint: CheckpointConfig | None = None
     learners: LearnersConfig | None = None
     tensors: list[TensorConfig] = []

@@ -218,11 +218,16 @@ class LeaveOut(_Message):
 
 
 class StopJob(_Message):
-    """Ends the job; with `drain` learners first finish and what they published is applied."""
+    """Ends the job; with `drain` learners first finish and what they published is applied.
+
+    reason: for the log and for the learners. wait: whether the reply waits for the end.
+    """
 
     op: Literal["stop"] = "stop"
     drain: bool = False
     timeout_s: float = Field(30.0, gt=0, le=3600)
+    reason: str = Field(default="", max_length=400)
+    wait: bool = True
 
 
 class Discard(_Message):

@@ -18,6 +18,7 @@ from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import Waves
+from gadei_ps.learners.work import DRAIN_S
 
 # Without torch's wrapper, as in optimizer.py.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -181,6 +182,10 @@ class LocalOptimizer(torch.optim.Optimizer):
         given = assign.split(self._trained, values)
         self.waves.assign(given.job)
         given.write_local()
+
+    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
+        """Ends the job for all its learners (early stopping); see Client.stop_job."""
+        self.client.stop_job(reason, timeout_s)
 
     def close(self) -> None:
         """Pushes what an unfinished wave has changed, unless its batch goes to another learner, and

@@ -28,7 +28,7 @@ from gadei_ps.learners.torch.sampler import Samples
 from gadei_ps.learners.torch.state import Saves, State
 from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
-from gadei_ps.learners.work import OTHERS
+from gadei_ps.learners.work import DRAIN_S, OTHERS
 
 # Hooks on every optimizer's step; under these names in every torch since 2.0.
 _MODULE = sys.modules[torch.optim.Optimizer.__module__]
@@ -475,6 +475,10 @@ class Optimizer(Saves, Samples):
         finally:
             self._own_data = True
             self._refresh()
+
+    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
+        """Ends the job for all its learners (early stopping); see Client.stop_job."""
+        self.client.stop_job(reason, timeout_s)
 
     def close(self) -> None:
         """Leaves the job; the model keeps the job's weights as they are now, in memory of its own.

@@ -569,3 +569,63 @@ def test_learners_that_never_join(cli: Cli, job_name: str) -> None:
     ended = cli("run", job_name, "--learners", 2, "--", sys.executable, "-c", "pass")
     assert ended.code == 1
     assert f"no learner joined job '{job_name}': does the script make a gadei_ps" in ended.err
+
+
+STOPS = """
+import os, pathlib, sys, time, numpy as np
+from gadei_ps.learners.client import Client
+
+with Client(tensors={"w": np.zeros(8)}) as client:
+    while not pathlib.Path("end" if "leaves" in sys.argv else "go").exists():
+        client.push({"w": -np.ones(8)})
+        client.wait_applied()
+        time.sleep(0.001)
+    if sys.argv[1] == "stops" and os.environ["GADEI_PS_LEARNER"] == "0":
+        client.stop_job("it is good enough")
+    while sys.argv[1] == "stops" and os.environ["GADEI_PS_LEARNER"] != "0":
+        client.push({"w": -np.ones(8)})
+print("after the loop")
+"""
+
+
+def test_a_learner_that_stops_its_job(cli: Cli, job_name: str, interpreters: None) -> None:
+    """Learners end in order: one without looking at `stopping`, and one that was attached."""
+    (cli.directory / "stops.py").write_text(STOPS)
+    program = ["--", sys.executable, "stops.py", "stops"]
+    run = cli.start("run", job_name, "--learners", 2, "--out", "w.npz", "--json", *program)
+    support.eventually(learning(job_name, run, 2))
+    attached = cli.start("attach", job_name, *program)
+    support.eventually(learning(job_name, run, 3))
+    (cli.directory / "go").touch()
+    ended, extra = run.wait(), attached.wait()
+    line = f"ends: job '{job_name}' has ended: it is good enough\n"
+    assert (ended.code, ended.json["exit_code"]) == (0, 0), ended
+    assert "[0] after the loop" in ended.err
+    assert f"[1] gadei-ps: learner 1 {line}" in ended.err
+    assert (extra.code, extra.err) == (4, f"gadei-ps: learner 2 {line}"), extra
+    assert "Traceback" not in ended.err
+    with np.load(cli.directory / "w.npz") as weights:
+        assert (weights["w"] > 0).all()
+
+
+def test_an_attached_learner_is_awaited(cli: Cli, job_name: str, interpreters: None) -> None:
+    (cli.directory / "stops.py").write_text(STOPS)
+    program = ["--", sys.executable, "stops.py"]
+    run = cli.start("run", job_name, *program, "leaves")
+    support.eventually(learning(job_name, run, 1))
+    attached = cli.start("attach", job_name, *program, "stays")
+    support.eventually(learning(job_name, run, 2))
+    (cli.directory / "end").touch()
+    ended, extra = run.wait(), attached.wait()
+    assert ended.code == 0
+    assert "waiting up to 30 s for 1 attached learner to end" in ended.err
+    line = f"learner 1 ends: job '{job_name}' has ended: the learners of its run have ended\n"
+    assert (extra.code, extra.err) == (4, f"gadei-ps: {line}"), extra
+
+
+def test_a_limit(cli: Cli, job_name: str, learner: list[str]) -> None:
+    ended = cli("run", job_name, "--stop-after", "epochs=3", "--", *learner, FOREVER)
+    assert ended.code == 0, ended
+    assert " of 3 epochs" in ended.err
+    refused = cli("run", job_name, "--stop-after", "time=3", "--", *learner, FOREVER)
+    assert refused.error == "--stop-after time=3: write gradients=N, samples=N or epochs=N"

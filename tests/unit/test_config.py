@@ -122,6 +122,7 @@ TABLES = {
     "optimizer": config.OptimizerConfig,
     "optimizer.schedule": config.ScheduleConfig,
     "checkpoint": config.CheckpointConfig,
+    "stop_after": config.StopAfterConfig,
 }
 
 
