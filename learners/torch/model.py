@@ -108,7 +108,7 @@ class Trained:
             **options,
         )
         try:
-            owners.check_same(self.parameters, values, client, named=job is not None)
+            owners.check_same(self.module, values, client, named=job is not None)
         except BaseException:
             client.detach()
             raise

@@ -19,8 +19,9 @@ from gadei_ps.learners.client import Client
 
 # By the ids of their parameters, which live as long as they do. Each has a close().
 _OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-# Parameters of all models that have joined a job, by process and job.
-_JOINED: dict[tuple[int, bytes], list[weakref.ref[torch.nn.Parameter]]] = {}
+# Layers of all models that have joined a job, by process and job. Not parameters: torch does not swap
+# those that have weak references.
+_JOINED: dict[tuple[int, bytes], list[weakref.ref[torch.nn.Module]]] = {}
 ANOTHER = (
     "another model of this process has trained in job {0!r}, and this one would begin with its "
     "weights: give it a job of its own (k-fold, sweeps: `with gadei_ps.serve('{0}-2') as job:` and "
@@ -63,7 +64,7 @@ def check_free(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 def check_same(
-    parameters: Mapping[str, torch.nn.Parameter],
+    module: torch.nn.Module,
     values: Mapping[str, np.ndarray],
     client: Client,
     *,
@@ -72,16 +73,19 @@ def check_same(
     """Raises UsageError if another model of this process has joined the job before, which would
     give its weights to this one without a word.
 
-    values: of the parameters, before they are the job's. named: whether the script names the job.
+    values: of its parameters, before they are the job's. named: whether the script names the job.
     """
     job = os.getpid(), client.place.control.header["job_id"].tobytes()
     joined = _JOINED.setdefault(job, [])
     before = bool(joined)
     joined[:] = [one for one in joined if one() is not None]
-    ours = {id(one) for one in parameters.values()}
-    is_another = before and not named and not any(id(one()) in ours for one in joined)
+    ours = {id(one) for one in module.parameters()}
+    held = (
+        one for layer in joined if (known := layer()) for one in known.parameters(recurse=False)
+    )
+    is_another = before and not named and not any(id(one) in ours for one in held)
     if is_another and any(
         not np.array_equal(client.weights[name], one) for name, one in values.items()
     ):
         raise UsageError(ANOTHER.format(client.job))
-    joined += map(weakref.ref, parameters.values())
+    joined += map(weakref.ref, module.modules())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -215,6 +216,9 @@ def test_a_second_model_of_a_process(job_name: str, monkeypatch: pytest.MonkeyPa
         with pytest.raises(UsageError, match=f"another model of this process has .*{job_name!r}"):
             Optimizer(plain_model(), kind="sgd", lr=0.1)
         assert not status(job_name)["learners"]
+        assert not weakref.getweakrefcount(model[0].weight), (
+            "torch.utils.swap_tensors refuses these"
+        )
         Optimizer(plain_model(), job_name, kind="sgd", lr=0.1).close()
 
 
