@@ -19,8 +19,8 @@ from gadei_ps.learners.client import Client
 
 # By the ids of their parameters, which live as long as they do. Each has a close().
 _OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-# Layers of all models that have joined a job, by process and job. Not parameters: torch does not swap
-# those that have weak references.
+# Layers of all models that have joined a job, by process and job. Not parameters: torch does not
+# swap those that have weak references.
 _JOINED: dict[tuple[int, bytes], list[weakref.ref[torch.nn.Module]]] = {}
 ANOTHER = (
     "another model of this process has trained in job {0!r}, and this one would begin with its "
