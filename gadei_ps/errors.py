@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, get_args
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
 
 # What stays so until a person changes something; all else may pass: space and descriptors come
 # back, and a disk may answer again.
@@ -50,17 +52,31 @@ def reason_of(error: OSError) -> str:
 MOST_SHOWN: Final = 400  # characters that a line repeats of foreign input
 
 
-def invalid(error: ValidationError, whole: str = "") -> str:
+def invalid(error: ValidationError, whole: str = "", model: type[BaseModel] | None = None) -> str:
     """The first problem that pydantic reports, as one short line: `FIELD: what is wrong`.
 
-    whole: name of the input, for a problem that concerns no field of it.
+    whole: name of the input, for a problem that concerns no field of it. model: what was read; of
+    an unknown field, the line then has the nearest name.
     """
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     what = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        what = "there is no such field"
+        what = "there is no such field" + (_nearest(model, first["loc"]) if model else "")
     where = ".".join(str(part) for part in first["loc"])[: MOST_SHOWN // 2] or whole
     return " ".join(f"{where}: {what[:MOST_SHOWN]}".removeprefix(": ").split())
+
+
+def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
+    """`: did you mean 'sync'?` for a field `sinc` of the model, or of a table of it."""
+    fields = model.model_fields
+    for part in [one for one in place[:-1] if isinstance(one, str)]:
+        kind = fields[part].annotation if part in fields else None
+        tables = [one for one in (kind, *get_args(kind)) if hasattr(one, "model_fields")]
+        if not tables:
+            return ""
+        fields = tables[0].model_fields
+    close = difflib.get_close_matches(str(place[-1]), fields, 1)
+    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def is_lasting(error: OSError) -> bool:

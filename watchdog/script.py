@@ -58,9 +58,11 @@ class Script:
         """Who says what counts for a field: job, script, checkpoint or default."""
         if getattr(config.optimizer, name) is not None:
             return "job"
-        mine = getattr(self.settings, name)
-        if mine is None or getattr(config.optimizer.filled(self.settings), name) != mine:
+        mine, now = getattr(self.settings, name), config.optimizer.filled(self.settings)
+        if mine is None or getattr(now, name) != mine:
             return "default"
+        if name == "weight_decay" and mine == 0 and now.kind != self.settings.kind:
+            return "default"  # of another optimizer, where it means nothing
         return "checkpoint" if self.saved else "script"
 
 

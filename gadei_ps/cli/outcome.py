@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from gadei_ps.cli.switches import separated
+from gadei_ps.cli.switches import command_path, separated
 from gadei_ps.errors import GadeiError, JobNotFound, UsageError, in_words
 from gadei_ps.machine import interrupts, log
 from gadei_ps.machine.interrupts import Interrupted
@@ -62,14 +62,19 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        code = _report(error, as_json, json_log, learner_file)
+        code = _report(error, command_path(command, args), as_json, json_log, learner_file)
         _print_notes(error)
     return code if isinstance(code, int) else 0
 
 
-def _report(error: Exception, as_json: bool, json_log: bool = False, learner_file: str = "") -> int:
-    """Prints the error in one line, or as the log's last object; returns the exit code."""
-    kind, message, code = _told(error)
+def _report(
+    error: Exception, path: str, as_json: bool, json_log: bool = False, learner_file: str = ""
+) -> int:
+    """Prints the error in one line, or as the log's last object; returns the exit code.
+
+    path: the command that was given.
+    """
+    kind, message, code = _told(error, path)
     if learner_file and code == 2:
         message = _with_file(learner_file, message)
     line = plain(message)
@@ -101,8 +106,8 @@ def _with_file(file: str, message: str) -> str:
     return f"{file}: {message.partition('; see gadei-ps')[0]}: {says}"
 
 
-def _told(error: Exception) -> tuple[str, str, int]:
-    """Kind, message and exit code."""
+def _told(error: Exception, path: str) -> tuple[str, str, int]:
+    """Kind, message and exit code. path: the command that was given."""
     if isinstance(error, JobNotFound):
         from gadei_ps.job.absence import explained
 
@@ -110,8 +115,6 @@ def _told(error: Exception) -> tuple[str, str, int]:
     if isinstance(error, GadeiError):
         return type(error).__name__, str(error), error.exit_code
     if hasattr(error, "format_message"):  # typer's parser, whose class has no stable module
-        context = getattr(error, "ctx", None)
-        path = context.command_path if context else "gadei-ps"
         what = error.format_message().replace("Value error, ", "").rstrip(".")
         return "UsageError", f"{what}; see {path} --help", 2
     if isinstance(error, OSError):

@@ -49,6 +49,11 @@ def separated(command: Any, args: Sequence[str]) -> list[str]:
     while isinstance(command, TyperGroup) and words and words[0] in command.commands:
         before.append(words[0])
         command = command.commands[words.pop(0)]
+    if isinstance(command, TyperGroup) and words and _is_program(words[0]):
+        program = shlex.join(["python"] * words[0].endswith(".py") + words)
+        raise UsageError(
+            f"{words[0]} is not a command; to start learners: gadei-ps run NAME -- {program}"
+        )
     if not any(one.name == "command" for one in command.params):
         return list(args)
     line = " ".join(("gadei-ps", *before))
@@ -56,6 +61,21 @@ def separated(command: Any, args: Sequence[str]) -> list[str]:
         name: not getattr(one, "is_flag", False) for one in command.params for name in one.opts
     }
     return [*before, *_before_program(line, takes_value, words)]
+
+
+def _is_program(word: str) -> bool:
+    return word.endswith(".py") or bool(INTERPRETER.fullmatch(word))
+
+
+def command_path(command: Any, args: Sequence[str]) -> str:
+    """`gadei-ps` and the command that a command line names."""
+    names = ["gadei-ps"]
+    for word in args:
+        if not isinstance(command, TyperGroup) or word not in command.commands:
+            break
+        names.append(word)
+        command = command.commands[word]
+    return " ".join(names)
 
 
 def _before_program(line: str, takes_value: dict[str, bool], words: list[str]) -> list[str]:

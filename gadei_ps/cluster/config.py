@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import UsageError, invalid
 from gadei_ps.groups import reading
 from gadei_ps.groups.compress import Wire
 from gadei_ps.job import config as jobs
@@ -186,7 +186,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Run:
         field = ".".join(str(part) for part in first["loc"])
         what = " ".join(first["msg"].removeprefix("Value error, ").split())
         if first["type"] == "extra_forbidden":
-            what = "there is no such field"
+            what = invalid(error, model=Run).removeprefix(f"{field}: ")
         elif first["type"] == "missing":
             what = f"{first['msg']}: {_WANTED.get(field, 'give it')}"
         prefix = f"{field}: " if first["loc"] else ""

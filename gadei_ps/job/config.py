@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tomllib
@@ -258,7 +259,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
     try:
         config = JobConfig.model_validate(values)
     except ValidationError as error:
-        raise UsageError(f"{where}: {invalid(error, 'job')}") from None
+        raise UsageError(f"{where}: {invalid(error, 'job', JobConfig)}") from None
     try:
         config.optimizer.spec()
     except UsageError as error:
@@ -293,9 +294,10 @@ def read(path: Path) -> dict[str, Any]:
     try:
         raw = given.read(path, MOST_BYTES)
     except OSError as error:
-        raise (UsageError if is_lasting(error) else JobFailed)(
-            f"{path}: {error.strerror}"
-        ) from None
+        what = error.strerror
+        if error.errno == errno.ENOENT and not path.suffix:
+            what = f"{what}; give the job file, such as {path}.toml, not the name of a job"
+        raise (UsageError if is_lasting(error) else JobFailed)(f"{path}: {what}") from None
     return _parsed(path, raw)
 
 

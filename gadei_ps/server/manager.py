@@ -159,8 +159,9 @@ class Server:
             return False
         if not self._alone_since:
             self._alone_since = now
-            self.log.warning("the watchdog is gone; going on until another one is started")
-            if not self._is_found():
+            if self.active:  # not also the standby
+                self.log.warning("the watchdog is gone; going on until another one is started")
+            if self.active and not self._is_found():
                 self.log.error(
                     "and none can go on with this job: its segments have lost their names "
                     "(RemoveIPC?); ending with the last learner"

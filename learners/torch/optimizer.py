@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import JobNotFound, UsageError
+from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import assign, casts, gpu, host, loading, owners, seeds
@@ -148,9 +149,16 @@ class Optimizer(Saves, Samples):
             host.check(model, view=view)
         earlier = loading.end_earlier(model, free_gradients=free_gradients)
         owners.check_free(trained.parameters)
-        self.client = trained.join(
-            job, optimizer=says, wire=wire, error_feedback=error_feedback, name=name
-        )
+        try:
+            self.client = trained.join(
+                job, optimizer=says, wire=wire, error_feedback=error_feedback, name=name
+            )
+        except JobNotFound as error:
+            if job is None or job.upper() not in Kind.__members__:
+                raise
+            raise UsageError(
+                f"{error}; the second argument is the job's name: write kind={job.lower()!r}"
+            ) from None
         self.backend: Backend
         """Where the weights are."""
         with contextlib.ExitStack() as made:  # what is undone if the rest fails

@@ -81,6 +81,15 @@ def test_help_and_version(cli: Cli) -> None:
         ("run ./gone.toml -- true", "gone.toml: No such file"),
         ("serve gone.toml", "gone.toml: No such file"),
         ("serve .", "it is a directory"),
+        ("serve demo", "demo: No such file or directory; give the job file, such as demo.toml"),
+        ("reload exp1", "such as exp1.toml, not the name of a job"),
+        ("my_train.py --lr 1", "start learners: gadei-ps run NAME -- python my_train.py --lr 1"),
+        ("python train.py", "is not a command; to start learners: gadei-ps run NAME -- python tr"),
+        (
+            "kill demo --learner",
+            "'--learner' requires an argument; see gadei-ps kill --help",
+        ),
+        ("group status --adress x", "see gadei-ps group status --help"),
         ("status --watch --json", "give only one of --watch, --json"),
         ("predict model --out x.csv", "--out needs --csv"),
         ("predict model --csv x.csv text", "not both"),
@@ -114,14 +123,20 @@ def test_unknown_job(cli: Cli, job_name: str, arguments: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("optimzer = 3", "optimzer: there is no such field"),
+        ("optimzer = 3", "optimzer: there is no such field: did you mean 'optimizer'?"),
+        ("sinc = 'bsp'", "sinc: there is no such field: did you mean 'sync'?"),
+        (
+            "[optimizer]\nmomentun = 1",
+            "momentun: there is no such field: did you mean 'momentum'?",
+        ),
+        ("[checkpoint]\nhue = 1", "checkpoint.hue: there is no such field"),
         ("slots = 0", "slots: Input should be greater than or equal to 1"),
         ("sync = 'ssp'", "sync: ssp: s is missing"),
         ("[optimizer]\nkind = 'newton'", "optimizer.kind: Input should be 'sgd'"),
         ("[optimizer]\nlr = nan", "optimizer: lr must be"),
         ("name = 'a b'", "job name 'a b'"),
         ("shards = 1\nslots = ", "job.toml:2: Invalid value; correct it"),
-        ("[[tensors]]\nname = 'w'\nshape = [0]", "shape"),
+        ("[[tensors]]\nname = 'w'\nshape = [-1]", "shape"),
     ],
 )
 def test_job_file(cli: Cli, text: str, said: str) -> None:
@@ -253,7 +268,7 @@ def test_nobody_reads_the_output(cli: Cli) -> None:
 def test_bug_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert outcome._report(ValueError("two\nlines"), as_json=True) == 1
+    assert outcome._report(ValueError("two\nlines"), "gadei-ps", as_json=True) == 1
     said = capsys.readouterr()
     assert len(said.err.splitlines()) == 1
     assert json.loads(said.out)["kind"] == "ValueError"

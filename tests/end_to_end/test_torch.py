@@ -237,6 +237,8 @@ def test_what_cannot_be_trained(job_name: str) -> None:
             Optimizer(plain_model(), job_name, name=3)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"the model itself, not its .* kind='adamw'"):
             Optimizer(plain_model().parameters(), job_name)
+        with pytest.raises(UsageError, match=r"the job's name: write kind='adam'$"):
+            Optimizer(plain_model(), "adam")
         with pytest.raises(UsageError, match=r"argument is the job's name, not 0\.1: write lr="):
             Optimizer(plain_model(), 0.1)  # type: ignore[arg-type]
         optimizer = Optimizer(plain_model(), job_name)

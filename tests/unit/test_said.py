@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gadei_ps.errors import UsageError
+from gadei_ps.job.config import JobConfig, OptimizerConfig
 from gadei_ps.job.optimizer import Said, Settings
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.learners.said import OF_TORCH, Says, said
@@ -215,3 +216,13 @@ def test_a_watchdog_that_dies_while_it_enters_them() -> None:
         assert script.read(memory) == last
     assert set(map(repr, seen)) == {repr(old), repr(new)}
     assert seen[-1] == new
+
+
+def test_a_default_of_another_optimizer_is_not_the_scripts() -> None:
+    """What sgd takes by default means nothing to AdamW: status must not name the script for it."""
+    spoken = Script(Said(kind="sgd", lr=0.1, weight_decay=0.0))
+    job = JobConfig(name="a", optimizer=OptimizerConfig(kind="adamw"))
+    assert [spoken.source(job, name) for name in ("kind", "lr", "weight_decay")] == [
+        *("job", "script", "default")
+    ]
+    assert spoken.source(JobConfig(name="a"), "weight_decay") == "script"
