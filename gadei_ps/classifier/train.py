@@ -66,6 +66,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     display = Display(plan.epochs, silent=display_silent)
     plan.tell(display, counted(settings.learners, "learner"))
     display.event(_where(compute, settings.learners))
+    display.event(f"job {config.name}; its history is in {config.history_file()}")
     threads = max(1, process.cores() // settings.learners)
     measuring = Measuring(plan, display, compute.device or "host")
     daemon = Daemon(

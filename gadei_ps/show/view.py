@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gadei_ps.show.counts import counted
+from gadei_ps.show.counts import counted, rate
 from gadei_ps.show.tables import Fitting, age, duration, facts, size, when
 
 LEARNERS = "command of the learners"
@@ -138,9 +138,9 @@ def ran(summary: Mapping[str, Any]) -> str:
         if summary[f"gradients_{what}"]
     ]
     if summary["samples"] and summary["samples_per_s"]:
-        parts.append(f"{summary['samples_per_s']:,.0f} samples/s")
+        parts.append(f"{rate(summary['samples_per_s'])} samples/s")
     elif summary["gradients_per_s"]:
-        parts.append(f"{summary['gradients_per_s']:,.0f} gradients/s")
+        parts.append(f"{rate(summary['gradients_per_s'])} gradients/s")
     if summary["restarts"]:
         parts.append(f"{counted(summary['restarts'], 'learner')} started again")
     saved = f"; weights in {summary['out']}" if summary["out"] else ""

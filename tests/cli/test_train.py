@@ -85,6 +85,7 @@ def test_plain_lines_and_summary(cli: Cli, job_name: str) -> None:
     assert result.code == 0, result
     assert "epoch 1: validation accuracy" in result.err
     assert "learners compute " in result.err
+    assert f"job {job_name}; its history is in " in result.err
     assert result.err.startswith(
         "data.csv: gzip, UTF-16, columns separated by semicolons; column 'Kategorie' holds the "
         "labels\n"
