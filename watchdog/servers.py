@@ -7,6 +7,7 @@ server that stands by. If no server is alive, it makes new leases first.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -33,6 +34,7 @@ NUMBERS = (0, 1)
 START_LIMIT_S = 300.0  # how long a server's start may go without progress
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
 EXIT_S = 5.0
+KILL_S = 2.0  # after SIGKILL; then it is frozen, or the kernel blocks it
 SOON_S = 1.0  # after a death: the next server is started within milliseconds
 REFUSED_S = 600.0  # until a build that was refused is tried again though its files are the same
 LOOK_S = 1.0  # between two looks at these files
@@ -49,13 +51,14 @@ class Running:
     made: births.Server | None = None  # unless adopted
     version: int = 0  # of the job when the server started
     killed: str = ""  # why we killed it
+    killed_at: float = math.inf
     active: bool = False  # was seen to be the active one
     beat: int = 0  # that its line showed when we first saw it
     loaded: bool = False  # its main loop turns
     loading_s: float = 0.0  # processor time until then
 
     def kill(self, why: str) -> None:
-        self.killed = why
+        self.killed, self.killed_at = why, time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -86,6 +89,10 @@ class Servers:
     _refused_at: float = 0.0
     _looked_at: float = 0.0
     _said_refused: bool = False
+    stuck: str = ""
+    """Which killed server does not end, and why; or empty."""
+    blocked: str = ""
+    """The same if it is the active one, so that nothing can be applied any more."""
     _hung: Watch = field(init=False)
     _stuck: Watch = field(init=False)
     _births: births.Births = field(init=False)
@@ -198,6 +205,7 @@ class Servers:
         if free and not self._births.coming and now >= self._last_exit + wait:
             self._start_missing(free[0], now)
         self._kill_hung(now)
+        self._look_for_stuck(now)
 
     def _start_missing(self, number: int, now: float) -> None:
         if self._is_refused(now):
@@ -413,6 +421,20 @@ class Servers:
             elif one.pid in stuck and not one.killed:
                 one.kill(f"no progress of its start for {START_LIMIT_S:.0f} s")
 
+    def _look_for_stuck(self, now: float) -> None:
+        """A killed server that does not end keeps its leases, so no other one can replace it."""
+        before, self.stuck, self.blocked = self.stuck, "", ""
+        for one in self.running.values():
+            if now - one.killed_at > KILL_S:
+                role = "active" if one.active else "standby"
+                self.stuck = (
+                    f"the {role} server, process {one.pid}, {one.killed}, and SIGKILL does not end "
+                    "it: its control group is frozen (thaw it), or the kernel blocks it"
+                )
+                self.blocked = self.stuck if one.active else self.blocked
+        if self.stuck and not before:
+            self.log.error("a server cannot be replaced", reason=self.stuck)
+
     # -- ending ---------------------------------------------------------------------------------
 
     def end(self, *, leave: bool = False) -> None:
@@ -425,12 +447,13 @@ class Servers:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
                 signal.pidfd_send_signal(one.pidfd, signal.SIGCONT)
-            if not process.gone(one.pidfd, EXIT_S):
+            ended = process.gone(one.pidfd, 0.0 if self.stuck and one.killed else EXIT_S)
+            if not ended:
                 one.kill("did not end")
-                process.gone(one.pidfd, EXIT_S)
+                ended = process.gone(one.pidfd, KILL_S if self.stuck else EXIT_S)
             self.selector.unregister(one.pidfd)
             os.close(one.pidfd)
-            if one.made is not None and one.made.child is not None:
+            if ended and one.made is not None and one.made.child is not None:
                 one.made.child.wait()
         self.running.clear()
         self._births.end()

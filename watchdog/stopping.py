@@ -15,6 +15,7 @@ So the last checkpoint has every gradient whose push has returned, and no other.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,8 @@ class Stopping:
     checkpoints: Checkpoints
     notify: Notify
     log: Any
+    blocked: Callable[[], str] = lambda: ""
+    """Why nothing can be applied any more, as no server can replace the active one; or empty."""
     begun: bool = False
     asked: bool = False
     """Whether a client has asked for it."""
@@ -117,18 +120,22 @@ class Stopping:
                 self.log.warning("learners still attached", rows=self.roster.rows)
             self._closed_at = now
             self._tell(Stop.CLOSED)
-        stuck = self._is_stuck(now)
+        stuck, blocked = self._is_stuck(now), self.blocked()
         if not self._saving:
             self.roster.close_rings(hung=now > self._closed_at + PUBLISH_S)
             if self.memory.rings:
-                if stuck:
+                if blocked:
+                    self.problem = f"published gradients were not applied: {blocked}"
+                elif stuck:
                     self.problem = f"published gradients were not applied for {SILENT_S:.0f} s"
-                return stuck
+                return bool(self.problem)
             self._saving = True
             fresh = int(self._control["version"]) != int(self._control["checkpoint_version"])
             if not self.saves or not (fresh or not int(self._control["checkpoints"])):
                 return True
             try:
+                if blocked:
+                    raise CheckpointError(blocked)
                 self.checkpoints.ask(self._heard)
             except CheckpointError as error:
                 self._heard({"error": str(error)})

@@ -93,7 +93,12 @@ class Supervisor:
         self._history = History(self.memory, self._selector, self._log)
         self._learners: JobLearners | None = None
         self._stopping = Stopping(
-            self.memory, self._roster, self._checkpoints, self._notify, self._log
+            self.memory,
+            self._roster,
+            self._checkpoints,
+            self._notify,
+            self._log,
+            lambda: self._servers.blocked,
         )
         self._failed = ""
         self._begun = False

@@ -9,8 +9,10 @@ import contextlib
 import os
 import signal
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from support import (
     Stopped,
@@ -37,6 +39,11 @@ from support.supervised import (
     tell,
 )
 
+from gadei_ps.commands import jobs
+from gadei_ps.commands.daemon import kept_version
+from gadei_ps.errors import NotSaved
+from gadei_ps.job import control
+from gadei_ps.job.control import StopJob
 from gadei_ps.learners.client import Client
 
 
@@ -50,6 +57,45 @@ def test_a_hung_standby_is_replaced(job_name: str) -> None:
             assert gone(hung)
             assert status(job_name)["server_pid"] == active
             goes_on(job_name)
+
+
+def test_a_server_that_cannot_be_killed(
+    job_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a frozen control group: signals take effect only once it is thawed."""
+    frozen = tmp_path / "frozen"
+    send = signal.pidfd_send_signal
+
+    def sends(pidfd: int, number: int) -> None:
+        if (
+            not frozen.exists()
+            or f"Pid:\t{frozen.read_text()}\n" not in Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+        ):
+            send(pidfd, number)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", sends)
+    checkpoint = {"directory": str(tmp_path / "checkpoints"), "every_s": 0}
+    job = daemon(job_name, tensors=TENSORS, hang_s=TIMEOUT_S, checkpoint=checkpoint)
+    with job, Client(job_name) as client:
+        client.push({"w": np.ones(VALUES)})
+        client.wait_applied()
+        server = status(job_name)["server_pid"]
+        frozen.write_text(str(server))
+        try:
+            os.kill(server, signal.SIGSTOP)
+            eventually(lambda: psutil.Process(server).status() == psutil.STATUS_STOPPED)
+            client.push({"w": np.ones(VALUES)})
+            stuck = eventually(lambda: status(job_name)["server_stuck"])
+            why = f"the active server, process {server}, hung for {TIMEOUT_S} s, and SIGKILL does"
+            assert stuck.startswith(why)
+            with pytest.raises(NotSaved, match="were not applied: the active server, process"):
+                control.ask(job_name, StopJob(), timeout_s=30.0)
+            assert kept_version(job_name) == 1, "its memory stays"
+        finally:
+            os.kill(server, signal.SIGKILL)
+    frozen.unlink()
+    eventually(lambda: gone(server))
+    jobs.drop(job_name)
 
 
 SAMPLES, EPOCHS = 60, 2
