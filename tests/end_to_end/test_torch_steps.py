@@ -21,8 +21,8 @@ from gadei_ps.learners.torch import Optimizer
 
 def test_a_rate_beside_a_rate_of_zero(job_name: str) -> None:
     """A gradient tells its rate as a share of the job's: none is a share of zero."""
-    with daemon(job_name, optimizer={}):
-        optimizer = Optimizer(plain_model(), job_name, kind="sgd", lr=0)
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0}):
+        optimizer = Optimizer(plain_model(), job_name)
         optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.1
         with pytest.raises(UsageError, match=r"the job's rate is 0: .*above 0"):
