@@ -348,7 +348,6 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
         eventually(lambda: run.facts(1)["agent"]["waits"] == [2], what=lambda: command.err)
         given_up = run.cli("group", "leave", run.name, 2, "--dead", **run.env)
         assert given_up.code == 0, given_up.err
-        said = len(command.err)
         rounds = run.rounds(1)
         eventually(lambda: run.rounds(1) > rounds + 2, what=lambda: command.err)
     eventually(lambda: all_train(rounds), what=lambda: command.err)
@@ -356,9 +355,11 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     assert refused.code == 1
     assert f"has its group run already, at 127.0.0.2, process {command.pid}:" in refused.err
 
-    def is_back() -> bool:
-        """It trains, and Ray knows it again."""
-        return "machine 2 at" in command.err[said:]
+    def all_are_known() -> bool:
+        """To Ray: also the one that was removed, and is back."""
+        told = run.cli("group", "status", run.name, "--json", **run.env).json["machines"]
+        states = {one["machine"]: one["state"] for one in told}
+        return states.keys() == {0, 1, 2} and "away" not in states.values()
 
     before = [told["machines"][1]["actor_pid"], *run.pids(1)]
     for pid in before:
@@ -369,7 +370,7 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     eventually(lambda: all_train(rounds), what=lambda: command.err)
     assert not set(run.pids(1)) & set(before)
 
-    eventually(is_back, what=lambda: command.err)
+    eventually(all_are_known, what=lambda: command.err)
     lost = [run.facts(number)["agent"]["pid"] for number in (1, 2)]
     for pid in lost:
         os.kill(pid, signal.SIGKILL)  # then nobody has the state of group 1
@@ -378,6 +379,7 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
         return run.facts(number)["agent"].get("pid") not in (None, *lost)
 
     eventually(lambda: is_new(1) and is_new(2) and all_train(), what=lambda: command.err)
+    eventually(all_are_known, what=lambda: command.err)
 
     refused = run.cli("group", "join", run.name, "--group", 1, **run.env)
     assert refused.code == 1 and "all nodes have a machine of" in refused.error
