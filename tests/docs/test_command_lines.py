@@ -30,6 +30,7 @@ from shell import Cli, Result, is_running, learning
 from gadei_ps.cli.app import app
 from gadei_ps.commands import units
 from gadei_ps.run_times import traces
+from gadei_ps.storage import checkpoint
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -321,7 +322,8 @@ def test_lines_with_a_job(bench: Bench, compiled: None) -> None:
     assert watchdog.wait().code < 0
     bench.all("ended")
     for words in lines_of("restored", job):
-        path = next((cli.directory / "state" / job).glob("checkpoint-*"))
+        # The newest one: what is restored is written again and sets newer ones aside.
+        path, version = checkpoint.found(cli.directory / "state" / job)[0]
         words = tuple(
             str(path)
             if one in ("CHECKPOINT", "PATH")
