@@ -49,6 +49,14 @@ def reason_of(error: OSError) -> str:
     return f"{what}; {remedy}" if remedy else what
 
 
+def printable(text: str) -> str:
+    """The same text; what a terminal takes for a command is escaped, except line feeds and tabs."""
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
 MOST_SHOWN: Final = 400  # characters that a line repeats of foreign input
 
 
@@ -239,3 +247,12 @@ class ClusterError(GadeiError):
 
 class ClusterLost(ClusterError):
     """It has ended, or is not reached any more, before it has answered."""
+
+
+def of_kind(name: object, message: str, default: type[GadeiError]) -> GadeiError:
+    """The error of another process. name: of its class; `default` where that cannot be made."""
+    kind = globals().get(name) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, GadeiError)):
+        return default(message)
+    needs_more = issubclass(kind, OtherVersion | CallRefused | MemberLost)
+    return default(message) if needs_more else kind(message)

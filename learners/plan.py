@@ -14,7 +14,7 @@ import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gadei_ps.errors import UsageError
+from gadei_ps.errors import UsageError, invalid
 from gadei_ps.learners import cutting, measure, partition, places, timeline
 from gadei_ps.learners.measure import Sample
 from gadei_ps.learners.partition import Device, Placed, Profile
@@ -115,11 +115,7 @@ class Plan(_Part):
         except OSError as error:
             raise UsageError(f"plan {os.fspath(path)}: {error.strerror}; {again}") from None
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"]))
-            what = first["msg"].removeprefix("Value error, ").split("\n")[0]
-            where = f"{field}: " if field else ""
-            raise UsageError(f"plan {os.fspath(path)}: {where}{what}; {again}") from None
+            raise UsageError(f"plan {os.fspath(path)}: {invalid(error)}; {again}") from None
 
     def check(self, layers: Sequence[torch.nn.Module]) -> None:
         """Raises UsageError if it was made for other layers."""

@@ -34,7 +34,7 @@ from gadei_ps.agents.neighbours import Group
 from gadei_ps.agents.owning import OwningTraining, StandingOwner
 from gadei_ps.agents.state import NOT_FINITE
 from gadei_ps.agents.training import JobTraining, StandingTraining
-from gadei_ps.errors import GadeiError, JobStopped, UsageError, in_words
+from gadei_ps.errors import GadeiError, JobStopped, UsageError, in_words, invalid
 from gadei_ps.groups import reading
 from gadei_ps.groups.compress import Wire
 from gadei_ps.groups.membership import MOST_MEMBERS, Member, View
@@ -149,10 +149,7 @@ def read(raw: str) -> Settings:
     try:
         settings = Settings.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])[:80] or "settings"
-        what = " ".join(first["msg"].removeprefix("Value error, ").split())[:200]
-        raise UsageError(f"agent: {field}: {what}") from None
+        raise UsageError(f"agent: {invalid(error, 'settings')}") from None
     if settings.joins and not settings.contacts():
         raise UsageError("agent: agents: name one that is in the group, to join it")
     if not settings.joins and settings.number not in settings.agents:

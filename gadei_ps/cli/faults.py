@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
 
 from gadei_ps.cli.options import JobArgument, Json, OptimizerName, Verbose, running_jobs, tell
 from gadei_ps.errors import UsageError
+from gadei_ps.show.plain import say
 
 
 def kill(
@@ -154,7 +154,7 @@ def chaos(
             seed=seed,
             own=OwnJob(**own, verbose=verbose),
             impatient=impatient,
-            say=lambda line: None if as_json else print(line, file=sys.stderr, flush=True),
+            say=lambda line: None if as_json else say(line),
         ),
     )
     tell(as_json, report, lambda: view.raged(report))

@@ -10,6 +10,7 @@ import typer
 
 from gadei_ps.cli.options import Command, Json, tell
 from gadei_ps.cli.outcome import print_json
+from gadei_ps.show.plain import say
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="Name of a run, as its GROUPS.toml has it.")
@@ -26,7 +27,7 @@ Address = Annotated[
 
 def _say(line: str, progress: bool) -> None:
     if not progress or sys.stderr.isatty():
-        print(f"gadei-ps: {line}", file=sys.stderr, flush=True)
+        say(f"gadei-ps: {line}")
 
 
 def run(
@@ -57,15 +58,15 @@ def run(
     from gadei_ps.cluster import orders
     from gadei_ps.show import groups
 
-    def say(line: str, progress: bool) -> None:
+    def heard(line: str, progress: bool) -> None:
         if not (progress and quiet):
             _say(line, progress)
 
-    summary = orders.run(file, command, address, Path(), say)
+    summary = orders.run(file, command, address, Path(), heard)
     if as_json:
         print_json(summary)
     else:
-        print(f"gadei-ps: {groups.ran(summary)}", file=sys.stderr)
+        say(f"gadei-ps: {groups.ran(summary)}")
     return int(summary["exit_code"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Annotated
 
 import typer
@@ -14,6 +13,7 @@ from gadei_ps.cli.outcome import print_json
 from gadei_ps.cli.simulate import ProblemName, moment
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
+from gadei_ps.show.plain import say
 
 app = App(help="Groups of machines that train together.")
 
@@ -187,9 +187,7 @@ def simulate(
             return_s=None if return_after is None else _seconds("--return-after", return_after),
         ),
     )
-    told = groups_report.compare(
-        rules, setting, learning, lambda line: print(line, file=sys.stderr, flush=True)
-    )
+    told = groups_report.compare(rules, setting, learning, lambda line: say(line))
     asked = {"machines": setting.machines, "groups": len(sizes), "sizes": list(sizes)}
     asked |= {"neighbours": neighbours, "k": setting.k, "batch": batch, "times": times}
     asked |= {"values": setting.values, "wire": wire, "broadcast": broadcast, "seed": seed}

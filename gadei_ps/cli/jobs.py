@@ -28,7 +28,7 @@ from gadei_ps.cli.options import (
 )
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
-from gadei_ps.show.plain import plain
+from gadei_ps.show.plain import plain, say
 
 WATCH_S = 1.0
 MOST_SILENT = 3  # --watch gives up after more unanswered requests in a row
@@ -156,9 +156,9 @@ def run(
     if as_json:
         print_json(summary)
     else:
-        print(f"gadei-ps: {view.ran(summary)}", file=sys.stderr)
+        say(f"gadei-ps: {view.ran(summary)}")
     if kept := view.kept(summary):
-        print(f"gadei-ps: {kept}", file=sys.stderr)
+        say(f"gadei-ps: {kept}")
     return int(summary["exit_code"])
 
 
@@ -248,7 +248,7 @@ def _draw(job: str | None, file: Path) -> None:
         shown = job_status(report, rates.update(report["learners"]))
     made = picture.svg(shown, " ".join(("gadei-ps status", job or "")).rstrip())
     results.write("--svg", file, made)
-    print(f"wrote {file}")
+    say(f"wrote {file}", sys.stdout)
 
 
 def _watch(job: str | None) -> None:
@@ -286,7 +286,7 @@ def _watch(job: str | None) -> None:
                 console.print(shown)
                 sys.stdout.flush()
             time.sleep(WATCH_S)
-    print(f"job {job} has ended")
+    say(f"job {job} has ended", sys.stdout)
 
 
 def stop(
@@ -341,9 +341,9 @@ def _tell_where(nothing: bool, as_json: bool) -> None:
 
     if not as_json:
         name = paths.user(paths.owner())
-        print(f"gadei-ps: looked in {paths.directory()}, for user {name}", file=sys.stderr)
+        say(f"gadei-ps: looked in {paths.directory()}, for user {name}")
     for line in elsewhere():
-        print(f"gadei-ps: {plain(line)}", file=sys.stderr)
+        say(f"gadei-ps: {plain(line)}")
 
 
 def gc(
@@ -381,8 +381,8 @@ def gc(
     }
     tell(as_json, result, lambda: view.removed(result))
     for why in jobs.foreign(names):
-        print(f"gadei-ps: left alone: {plain(why)}", file=sys.stderr)
+        say(f"gadei-ps: left alone: {plain(why)}")
     for why in jobs.left_alone(names or (), left):
-        print(f"gadei-ps: {plain(why)}", file=sys.stderr)
+        say(f"gadei-ps: {plain(why)}")
     _tell_where(not left and not names, as_json)
     return 0

@@ -14,6 +14,7 @@ from gadei_ps.cli.options import Json, tell
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
 from gadei_ps.job import paths
+from gadei_ps.show.plain import say
 
 if TYPE_CHECKING:
     from gadei_ps.commands.units import Scope
@@ -70,7 +71,7 @@ def bench(
         if out is not None:
             suite.write(result, out)
         if not as_json:
-            print(f"== {name}\n{shown}", flush=True)
+            say(f"== {name}\n{shown}", sys.stdout)
     if as_json:
         print_json(results[0] if len(results) == 1 else {"results": results})
     return 0
@@ -137,26 +138,23 @@ def install_unit(
     )
     done = systemd.install(_scope(user, system), user=run_as, job=job, force=force, dry_run=dry_run)
     if done.kept:
-        print(
-            f"gadei-ps: the units keep their user {done.user}; --run-as USER changes it",
-            file=sys.stderr,
-        )
+        say(f"gadei-ps: the units keep their user {done.user}; --run-as USER changes it")
     for note in done.notes:
-        print(f"gadei-ps: warning: {note}", file=sys.stderr)
+        say(f"gadei-ps: warning: {note}")
     own = done.user is None
     warning = linger.warning(done.user or paths.user(os.getuid()), own_manager=own)
     if warning:
-        print(f"gadei-ps: warning: {warning}", file=sys.stderr)
+        say(f"gadei-ps: warning: {warning}")
     if as_json:
         print_json(done.as_dict() | {"warning": warning})
     elif dry_run:
-        print("\n".join(f"# {one.path}\n{one.text}" for one in done.units), end="")
+        say("\n".join(f"# {one.path}\n{one.text}" for one in done.units), sys.stdout, end="")
     else:
         for one in (*done.units, *((done.job_file,) if done.job_file else ())):
-            print(f"{'wrote' if one.written else 'is up to date:'} {one.path}")
+            say(f"{'wrote' if one.written else 'is up to date:'} {one.path}", sys.stdout)
             if one.written and one.differs:
-                print(f"  the one before differed: {one.differs}")
-        print(f"\nNext, for a job named {done.job}:\n")
+                say(f"  the one before differed: {one.differs}", sys.stdout)
+        say(f"\nNext, for a job named {done.job}:\n", sys.stdout)
         print_steps(done.next, done.ends_at_failure)
     return 0
 
@@ -182,15 +180,15 @@ def uninstall_unit(
         print_json(done.as_dict())
         return 0
     for path in done.removed:
-        print(f"{'would remove' if dry_run else 'removed'} {path}")
+        say(f"{'would remove' if dry_run else 'removed'} {path}", sys.stdout)
     if not done.removed:
-        print("there is nothing to remove")
+        say("there is nothing to remove", sys.stdout)
     for path, why in done.left:
         shown = str(path) if str(path).isprintable() else ascii(str(path))
-        print(f"stays: {shown}: {why}")
+        say(f"stays: {shown}: {why}", sys.stdout)
     for one in done.memory:
-        print(f"stays: {one['what']}")
-    print("\nNext:\n")
+        say(f"stays: {one['what']}", sys.stdout)
+    say("\nNext:\n", sys.stdout)
     print_steps(done.next, bool(done.memory))
     return 0
 
@@ -198,4 +196,4 @@ def uninstall_unit(
 def print_steps(lines: Sequence[str], ends_at_failure: bool) -> None:
     """ends_at_failure: as one command of the shell, which ends when a line fails."""
     for line in ("(set -e", *lines, ")") if ends_at_failure else lines:
-        print(f"  {line}")
+        say(f"  {line}", sys.stdout)

@@ -12,6 +12,7 @@ import typer
 from gadei_ps.cli import results
 from gadei_ps.cli.options import Json, tell
 from gadei_ps.errors import UsageError
+from gadei_ps.show.plain import say
 
 REPEATS = 20  # learners.plan.REPEATS, whose module imports PyTorch
 SYNC = "wsp:D=1,s_local=3"
@@ -102,8 +103,8 @@ def partition(
         )
     tell(as_json, told, lambda: shown)
     if not as_json:
-        print(f"\n{call}", flush=True)  # in one line, however narrow the terminal is
+        say(f"\n{call}", sys.stdout)  # in one line, however narrow the terminal is
     for file in (out, svg):
         if file is not None:
-            print(f"wrote {file}", file=sys.stderr)
+            say(f"wrote {file}")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
+from gadei_ps.show.plain import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,7 +92,7 @@ def _teller() -> Progress:
         if time.monotonic() - last >= LINE_S:
             last = time.monotonic()
             text = f"epoch {epoch} of {epochs}, held-out ELBO {held_out:.3f} nats a run time"
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     return tell
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from gadei_ps.cli.options import Details, Json, JsonLog
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import GadeiError, UsageError
+from gadei_ps.show.plain import say
 
 if TYPE_CHECKING:
     from gadei_ps.job.config import JobConfig
@@ -155,7 +157,7 @@ def reload(
         print_json(result)
         return 0
     changed = [f"{field} = {json.dumps(value)}" for field, value in result["changed"].items()]
-    print(f"{result['job']}: {', '.join(changed) or 'nothing has changed'}")
+    say(f"{result['job']}: {', '.join(changed) or 'nothing has changed'}", sys.stdout)
     return 0
 
 

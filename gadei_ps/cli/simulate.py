@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ import typer
 
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
+from gadei_ps.show.plain import say
 
 if TYPE_CHECKING:
     from gadei_ps.simulate.setting import GiveUp
@@ -182,9 +182,7 @@ def simulate(
     if loss is not None:
         problem = compare.problem(loss.value, seed)
         learning = compare.Learning(problem, batch, lr, lr_on_arrival)
-    told = compare.compare(
-        models, setting, learning, lambda line: print(line, file=sys.stderr, flush=True)
-    )
+    told = compare.compare(models, setting, learning, lambda line: say(line))
     asked = {"learners": learners, "times": times, "seed": seed, "iterations": iterations}
     asked |= {"gradients": gradients, "time_s": setting.seconds, "server_s": setting.server_s}
     asked |= {"slots": slots, "give_up_after": give_up_after, "deaths": deaths}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from gadei_ps.cli.options import MODELS, JobArgument, Json, running_jobs, tell
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
+from gadei_ps.show.plain import say
 
 
 def set_job(
@@ -51,9 +53,9 @@ def set_job(
     if as_json:
         print_json(result)
     elif result["changed"]:
-        print(f"{job}: {result['before']} -> {result['sync']}")
+        say(f"{job}: {result['before']} -> {result['sync']}", sys.stdout)
     else:
-        print(f"{job}: already has {result['sync']}")
+        say(f"{job}: already has {result['sync']}", sys.stdout)
     return 0
 
 
@@ -93,9 +95,10 @@ def trace(
         print_json(result)
         return 0
     missed = f", {result['missed']:,} missed" if result["missed"] else ""
-    print(
+    say(
         f"{result['file']}: {counted(result['run_times'], 'run time')} of "
         f"{counted(result['learners'], 'learner')} "
-        f"in {result['seconds']:.1f} s{missed}"
+        f"in {result['seconds']:.1f} s{missed}",
+        sys.stdout,
     )
     return 0

@@ -23,6 +23,7 @@ from gadei_ps.cli.options import (
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
 from gadei_ps.show.counts import counted
+from gadei_ps.show.plain import say, shown
 
 if TYPE_CHECKING:
     from gadei_ps.classifier.predict import Prediction, Predictor
@@ -278,7 +279,7 @@ def _predict_table(
     if out is not None or not as_json:
         write_csv(table, found, out)
     if out is not None and not as_json:
-        print(f"{counted(len(found), 'sentence')} labelled: {out}")
+        say(f"{counted(len(found), 'sentence')} labelled: {out}", sys.stdout)
     if (true := compare(table, found, predictor.label_names)) is None:
         return found, {}
     rows = counted(true.rows, "row")
@@ -302,13 +303,11 @@ def _predict_lines(predictor: Predictor, as_json: bool) -> list[Prediction]:
 
 
 def _notice(text: str) -> None:
-    print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
+    say(f"gadei-ps: {text}")
 
 
 def _print_prediction(one: Prediction) -> None:
     """Prints label, probability and sentence, separated by tabs."""
-    from gadei_ps.show.plain import shown
-
     terminal = sys.stdout.isatty()
     label, text = (shown(part) if terminal else part for part in (one.label, one.text))
     print(label, f"{one.probability:.4f}", text, sep="\t", flush=terminal)

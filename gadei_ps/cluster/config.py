@@ -183,14 +183,10 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Run:
         run = Run.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        what = " ".join(first["msg"].removeprefix("Value error, ").split())
-        if first["type"] == "extra_forbidden":
-            what = invalid(error, model=Run).removeprefix(f"{field}: ")
-        elif first["type"] == "missing":
-            what = f"{first['msg']}: {_WANTED.get(field, 'give it')}"
-        prefix = f"{field}: " if first["loc"] else ""
-        raise UsageError(f"{where}: {prefix}{what}") from None
+        advice = ""
+        if first["type"] == "missing":
+            advice = f": {_WANTED.get('.'.join(map(str, first['loc'])), 'give it')}"
+        raise UsageError(f"{where}: {invalid(error, model=Run)}{advice}") from None
     _check_job(run, where)
     return run
 

@@ -16,10 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from gadei_ps.cluster import locks
 from gadei_ps.cluster.config import job_name
 from gadei_ps.errors import ControlError, JobInUse, JobNotFound, NoAnswer, in_words
 from gadei_ps.job import paths
+from gadei_ps.job.control import UCRED
 from gadei_ps.machine import process
 
 ANSWER_S = 5.0
@@ -27,6 +30,7 @@ MOST_BYTES = 1 << 20  # of a request or an answer
 _NAME = re.compile(r"(?P<run>[A-Za-z0-9_-]+)-(?P<number>\d+)\.machine\.sock")
 
 Facts = dict[str, Any]
+_FACTS: TypeAdapter[Facts] = TypeAdapter(Facts)
 
 
 def socket_path(run: str, number: int) -> Path:
@@ -83,7 +87,12 @@ def ask(run: str, number: int, what: str, timeout_s: float | None = ANSWER_S, **
             raise ControlError(f"machine {job}: {in_words(error)}") from None
     if not line.endswith(b"\n"):
         raise ControlError(f"machine {job} has ended meanwhile")
-    answer: Facts = json.loads(line)
+    try:
+        answer = _FACTS.validate_json(line)
+    except ValidationError:
+        raise ControlError(
+            f"machine {job}: the reply is not one of its process; another program answers"
+        ) from None
     if "error" in answer:
         raise ControlError(f"machine {job}: {answer['error']}")
     return answer
@@ -106,12 +115,19 @@ def _connected(run: str, number: int) -> socket.socket:
     try:
         connection.settimeout(ANSWER_S)
         connection.connect(str(socket_path(run, number)))
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
         raise JobNotFound(f"no process has machine {job_name(run, number)} here") from None
     except OSError as error:
         connection.close()
         raise ControlError(f"machine {job_name(run, number)}: {in_words(error)}") from None
+    if UCRED.unpack(raw)[1] != os.geteuid():
+        connection.close()
+        raise ControlError(
+            f"machine {job_name(run, number)}: a program of another user answers at "
+            f"{socket_path(run, number)}: run the command as that user"
+        )
     return connection
 
 

@@ -421,8 +421,7 @@ def _lost(order: Told) -> str:
 def answered(told: Told) -> Told:
     """The result that a line tells. Raises the GadeiError that it tells."""
     if "error" in told:
-        kind = getattr(errors, told["kind"], ClusterError)
-        error: GadeiError = kind(told["error"])
+        error = errors.of_kind(told["kind"], told["error"], ClusterError)
         error.exit_code = told["exit_code"]
         raise error
     result: Told = told["result"]

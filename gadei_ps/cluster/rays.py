@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from gadei_ps.agents import addresses
-from gadei_ps.errors import ClusterError, UsageError, in_words
+from gadei_ps.errors import ClusterError, NotOurs, UsageError, in_words
 from gadei_ps.job import paths
+from gadei_ps.machine import own as owned
 from gadei_ps.storage import files
 
 CONNECT_S = 5.0
@@ -35,9 +38,18 @@ _OWN: dict[str, Any] = {
     "include_log_monitor": False,
 }
 """A node of a cluster of this host's own."""
+_MOST_NOTE = 1 << 16  # bytes
 _ALIVE = 0
 """Ray's GcsNodeInfo.GcsNodeState."""
 _INSTALL = "pip install 'gadei-ps[cluster]'"
+
+
+class _Note(BaseModel):
+    """What note() has written."""
+
+    address: str
+    token: str | None = None
+    files: str | None = None
 
 
 def note_path(run: str) -> Path:
@@ -51,12 +63,16 @@ def lock_path(run: str) -> Path:
 
 
 def noted(run: str) -> dict[str, Any] | None:
-    """What is noted of the cluster of a run: `address`; of an own one `token` and `files`."""
+    """What is noted of the cluster of a run: `address`; of an own one `token` and `files`.
+
+    Only a note of this user counts: a cluster runs what it is sent, and `files` are removed.
+    """
     try:
-        found = json.loads(note_path(run).read_bytes())
-    except (FileNotFoundError, ValueError):
+        fd = owned.open_file(note_path(run), os.O_RDONLY)
+        with os.fdopen(fd, "rb") as file:
+            return _Note.model_validate_json(file.read(_MOST_NOTE)).model_dump()
+    except (FileNotFoundError, NotOurs, ValueError):  # pydantic's error is one, too
         return None
-    return found if isinstance(found, dict) and "address" in found else None
 
 
 def own_address(run: str) -> str | None:

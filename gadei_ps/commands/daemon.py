@@ -19,7 +19,6 @@ from gadei_ps.commands import early, jobs
 from gadei_ps.commands.early import Child
 from gadei_ps.errors import (
     ControlError,
-    GadeiError,
     JobFailed,
     JobInUse,
     JobNotFound,
@@ -180,7 +179,7 @@ class Daemon:
         text = said.decode(errors="replace").strip()
         kind, _, message = text.partition(":")
         if message:
-            raise _error_class(kind)(message.strip())
+            raise errors.of_kind(kind, message.strip(), JobFailed)
         what = f"did not become ready; {self._where_why}"
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(0.0 if part else GONE_S)
@@ -333,11 +332,6 @@ def running(job: str) -> bool:
             return True
     except (JobNotFound, ControlError):
         return False
-
-
-def _error_class(name: str) -> type[GadeiError]:
-    found = getattr(errors, name, JobFailed)
-    return found if isinstance(found, type) and issubclass(found, GadeiError) else JobFailed
 
 
 def check_code(job: str, code: int) -> None:

@@ -38,6 +38,7 @@ from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show import view
 from gadei_ps.show.counts import counted, mostly_refused
 from gadei_ps.show.optimizer import advice, start
+from gadei_ps.show.plain import say
 from gadei_ps.show.progress import Lines, Training, above
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.export import check as check_export
@@ -233,7 +234,7 @@ def _compute(options: RunOptions) -> Compute:
 
 
 def _say(text: str) -> None:
-    print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
+    say(f"gadei-ps: {text}")
 
 
 def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:

@@ -29,6 +29,7 @@ from gadei_ps.commands.units import SERVICE_USER, Scope
 from gadei_ps.errors import UsageError
 from gadei_ps.job import paths
 from gadei_ps.memory.shm import JOB_NAME, check_job_name
+from gadei_ps.show import plain
 from gadei_ps.storage import files
 
 HIDDEN = ("/tmp", "/var/tmp")
@@ -332,7 +333,7 @@ def _group(user: str) -> str:
 
 
 def say(text: str) -> None:
-    print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
+    plain.say(f"gadei-ps: {text}")
 
 
 def _look(path: Path, unit: str) -> Found:

@@ -20,13 +20,13 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from gadei_ps import errors
 from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
-from gadei_ps.job import paths
+from gadei_ps.job import paths, replies
 from gadei_ps.job.optimizer import Said
 from gadei_ps.memory import shm
 from gadei_ps.memory.layout import AHEAD, MAX_DIMS, MAX_GROUPS, MAX_LEARNERS, OWNED
@@ -37,14 +37,24 @@ MAX_MESSAGE = 1 << 20  # of a reply
 MAX_REQUEST = 1 << 25  # an offer names all tensors
 LENGTH = struct.Struct("!I")
 RECONNECT_S = 0.02
+LEAST_S = 1e-3  # of a time-out; 0 would mean not to wait at all
 UCRED = struct.Struct("3i")
 Heard = Callable[[dict[str, Any]], None]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Message(BaseModel):
+    """reply: the model of what is answered. noted: whether notes may come before that."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
+    reply: ClassVar[type[replies.Reply]] = replies.Reply
+    noted: ClassVar[bool] = False
     v: Literal[1] = PROTOCOL
+
+    @property
+    def answer(self) -> type[replies.Reply]:
+        """The model of the reply to this very message."""
+        return self.reply
 
 
 class TensorOffer(BaseModel):
@@ -66,6 +76,8 @@ class Attach(_Message):
     optimizer: what its script says. seed: of the random numbers of its framework, if known.
     """
 
+    reply = replies.Attached
+    noted = True
     op: Literal["attach"] = "attach"
     name: str = Field("", max_length=31)
     number: int = Field(-1, ge=-1, lt=2**31)
@@ -88,6 +100,8 @@ class Offer(_Message):
     the script says; the one that makes the model settles it.
     """
 
+    reply = replies.Offered
+    noted = True
     op: Literal["offer"] = "offer"
     number: int = Field(-1, ge=-1, lt=2**31)
     tensors: list[TensorOffer] = Field(min_length=1, max_length=MAX_NAMES)
@@ -100,6 +114,7 @@ class SetWork(_Message):
     ahead: how many of them a learner wants to have at once; 0: as many as the job hands out.
     """
 
+    reply = replies.WorkSet
     op: Literal["work"] = "work"
     batches: int = Field(gt=0, lt=2**31)
     epochs: int = Field(gt=0, lt=2**31)
@@ -110,6 +125,7 @@ class SetWork(_Message):
 class SetSync(_Message):
     """Another synchronization model, from the next barrier on; the reply does not wait for it."""
 
+    reply = replies.SyncSet
     op: Literal["sync"] = "sync"
     sync: str = Field(max_length=1024)
 
@@ -117,6 +133,7 @@ class SetSync(_Message):
 class SetOptimizer(_Message):
     """Other numbers of the optimizer, by field; the reply does not wait until they are in force."""
 
+    reply = replies.Changed
     op: Literal["set"] = "set"
     values: dict[Annotated[str, Field(max_length=40)], bool | int | float | str] = Field(
         min_length=1, max_length=32
@@ -126,17 +143,20 @@ class SetOptimizer(_Message):
 class Reload(_Message):
     """The job file as it is now, all fields; what may not change while the job runs is refused."""
 
+    reply = replies.Reloaded
     op: Literal["reload"] = "reload"
     config: dict[str, Any]
 
 
 class Status(_Message):
+    reply = replies.JobStatus
     op: Literal["status"] = "status"
 
 
 class Checkpoint(_Message):
     """Writes a checkpoint now; the reply comes when it is on the disk."""
 
+    reply = replies.Saved
     op: Literal["checkpoint"] = "checkpoint"
 
 
@@ -145,6 +165,7 @@ class Copy(_Message):
     comes with the request: the weights, then each slot unless `slots` is false, `elements` float32
     each."""
 
+    reply = replies.Copied
     op: Literal["copy"] = "copy"
     slots: bool = True
 
@@ -157,6 +178,7 @@ class Own(_Message):
     be. passes: epochs of which no more will be given.
     """
 
+    reply = replies.Given
     op: Literal["own"] = "own"
     number: int = Field(ge=0, lt=2**63)
     ranges: list[tuple[Index, Index, Index]] = Field(default=[], max_length=OWNED)
@@ -174,6 +196,7 @@ class Load(_Message):
     written it. gives_up: it will not, or not all.
     """
 
+    reply = replies.Answered
     op: Literal["load"] = "load"
     what: Literal["state", "weights"] = "state"
     steps: int = Field(0, ge=0, lt=2**63)
@@ -203,6 +226,7 @@ class Launch(_Message):
     its arguments, and where it is started; empty for `attach`.
     """
 
+    reply = replies.Launched
     op: Literal["launch"] = "launch"
     count: int = Field(default=1, ge=0, lt=2**20)
     first: int = Field(default=-1, ge=-1, lt=2**30)
@@ -223,16 +247,22 @@ class StopJob(_Message):
     reason: for the log and for the learners. wait: whether the reply waits for the end.
     """
 
+    reply = replies.JobStatus
     op: Literal["stop"] = "stop"
     drain: bool = False
     timeout_s: float = Field(30.0, gt=0, le=3600)
     reason: str = Field(default="", max_length=400)
     wait: bool = True
 
+    @property
+    def answer(self) -> type[replies.Reply]:
+        return self.reply if self.wait else replies.Reply
+
 
 class Discard(_Message):
     """Ends the job without its last checkpoint, for there is one newer than its memory."""
 
+    reply = replies.JobStatus
     op: Literal["discard"] = "discard"
 
 
@@ -264,11 +294,7 @@ def parse_request(raw: bytes) -> Request:
     try:
         return REQUEST.validate_json(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        # Both may repeat what the client sent, at any length and with line ends.
-        where = ".".join(str(part) for part in first["loc"])[:80]
-        what = f"{where + ': ' if where else ''}{first['msg'][:200]}"
-        raise ControlError(f"bad request: {' '.join(what.split())}") from None
+        raise ControlError(f"bad request: {errors.invalid(error)}") from None
 
 
 def pack(message: dict[str, Any], most: int = MAX_MESSAGE) -> bytes:
@@ -277,6 +303,24 @@ def pack(message: dict[str, Any], most: int = MAX_MESSAGE) -> bytes:
     if len(raw) > most:
         raise ControlError(f"message of {len(raw)} bytes; the limit is {most}")
     return LENGTH.pack(len(raw)) + raw
+
+
+class _Kind(BaseModel):
+    """What tells the kinds of messages apart."""
+
+    model_config = ConfigDict(strict=True)
+    ok: bool
+    note: Any = None
+
+
+def _is_note(raw: bytes) -> bool:
+    return _Kind.model_validate_json(raw).note is not None
+
+
+def _reply(message: _Message, raw: bytes) -> replies.Reply | replies.Refusal:
+    """Raises ValidationError for what is no reply to the message."""
+    kind = message.answer if _Kind.model_validate_json(raw).ok else replies.Refusal
+    return kind.model_validate_json(raw)
 
 
 class Connection:
@@ -293,6 +337,7 @@ class Connection:
             else paths.socket_path(shm.check_job_name(job_or_path))
         )
         self.path = path
+        self._timeout_s = timeout_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(timeout_s)
@@ -338,39 +383,39 @@ class Connection:
                     sent = self._socket.sendmsg([data], rights)
                     data = data[sent:]
                 self._socket.sendall(data)
-            reply = self._read()
-            while isinstance(reply, dict) and "note" in reply:
+            raw = self._read()
+            while message.noted and _is_note(raw):
+                note = replies.Note.model_validate_json(raw).model_dump(exclude_unset=True)
                 if heard is not None:
-                    heard(reply)
-                reply = self._read()
+                    heard(note)
+                raw = self._read()
+            reply = _reply(message, raw)
             self._answered = True
         except TimeoutError:
             raise NoAnswer(f"{self.path}: the watchdog does not answer") from None
         except OSError as error:
             raise ConnectionLost(f"{self.path}: {error.strerror or error}") from None
-        except ValueError:
-            reply = None
-        if not isinstance(reply, dict):
+        except ValidationError as error:
             raise ControlError(
-                f"{self.path}: the reply is not one of a watchdog; another program answers"
-            )
-        if not reply.get("ok"):
-            kind = getattr(errors, str(reply.get("kind", "")), ControlError)
-            if not (isinstance(kind, type) and issubclass(kind, errors.GadeiError)):
-                kind = ControlError
-            raise kind(str(reply.get("error", "refused without a reason")))
-        return reply
+                f"{self.path}: the reply is not one of a watchdog; another program answers, or "
+                f"another release ({errors.invalid(error)})"
+            ) from None
+        if isinstance(reply, replies.Refusal):
+            raise errors.of_kind(reply.kind, reply.error, ControlError)
+        return reply.model_dump(exclude_unset=True, by_alias=True)
 
-    def _read(self) -> Any:
-        """The next message."""
-        (length,) = LENGTH.unpack(self._receive(LENGTH.size))
+    def _read(self) -> bytes:
+        """The next message, which must be whole within the time-out."""
+        until = time.monotonic() + self._timeout_s
+        (length,) = LENGTH.unpack(self._receive(LENGTH.size, until))
         if length > MAX_MESSAGE:
             raise ControlError(f"{self.path}: the reply is too long")
-        return json.loads(self._receive(length))
+        return self._receive(length, until)
 
-    def _receive(self, count: int) -> bytes:
+    def _receive(self, count: int, until: float) -> bytes:
         parts = []
         while count:
+            self._socket.settimeout(max(until - time.monotonic(), LEAST_S))
             part = self._socket.recv(min(count, 1 << 16))
             if not part:
                 raise ConnectionLost(f"{self.path}: the watchdog has closed the connection")

@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
+from gadei_ps.errors import printable
 from gadei_ps.machine.output import write
 
 # Of sd-daemon(3), which are those of syslog, by the names of structlog's methods.
@@ -84,6 +85,7 @@ def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False)
     if as_json:
         processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
+        processors.append(_escaped)
         processors.append(
             structlog.dev.ConsoleRenderer(
                 colors=sys.stderr.isatty(),
@@ -101,6 +103,14 @@ def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False)
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Patient())),
         cache_logger_on_first_use=False,
     )
+
+
+def _escaped(_: Any, __: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Text may be another user's: names of files, and what is in them."""
+    return {
+        name: value if name == "exc_info" else printable(value if name == "event" else str(value))
+        for name, value in event.items()
+    }
 
 
 def get(**context: Any) -> Any:

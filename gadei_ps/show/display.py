@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from gadei_ps.show import groups
 from gadei_ps.show.counts import counted
+from gadei_ps.show.plain import say, shown
 from gadei_ps.show.status import Rates, learner_table
 from gadei_ps.show.tables import duration
 
@@ -61,9 +61,9 @@ class Display:
         if self._silent:
             return
         if self._live is not None:
-            self._console.print(Text(text))
+            self._console.print(Text(shown(text)))
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def update(self, status: Mapping[str, Any], done: float, left_s: float | None) -> None:
         """done: epochs, with the fraction of the one being done. left_s: None where unknown."""
@@ -122,4 +122,4 @@ class Display:
         self._last_line = now
         left = "" if left_s is None else f", at most {duration(left_s)} left"
         told = f"epoch {done:.2f} of at most {self._epochs}, {line}{left}"
-        print(told, file=sys.stderr, flush=True)
+        say(told)

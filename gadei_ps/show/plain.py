@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
+from gadei_ps.errors import printable
 
-def say(text: str, to: TextIO | None = None) -> None:
+
+def say(text: str, to: TextIO | None = None, *, end: str = "\n") -> None:
     """Prints lines, by default to standard error, as shown() gives them.
 
-    Commands print text by this function or tables.show(). Both escape it.
+    Commands print text by this function or tables.show(), because both escape it.
     """
-    print(shown(text), file=to or sys.stderr, flush=True)
+    print(shown(text), file=to or sys.stderr, end=end, flush=True)
 
 
 def plain(text: str) -> str:
@@ -24,7 +26,4 @@ def plain(text: str) -> str:
 
 def shown(text: str) -> str:
     """As plain(), but line feeds and tabs stay."""
-    return "".join(
-        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
-        for one in text
-    )
+    return printable(text)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gadei_ps.show.counts import counted, rate
+from gadei_ps.show.plain import say, shown
 
 LINE_S = 1.0  # before the first line, and between two
 LEAST_S, MOST_S = 10.0, 60.0  # between two lines on how training goes
@@ -54,7 +54,7 @@ class Lines:
         if now >= self._next and text != self._said:
             self._next = now + LINE_S
             self._said = text
-            print(f"gadei-ps: {text}", file=sys.stderr, flush=True)
+            say(f"gadei-ps: {text}")
 
 
 def above(text: str) -> str:
@@ -63,7 +63,7 @@ def above(text: str) -> str:
     For a terminal that another process writes to, which may draw a progress bar. The bar stays as
     it is, and the cursor where it was in it. IND and CUU make room at the bottom of the screen.
     """
-    return f"\x1bD\x1b[A\x1b7\r\x1b[L{text}\x1b8\x1b[B"
+    return f"\x1bD\x1b[A\x1b7\r\x1b[L{shown(text)}\x1b8\x1b[B"
 
 
 class Training:

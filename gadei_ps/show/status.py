@@ -165,6 +165,8 @@ def _slow(learner: Mapping[str, Any]) -> str:
     told = f"learner {learner['row']} (pid {learner['pid']}) for {learner['holds_up_s']:.0f} s"
     if learner["paused"]:
         return f"{told}, which has paused"
+    if learner["killed_in_s"] is None:
+        return told
     left = f"{learner['killed_in_s']:.0f} s"
     return f"{told}; killed in {left} if it neither pushes nor computes: see optimizer.pause()"
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import random
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -175,3 +180,57 @@ DAMAGED: dict[str, Kind] = {
     "a model and no weights": file(control("x")),
     "a terabyte of holes": sparse(1 << 40),
 }
+
+
+@contextmanager
+def impostor(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[None]:
+    """A program that has the socket of a watchdog and answers each request in its own way."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        path.chmod(0o666)
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer, contextlib.suppress(OSError):
+                    while peer.recv(1 << 16):
+                        answer(peer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        path.unlink()
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+MISSING = object()
+ESCAPE = "\x1b]0;owned\x07\n\x9b2J"
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each value in a JSON document, from the outside to the inside."""
+    if at:
+        yield at
+    if isinstance(value, dict | list):
+        for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(inside, (*at, key))
+
+
+def put(document: Any, at: tuple[Any, ...], value: Any) -> Any:
+    """The document with another value at this path; MISSING: with none."""
+    changed = copy.deepcopy(document)
+    where = changed
+    for key in at[:-1]:
+        where = where[key]
+    if value is MISSING:
+        del where[at[-1]]
+    else:
+        where[at[-1]] = value
+    return changed

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from gadei_ps import errors
 from gadei_ps.errors import ControlError, JobInUse, JobNotFound
@@ -45,6 +46,7 @@ from gadei_ps.job.control import (
     parse_request,
 )
 
+OFFER = Offer(tensors=[TensorOffer(name="w", shape=[2, 3])])
 MESSAGES = [
     Attach(name="one"),
     Checkpoint(),
@@ -71,6 +73,13 @@ def test_there_and_back(message: control._Message) -> None:
     data = pack(message.model_dump())
     assert struct.unpack("!I", data[:4])[0] == len(data) - 4
     assert parse_request(data[4:]) == message
+
+
+def test_a_stop_that_is_not_awaited_has_a_reply_of_its_own() -> None:
+    done = b'{"v": 1, "ok": true}'
+    assert control._reply(StopJob(wait=False), done).ok
+    with pytest.raises(ValidationError):
+        control._reply(StopJob(), done)
 
 
 def test_every_request_is_tested() -> None:
@@ -156,11 +165,13 @@ def test_notes_come_before_the_reply(runtime_dir: Path) -> None:
     answers = [reply(ok=True, **note) for note in notes] + [reply(ok=True, made=True)]
     heard: list[dict[str, object]] = []
     with answering(runtime_dir, b"".join(answers)) as path, Connection(path) as one:
-        assert one.request(Status(), heard=heard.append)["made"] is True
+        assert one.request(OFFER, heard=heard.append)["made"] is True
     assert heard == [{"v": PROTOCOL, "ok": True} | note for note in notes]
 
 
-@pytest.mark.parametrize("kind", ["OSError", "annotations", "", "__doc__", 3, None])
+@pytest.mark.parametrize(
+    "kind", ["OSError", "annotations", "", "__doc__", 3, None, [], "OtherVersion", "MemberLost"]
+)
 def test_unknown_kinds_of_error(kind: object, runtime_dir: Path) -> None:
     answer = reply(ok=False, error="x", kind=kind)
     with (

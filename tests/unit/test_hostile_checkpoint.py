@@ -6,9 +6,7 @@ one line.
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +14,7 @@ from unittest import mock
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.hostile import ESCAPE, MISSING, places, put
 from support.snapshots import make_sums, one
 
 from gadei_ps.commands import saved
@@ -28,9 +27,7 @@ from gadei_ps.watchdog import model, restored
 from gadei_ps.watchdog import settings as job_settings
 from gadei_ps.watchdog.script import Script
 
-MISSING = object()
 DEEP = json.loads("[" * 900 + "]" * 900)
-ESCAPE = "\x1b]0;owned\x07\n"
 HOSTILE = (
     *(MISSING, None, True, False, "", "x" * 10_000, ESCAPE, "\ud800", "../../etc", "/dev/zero"),
     *(0, 1, -1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**80, 10**400, -(2**63)),
@@ -74,28 +71,6 @@ def written(directory: Path) -> tuple[Path, dict[str, Any]]:
     fields: dict[str, Any] = json.loads((path / checkpoint.MANIFEST).read_text())
     fields["tensors"][0]["aliases"] = ["also"]
     return path, fields
-
-
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of each value in a JSON document, from the outside to the inside."""
-    if at:
-        yield at
-    if not isinstance(value, dict | list):
-        return
-    for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from places(inside, (*at, key))
-
-
-def put(fields: Any, at: tuple[Any, ...], value: Any) -> Any:
-    changed = copy.deepcopy(fields)
-    where = changed
-    for key in at[:-1]:
-        where = where[key]
-    if value is MISSING:
-        del where[at[-1]]
-    else:
-        where[at[-1]] = value
-    return changed
 
 
 def use(path: Path) -> config.JobConfig:

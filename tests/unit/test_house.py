@@ -418,3 +418,26 @@ def test_processes_load_no_more_than_they_need(module: str, without: set[str]) -
     )
     loaded = {name.split(".")[0] for name in json.loads(told.stdout)} & without
     assert not loaded
+
+
+PRINTERS = {
+    "show/plain.py": 1,
+    "show/tables.py": 1,
+    "cli/app.py": 2,  # the version; and help, which rich lays out
+    "cli/outcome.py": 2,  # the error, in one line; and JSON
+    "cli/training.py": 1,  # to a file, the sentences as they are
+    "commands/run.py": 1,  # above a learner's line, by cursor movements
+}
+"""Calls of print() by what runs in a terminal; everything else calls show.plain.say()."""
+
+
+def test_text_is_escaped_where_it_is_printed() -> None:
+    """It may be another user's. Calls of Console.print() are in show/ only."""
+    found: dict[str, int] = {}
+    for room in ("cli", "commands", "show"):
+        for path in sorted((ROOT / PACKAGE / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+                    name = str(path.relative_to(ROOT / PACKAGE))
+                    found[name] = found.get(name, 0) + 1
+    assert found == PRINTERS

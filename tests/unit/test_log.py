@@ -16,7 +16,7 @@ from gadei_ps.machine import log
 log.set_up(as_json="json" in sys.argv, verbose=True)
 one = log.get(job="demo")
 one.debug("a")
-one.info("b")
+one.info("b\\x1b]0;x\\x07", path="/\\x9b2J", more=["\\x1b"])
 one.warning("c")
 one.error("d")
 one.critical("e")
@@ -57,3 +57,10 @@ def test_the_journal_is_told_priorities(form: str) -> None:
 
 def test_others_are_not() -> None:
     assert not [line for line in logged(journal=False) if re.match("<[0-9]>", line)]
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_text_of_others_is_escaped(form: str) -> None:
+    text = "\n".join(logged(form, journal=False))
+    assert "]0;x" in text
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)
