@@ -329,6 +329,7 @@ class JobStatus(Reply):
     names_lost: bool = False
     saves_on_stop: bool = False
     stop_reason: Text | None = None
+    server_stuck: Text | None = None
     making: Making | None = None
     start: StartStatus | None = None
     commands: list[LaunchStatus] = []
