@@ -155,7 +155,8 @@ def kept(summary: Mapping[str, Any], again: str = "the same command continues it
     version, where, job = summary["kept_version"], summary["kept_in"], summary["job"]
     if where is None:
         return ""
-    export = f"gadei-ps export {job if where == 'memory' else shlex.quote(where)} FILE"
+    source = job if where == "memory" else shlex.quote(where)
+    export = f"gadei-ps export {source} {job}.safetensors"
     if where == "memory":
         return (
             f"job {job} stays in memory at version {version:,}: {again}, "

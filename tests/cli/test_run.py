@@ -193,7 +193,7 @@ def test_killed_learners_are_started_again(cli: Cli, job_name: str, learner: lis
     assert (lost.json["kept_in"], lost.json["kept_version"]) == ("memory", 9)
     *_, last = lost.err.splitlines()
     assert last.startswith(f"gadei-ps: job {job_name} stays in memory at version 9: ")
-    assert f"gadei-ps export {job_name} FILE writes its weights" in last
+    assert f"gadei-ps export {job_name} {job_name}.safetensors writes its weights" in last
     assert cli("export", job_name, "w.npz").code == 0
     with np.load(cli.directory / "w.npz") as weights:
         assert weights["w"].tolist() == [9.0] * 8

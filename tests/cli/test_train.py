@@ -225,7 +225,7 @@ def test_a_full_disk(cli: Cli, job_name: str) -> None:
         training = endless(cli, job_name, out="full/model", GADEI_PS_STATE_DIR=str(full / "state"))
         support.eventually(lambda: "training continues" in training.err)
         ended = training.signal(signal.SIGINT)
-        assert f"gadei-ps export {job_name} FILE writes its weights" in ended.err.splitlines()[-1]
+        assert f"gadei-ps export {job_name} {job_name}.safetensors" in ended.err.splitlines()[-1]
         assert cli("export", job_name, "w.npz").code == 0
         cli("gc", job_name)
 
