@@ -313,7 +313,7 @@ class Roster:
             awaited = waiting - {row} and (int(entry["member"]) or (holds and not left) or stands)
             # One that waits itself, for a slot or for its turn, is not to blame.
             may_go_on = stands or (head < int(entry["grant"]) and not self._is_full(row))
-            if awaited and may_go_on:
+            if awaited and may_go_on and not process.is_suspended(int(entry["pid"])):
                 beat = int(ring["heartbeat"]), int(ring["work_tail"]), int(ring["pulled"])
                 moves = (head, tail, *beat, int(entry["generation"]))
                 signs[row] = Sign(moves, int(entry["pid"]), row in paused)

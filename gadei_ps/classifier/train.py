@@ -24,6 +24,7 @@ from gadei_ps.errors import DeviceError, JobFailed, JobStopped
 from gadei_ps.job.config import check_sync, from_mapping
 from gadei_ps.job.control import Measured, SetWork, Status, StopJob
 from gadei_ps.machine import interrupts, process
+from gadei_ps.machine.foreground import suspends
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import Compute, Learners
 from gadei_ps.memory import segment, shm, weights
@@ -173,7 +174,8 @@ class _Run:
         )
         try:
             try:
-                self._watch(learners)
+                with suspends(learners.suspend):
+                    self._watch(learners)
             except JobStopped:
                 self._take_last()
             self.daemon.keeps = self.measuring.best.tensors is not None

@@ -146,6 +146,7 @@ def run(
             devices_per_learner=devices_per_learner,
             join=join,
             fresh=fresh,
+            reads=True,
             out=out,
             log_dir=log_dir,
             stdout=2 if as_json else None,

@@ -30,6 +30,7 @@ from gadei_ps.job.absence import locked
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Launch, Status
 from gadei_ps.machine import gpus, interrupts
+from gadei_ps.machine.foreground import suspends
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import ALONE_VARIABLE, JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.machine.output import Output
@@ -70,7 +71,8 @@ class RunOptions:
     again right after its start. overrides: parts of a job's configuration, from flags. device,
     gpus, devices_per_learner: as given by the flags of the same name. join: also a job whose
     learners run another program. fresh: a job that `run` makes begins from zero. survives: it stays
-    in memory for the next `run` if the learners fail. out: file for the weights at the end.
+    in memory for the next `run` if the learners fail. reads: an only learner without log_dir has
+    this process's standard input. out: file for the weights at the end.
     log_dir: directory for a file of each learner's output. quiet: no lines on how training goes,
     which there are in a terminal only. stays: returns whether the job is still wanted, once all
     learners have ended well.
@@ -85,6 +87,7 @@ class RunOptions:
     join: bool = False
     fresh: bool = False
     survives: bool = True
+    reads: bool = False
     out: Path | None = None
     log_dir: Path | None = None
     stdout: int | None = None
@@ -346,7 +349,7 @@ class _Run:
         self.own = OwnLearners(self.job.control)
         with interrupts.first_told() as signalled:
             try:
-                with self._learners() as learners:
+                with self._learners() as learners, suspends(learners.suspend):
                     self._watch(learners, signalled)
             except Interrupted:  # which has ended the learners
                 self.signal = signalled()
@@ -354,7 +357,7 @@ class _Run:
             self.stopped = self.job.was_stopped()
             self._stay(signalled)
             self._finish()
-            self.signal = signalled()
+            self.signal = signalled() or self.signal
         return self._summary()
 
     def _watch(self, learners: Learners, signalled: Callable[[], int | None]) -> None:
@@ -466,6 +469,7 @@ class _Run:
                 stdout=options.stdout,
                 compute=self.compute,
                 output=self.output,
+                reads=options.reads and self.output is None,
             )
             try:
                 yield learners
@@ -545,6 +549,10 @@ class _Run:
         for one in learners.ended():
             if one.code == JobStopped.exit_code and self._look_at_stop() != Stop.GO:
                 one = replace(one, code=0)  # it has printed why it has ended
+            if one.typed:
+                self.signal = signal.SIGINT
+                self.job.keep(self._keeps_after_signal)
+                restarts = False
             wait = self._wait_before(one, now) if restarts else None
             if wait is None:
                 self.ended[one.index] = one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import IO
 from gadei_ps.errors import DeviceError, UsageError, reason_of
 from gadei_ps.machine import gpus, interrupts, process
 from gadei_ps.machine.cuda import has_cupy
+from gadei_ps.machine.foreground import Foreground
 from gadei_ps.machine.output import Output
 
 LEARNER_VARIABLE = "GADEI_PS_LEARNER"
@@ -147,6 +149,14 @@ class Numbers:
         return environment
 
 
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 @dataclass
 class Ended:
     """A learner process that has ended. index: its number."""
@@ -156,6 +166,8 @@ class Ended:
     code: int
     seconds: float = math.inf
     """How long it has lived."""
+    typed: bool = False
+    """Whether Ctrl-C has ended it that went to it alone."""
 
     @property
     def how(self) -> str:
@@ -168,7 +180,8 @@ class Learners:
     """The learner processes of a command. They die with the thread that starts them.
 
     numbers: theirs, or how many they are if their job has no others. output: what they print goes
-    there; else it goes where this process's does, or to `stdout`.
+    there; else it goes where this process's does, or to `stdout`. reads: whether they have this
+    process's standard input.
     """
 
     def __init__(
@@ -180,6 +193,7 @@ class Learners:
         stdout: int | IO[bytes] | None = None,
         compute: Compute = NOTHING_SAID,
         output: Output | None = None,
+        reads: bool = False,
     ) -> None:
         self._command = list(command)
         self._compute = compute
@@ -187,6 +201,8 @@ class Learners:
         self._env = os.environ | {JOB_VARIABLE: job_socket}
         self._stdout = stdout
         self._output = output
+        self._stdin = None if reads and _is_open(0) else subprocess.DEVNULL
+        self._foreground = Foreground(self.suspend)
         if output is not None:  # a pipe's lines would come in blocks, and the last ones be lost
             self._env.setdefault("PYTHONUNBUFFERED", "1")
         self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
@@ -201,7 +217,9 @@ class Learners:
         env = self._env | self._numbers.environment(index) | self._compute.environment(place)
         try:
             if self._output is None:
-                child = process.spawn(self._command, env=env, stdout=self._stdout)
+                child = process.spawn(
+                    self._command, env=env, stdin=self._stdin, stdout=self._stdout
+                )
             else:
                 with self._output.pipes(index) as (stdout, stderr):
                     child = process.spawn(self._command, env=env, stdout=stdout, stderr=stderr)
@@ -221,13 +239,16 @@ class Learners:
             with interrupts.held():
                 code = child.poll()
             if code is None:
+                self._foreground.look(child.pid)
                 continue
+            typed = code == -signal.SIGINT and self._foreground.has(child.pid)
+            self._foreground.take_back(child.pid)
             del self._running[index]
             process.kill_group(child.pid)
             seconds = time.monotonic() - since
             quick = code != 0 and seconds < QUICK_S
             self._quick_deaths = self._quick_deaths + 1 if quick else 0
-            gone.append(Ended(index, child.pid, code, seconds))
+            gone.append(Ended(index, child.pid, code, seconds, typed))
         return gone
 
     @property
@@ -240,6 +261,12 @@ class Learners:
         for child, _ in self._running.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, number)
+
+    def suspend(self) -> None:
+        """Stops the learners and this process; all continue together (Ctrl-Z, then fg)."""
+        self.signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.signal(signal.SIGCONT)
 
     def end(self, grace_s: float = GRACE_S) -> None:
         """Waits for learners that are ending by themselves, then terminates, then kills."""
@@ -262,5 +289,6 @@ class Learners:
         for child, _ in self._running.values():
             child.kill()
             child.wait()
+            self._foreground.take_back(child.pid)
             process.kill_group(child.pid)
         self._running.clear()

@@ -80,6 +80,16 @@ def alive(pid: int, start: int) -> bool:
         return True
 
 
+def is_suspended(pid: int) -> bool:
+    """Whether the process and its parent are stopped, as by Ctrl-Z in a terminal."""
+    parent = _status(pid, "PPid")
+    return _is_stopped(pid) and bool(parent) and _is_stopped(int(parent[0]))
+
+
+def _is_stopped(pid: int) -> bool:
+    return _status(pid, "State")[:1] == ["T"]
+
+
 def namespace() -> int:
     """Which pid namespace this process is in: its inode. A pid means a process only there."""
     return Path("/proc/self/ns/pid").stat().st_ino
@@ -201,7 +211,7 @@ def spawn(
     command: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
-    stdin: int = subprocess.DEVNULL,
+    stdin: int | None = subprocess.DEVNULL,
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),

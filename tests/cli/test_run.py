@@ -629,3 +629,33 @@ def test_a_limit(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert " of 3 epochs" in ended.err
     refused = cli("run", job_name, "--stop-after", "time=3", "--", *learner, FOREVER)
     assert refused.error == "--stop-after time=3: write gradients=N, samples=N or epochs=N"
+
+
+def test_ctrl_z_stops_the_learners_too(cli: Cli, job_name: str, learner: list[str]) -> None:
+    running = cli.start("run", job_name, "--learners", 2, "--", *learner, FOREVER)
+    support.eventually(learning(job_name, running, 2))
+    pids = [one["pid"] for one in support.status(job_name)["learners"]]
+    running.process.send_signal(signal.SIGTSTP)
+    support.eventually(lambda: all(map(process.is_suspended, pids)))
+    stopped = support.status(job_name)["version"]
+    running.process.send_signal(signal.SIGCONT)
+    support.eventually(lambda: support.status(job_name)["version"] > stopped + 9)
+    assert not any(map(process.is_suspended, pids))
+    assert running.signal(signal.SIGINT).code == 128 + signal.SIGINT
+
+
+def test_pdb(cli: Cli, job_name: str) -> None:
+    """The only learner reads from the terminal, and Ctrl-C is for it alone then."""
+    (cli.directory / "pushes.py").write_text(PUSHES)
+    words = [sys.executable, "-m", "gadei_ps", "run", job_name, "--", sys.executable, "-m", "pdb"]
+    with Terminal(cli.directory, f"exec {shlex.join(words)} pushes.py {FOREVER}") as terminal:
+        support.eventually(lambda: "(Pdb)" in terminal.err, what=lambda: terminal.err)
+        terminal.type("p 6 * 7\n")
+        support.eventually(lambda: "\r\n42" in terminal.err, what=lambda: terminal.err)
+        terminal.type("c\n")
+        support.eventually(learning(job_name, terminal, 1))
+        terminal.interrupt()
+        support.eventually(lambda: terminal.err.count("(Pdb)") >= 3, what=lambda: terminal.err)
+        terminal.type("q\n")
+        assert terminal.wait() == 0
+    assert "gradients applied" in terminal.err or "gradient applied" in terminal.err

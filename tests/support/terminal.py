@@ -45,7 +45,11 @@ class Terminal:
 
     def interrupt(self) -> None:
         """Ctrl-C: all processes of the command line get SIGINT."""
-        os.write(self._master, b"\x03")
+        self.type("\x03")
+
+    def type(self, text: str) -> None:
+        """What a user types."""
+        os.write(self._master, text.encode())
 
     def close(self) -> None:
         """The session gets SIGHUP, and every write to the terminal fails."""
