@@ -227,7 +227,7 @@ def attach(
     drawn = seed()
     asked = Attach(name=name[:31], number=number(), optimizer=says.told(), seed=drawn)
     reply = connection.request(asked, heard=heard)
-    if "notice" in reply and (number() <= 0 or _is_alone()):  # one of a team says it
+    if reply["notice"] and (number() <= 0 or _is_alone()):  # one of a team says it
         warnings.warn(reply["notice"], stacklevel=to_the_script())
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
@@ -238,7 +238,7 @@ def attach(
             _map(reply, owner, "control", SegmentKind.CONTROL, writable=False),
             _map(reply, owner, "weights", SegmentKind.WEIGHTS, writable=False),
             _map(reply, owner, "ring", SegmentKind.RING, writable=True),
-            drawn if "alike" in reply else None,
+            drawn if reply["alike"] else None,
         )
     except BaseException:
         detach(connection, reply["row"], reply["generation"], os.getpid())

@@ -402,7 +402,7 @@ class Connection:
             ) from None
         if isinstance(reply, replies.Refusal):
             raise errors.of_kind(reply.kind, reply.error, ControlError)
-        return reply.model_dump(exclude_unset=True, by_alias=True)
+        return reply.values()
 
     def _read(self) -> bytes:
         """The next message, which must be whole within the time-out."""
