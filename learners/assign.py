@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from gadei_ps.errors import ModelMismatch, PushTimeout, UsageError
 from gadei_ps.learners.frame import NONE, UNKNOWN, Frames, whole_at
 from gadei_ps.learners.waits import OnlyOne, limit
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import NO_BATCH, SAME_STEPS, FrameKind
-from gadei_ps.memory.weights import FloatArray
+from gadei_ps.memory.layout import NO_BATCH, SAME_STEPS, FrameKind, Role
+from gadei_ps.memory.weights import F32, FloatArray, Tensor
 
 Values = Mapping[str, npt.ArrayLike]
 Checked = tuple[list[int], list[FloatArray]]
@@ -62,30 +63,39 @@ class Assigns(Frames):
         """Repeats a native wait."""
 
     def assign(
-        self, values: Values, *, reset: bool = False, timeout_s: float | None = None
+        self,
+        values: Values,
+        *,
+        reset: bool = False,
+        timeout_s: float | None = None,
+        wait: bool = True,
     ) -> None:
         """Replaces weights of the job by these values; returns when they are in all shards.
 
         values: by name, each of its tensor's shape; tensors that are not named stay as they are.
         What this learner has pushed before is applied before. The server makes it exactly once,
         as a gradient. reset: the optimizer's momentum and moments of these tensors become zero;
-        otherwise they stay. It answers no batch and waits for no turn. Raises ModelMismatch for
-        another name or shape, UsageError for a NaN or an infinity that the job refuses; then
-        nothing is changed. Raises what push() raises; then it may be made yet.
+        otherwise they stay. It answers no batch and waits for no turn. wait: if false, it returns
+        when the values are published, as push() does. Raises ModelMismatch for another name or
+        shape, UsageError for a NaN or an infinity in a parameter that the job refuses; then nothing
+        is changed. Raises what push() raises; then it may be made yet.
         """
         where, kept = self._checked(values)
         if kept:
-            self._assign(where, timeout_s, reset=reset)
+            self._assign(where, timeout_s, reset=reset, wait=wait)
 
-    def add(self, values: Values, *, timeout_s: float | None = None) -> None:
+    def add(self, values: Values, *, timeout_s: float | None = None, wait: bool = True) -> None:
         """Adds these values to weights of the job; as assign() in all else.
 
         The optimizer has no part in it: no rate, no momentum, no step. So what others push
         meanwhile stays, and comes before or after it, in each shard.
         """
         where, kept = self._checked(values)
+        for tensor in self.model.tensors:
+            if tensor.name in values and tensor.dtype != F32:
+                raise ModelMismatch(f"{tensor.name!r} is {tensor.dtype}: assign() takes it")
         if kept:
-            self._assign(where, timeout_s, adds=True)
+            self._assign(where, timeout_s, adds=True, wait=wait)
 
     def _checked(self, values: Values) -> Checked:
         """Raises ModelMismatch, UsageError."""
@@ -107,9 +117,14 @@ class Assigns(Frames):
                     f"{tensor.name!r} was given values of shape {list(found.shape)}, "
                     f"the tensor has shape {list(tensor.shape)}"
                 )
+            if tensor.dtype != F32:
+                kept.append(_words(tensor, found))
+                where += whole_at(_native.address(kept[-1]))
+                continue
             with np.errstate(over="ignore"):
                 array = np.ascontiguousarray(found, np.float32)
-            if self.refuses_nonfinite and not np.isfinite(array).all():
+            refuses = self.refuses_nonfinite and tensor.role is Role.PARAMETER
+            if refuses and not np.isfinite(array).all():
                 beyond = found.dtype.kind == "f" and np.isfinite(found).all()
                 what = "a number beyond float32's range" if beyond else "a NaN or an infinity"
                 raise UsageError(
@@ -130,6 +145,7 @@ class Assigns(Frames):
         adds: bool = False,
         steps: int = SAME_STEPS,
         until: float | None = None,
+        wait: bool = True,
     ) -> None:
         """until: when timeout_s is over; by default counted from now."""
         self.check_process()
@@ -151,11 +167,20 @@ class Assigns(Frames):
             raise self._evicted() if sequence == _native.PS_EVICTED else self._ended()
         self.assigned += 1
         learner.started = started  # the iteration in hand goes on
+        if not wait:
+            return
         rest = None if until is None else max(0.0, until - time.monotonic())
         try:
             self.wait_applied(sequence, rest)
         except PushTimeout:
             raise PushTimeout(f"the assignment was not made within {timeout_s} s") from None
+
+
+def _words(tensor: Tensor, values: npt.NDArray[Any]) -> FloatArray:
+    """The elements that hold these values."""
+    made = np.zeros(max(tensor.count, 1), np.float32)
+    replace(tensor, start=0).of(made)[...] = values
+    return made
 
 
 def _numbers(name: str, given: npt.ArrayLike) -> npt.NDArray[Any]:

@@ -85,6 +85,11 @@ class Told:
         """
         return sum(map(_native.load, self._writes_at)) + self.current_version
 
+    def rows_with_buffers(self) -> list[int]:
+        """Rows of the attached learners that may write the job's buffers; the first one does."""
+        here = (self._control["roster"]["wanted"] != 0) & (self._control["has_buffers"] != 0)
+        return [int(row) for row in np.flatnonzero(here)]
+
     @property
     def hyper(self) -> npt.NDArray[np.float64]:
         """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack): float64
@@ -149,6 +154,7 @@ def offer(
     heard: Heard | None = None,
     says: Says = SILENT,
     aliases: Mapping[str, str] | None = None,
+    frozen: Arrays | None = None,
 ) -> None:
     """Makes the job's model, or checks that it is this one. heard: as for Connection.request.
 
@@ -164,23 +170,25 @@ def offer(
             f"groups[{group}]: {' '.join(groups[group].match)!r} names no parameter that is in no "
             "group before it; correct the name or leave the group out"
         )
-    given += [Tensor(name, np.shape(array), Role.BUFFER) for name, array in buffers.items()]
+    frozen = frozen or {}
+    for role, others in ((Role.BUFFER, buffers), (Role.FROZEN, frozen)):
+        given += [
+            Tensor(name, np.shape(array), role, dtype=dtype_of(name, array))
+            for name, array in others.items()
+        ]
     further: dict[str, list[str]] = {}
     for alias, of in (aliases or {}).items():
-        if of not in tensors and of not in buffers:
+        if of not in tensors and of not in buffers and of not in frozen:
             raise UsageError(
                 f"aliases: {alias!r} is said to be {of!r}, and no tensor has that name"
             )
         further.setdefault(of, []).append(alias)
     model = weights.place(replace(one, aliases=tuple(further.get(one.name, ()))) for one in given)
-    arrays = {**tensors, **buffers}
+    arrays = {**tensors, **buffers, **frozen}
     # Tensor by tensor: a copy of all of them would take as much memory as the model once more.
     fd = memory_file(
-        model.elements * 4,
-        (
-            (one.start * 4, np.ascontiguousarray(arrays[one.name], np.float32).reshape(-1).data)
-            for one in model.tensors
-        ),
+        model.words * 4,
+        ((one.start * 4, _bytes(arrays[one.name], one.dtype)) for one in model.every if one.count),
     )
     try:
         connection.request(
@@ -193,8 +201,9 @@ def offer(
                         role=one.role.value,
                         aliases=list(one.aliases) or None,
                         group=one.group,
+                        dtype=one.dtype,
                     )
-                    for one in model.tensors
+                    for one in model.every
                 ],
                 optimizer=says.told(),
             ),
@@ -203,6 +212,20 @@ def offer(
         )
     finally:
         os.close(fd)
+
+
+def dtype_of(name: str, array: npt.NDArray[Any]) -> str:
+    """Of a tensor that no gradient moves. Raises UsageError for what a job cannot have."""
+    kind = np.asarray(array).dtype
+    if kind not in weights.NAME_OF:
+        kinds = ", ".join(weights.DTYPES)
+        raise UsageError(f"tensor {name!r} is {kind}: a job has values of {kinds}")
+    return weights.NAME_OF[kind]
+
+
+def _bytes(array: npt.NDArray[Any], dtype: str) -> memoryview:
+    values = np.ascontiguousarray(array, weights.DTYPES[dtype])
+    return values.reshape(-1).view(np.uint8).data
 
 
 def to_the_script() -> int:
@@ -217,17 +240,25 @@ def to_the_script() -> int:
 
 
 def attach(
-    connection: Lasting, name: str, heard: Heard | None = None, says: Says = SILENT
+    connection: Lasting,
+    name: str,
+    heard: Heard | None = None,
+    says: Says = SILENT,
+    *,
+    buffers: bool = False,
 ) -> Place:
     """Gets a place for this process. A place whose memory cannot be mapped is given back.
 
     heard: as for Connection.request. says: about the optimizer. Warns where the job says otherwise;
-    raises UsageError where that is from another script, from a checkpoint or a default.
+    raises UsageError where that is from another script, from a checkpoint or a default. buffers:
+    whether the learner may write the job's buffers.
     """
     drawn = seed()
-    asked = Attach(name=name[:31], number=number(), optimizer=says.told(), seed=drawn)
+    asked = Attach(
+        name=name[:31], number=number(), optimizer=says.told(), seed=drawn, buffers=buffers
+    )
     reply = connection.request(asked, heard=heard)
-    if reply["notice"] and (number() <= 0 or _is_alone()):  # one of a team says it
+    if "notice" in reply and (number() <= 0 or _is_alone()):  # one of a team says it
         warnings.warn(reply["notice"], stacklevel=to_the_script())
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
@@ -238,7 +269,7 @@ def attach(
             _map(reply, owner, "control", SegmentKind.CONTROL, writable=False),
             _map(reply, owner, "weights", SegmentKind.WEIGHTS, writable=False),
             _map(reply, owner, "ring", SegmentKind.RING, writable=True),
-            drawn if reply["alike"] else None,
+            drawn if "alike" in reply else None,
         )
     except BaseException:
         detach(connection, reply["row"], reply["generation"], os.getpid())

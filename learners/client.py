@@ -89,14 +89,16 @@ class Client(Work, Stands, OptimizerState):
     job: a job's name or its socket's path; None takes it from the environment that `gadei-ps run`
     and `attach` set. tensors: initial values of the parameters by name (the first learner's make
     the model; later ones must have the same names and shapes); None if the job has its model.
-    buffers: the same for tensors that no optimizer moves; a push adds to them. aliases: further
-    names of tensors, each with the tensor's own; exports have them too. optimizer: which one the
-    job is to have, as `{"kind": "adamw", "lr": 1e-3}`, with the keywords of said(): the first
-    learner's counts where the job itself says nothing, and later ones must say the same. wire: how
-    gradients travel, "float32", "bfloat16" or "float16". error_feedback: the client keeps what
-    rounding to 16 bits did not send and adds it to the next gradient (Seide et al. 2014, '1-bit
-    stochastic gradient descent'), at the cost of as much memory as the model has weights. What a
-    frame carries of it is lost if the frame is given up, dropped or refused.
+    buffers: the same for tensors that no gradient moves; assign() writes them. They keep their
+    types, and uint16 is bfloat16. frozen: the same for tensors that nothing writes. aliases:
+    further names of tensors, each with the tensor's own; exports have them too. optimizer: which
+    one the job is to have, as `{"kind": "adamw", "lr": 1e-3}`, with the keywords of said(): the
+    first learner's counts where the job itself says nothing, and later ones must say the same.
+    wire: how gradients travel, "float32", "bfloat16" or "float16". error_feedback: the client keeps
+    what rounding to 16 bits did not send and adds it to the next gradient (Seide et al. 2014,
+    '1-bit stochastic gradient descent'), at the cost of as much memory as the model has weights.
+    What a frame carries of it is lost if the frame is given up, dropped or refused. has_buffers:
+    whether this learner has buffers of its own that it writes to the job while `writes_buffers`.
 
     Raises JobNotFound, which names the reason, ModelMismatch, NoSharedMemory, ControlError;
     UsageError where the job has another optimizer. Warns where the job file or command line says
@@ -109,10 +111,12 @@ class Client(Work, Stands, OptimizerState):
         *,
         tensors: Arrays | None = None,
         buffers: Arrays | None = None,
+        frozen: Arrays | None = None,
         aliases: Mapping[str, str] | None = None,
         optimizer: Mapping[str, Any] | Says | None = None,
         wire: str = "float32",
         error_feedback: bool = False,
+        has_buffers: bool = False,
         name: str = "",
         **others: Any,
     ) -> None:
@@ -135,9 +139,9 @@ class Client(Work, Stands, OptimizerState):
         try:
             heard = listener()
             if tensors is not None:
-                offer(self._connection, tensors, buffers or {}, heard, says, aliases)
+                offer(self._connection, tensors, buffers or {}, heard, says, aliases, frozen)
             name = name or os.environ.get(NAME_VARIABLE, "")
-            place = attach(self._connection, name, heard, says)
+            place = attach(self._connection, name, heard, says, buffers=has_buffers)
             self._begin(place, error_feedback)
         except BaseException:
             if place is None:
@@ -157,8 +161,11 @@ class Client(Work, Stands, OptimizerState):
         self.model: Model = weights.read_table(place.weights)
         self.flat: FloatArray = weights.data(place.weights)
         """The live weights, shape (model.elements,), read-only: the server changes them."""
-        self.weights: dict[str, FloatArray] = self.model.views(self.flat)
-        """The same by name. Reading them is a pull that copies nothing."""
+        self.weights: dict[str, npt.NDArray[Any]] = self.model.views(
+            weights.everything(place.weights)
+        )
+        """The same by name, with the frozen tensors. Reading them is a pull that copies nothing.
+        Buffers are of their own types, and bfloat16 is uint16."""
         self.error_feedback = error_feedback
         self._residue: FloatArray = np.zeros(
             self.model.elements if error_feedback else 0, np.float32
@@ -185,6 +192,12 @@ class Client(Work, Stands, OptimizerState):
         # Before weakref's own hook, which runs after threads and modules may be gone.
         atexit.register(self._finalizer)
         here.enter(self)
+
+    @property
+    def writes_buffers(self) -> bool:
+        """Whether the job's buffers are those of this learner: of all that have buffers of their
+        own and are attached, it has the lowest row."""
+        return self.rows_with_buffers()[:1] == [self.row]
 
     @property
     def residue(self) -> FloatArray:
@@ -293,7 +306,8 @@ class Client(Work, Stands, OptimizerState):
         """Publishes one gradient and returns its sequence number.
 
         gradients: by name (None and missing ones count as zero), or flat, float32 of shape
-        (model.elements,). Where one of them is Rows, tensors and rows that are not given are left
+        (model.elements,), where the values of buffers are not read. Where one of them is Rows,
+        tensors and rows that are not given are left
         as they are, with the optimizer's state of them: momentum, Adagrad and Adam move a row only
         when a gradient names it (torch.optim.SparseAdam's rule). batch: id of the batch it answers;
         by default the one taken first of those not yet answered. version: that it was computed
@@ -328,9 +342,9 @@ class Client(Work, Stands, OptimizerState):
         """The same from addresses: four numbers for each tensor of the model, in its order.
 
         Of contiguous float32: whole_at() for all of it, rows_at() for rows, product_at() for what
-        is to be worked out on its way, NONE for nothing. Or one number for all, the address of a
-        flat gradient. The caller answers for the shapes. Raises ModelMismatch for a row that the
-        tensor does not have.
+        is to be worked out on its way, NONE for nothing and for buffers. Or one number for all, the
+        address of a flat gradient. The caller answers for the shapes. Raises ModelMismatch for a
+        row that the tensor does not have.
         """
         self.check_process()
         self._trains()

@@ -19,7 +19,7 @@ from gadei_ps.errors import GadeiError, ModelMismatch, UsageError
 from gadei_ps.learners.attach import Place
 from gadei_ps.learners.work import Taken
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import RING
+from gadei_ps.memory.layout import RING, Role
 from gadei_ps.memory.weights import FloatArray, Model, Tensor
 
 UNKNOWN = math.nan  # loss
@@ -103,6 +103,8 @@ def addresses(model: Model, gradients: Gradients | FloatArray, kept: list[object
         named += tensor.name in gradients
         if gradient is None:
             where += NONE
+        elif tensor.role is Role.BUFFER:
+            raise no_gradient(tensor)
         elif isinstance(gradient, Rows):
             indices, values = _rows(tensor, gradient)
             kept += (indices, values)
@@ -115,6 +117,13 @@ def addresses(model: Model, gradients: Gradients | FloatArray, kept: list[object
         unknown = gradients.keys() - {tensor.name for tensor in model.tensors}
         raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
     return where
+
+
+def no_gradient(buffer: Tensor) -> ModelMismatch:
+    """For a gradient of a buffer."""
+    return ModelMismatch(
+        f"{buffer.name!r} is a buffer, which no gradient moves: write it with assign()"
+    )
 
 
 def _rows(tensor: Tensor, given: Rows) -> tuple[npt.NDArray[np.int64], FloatArray]:
@@ -203,6 +212,8 @@ class Frames(ABC):
             self._by_pieces = set()
         if self._by_pieces is None:
             raise UsageError("append() begins with a slot that holds nothing")
+        if self.model.tensors[number].role is Role.BUFFER:
+            raise no_gradient(self.model.tensors[number])
         if number in self._by_pieces:
             raise UsageError(f"{self.model.tensors[number].name!r} is written already")
         try:

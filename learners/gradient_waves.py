@@ -44,7 +44,7 @@ class GradientWaves(WaveOrder):
         super().__init__(client)
         self.before_reading = before_reading
         self._sum = np.zeros_like(self.flat)
-        self.gradients: dict[str, FloatArray] = client.model.views(self._sum)
+        self.gradients: dict[str, FloatArray] = client.model.gradients(self._sum)
         """By name. Add to them in place, between begin() and end()."""
 
     def _take(self) -> None:

@@ -90,7 +90,8 @@ class HostLink:
 
     def gradients(self) -> dict[str, FloatArray]:
         if not self._room:
-            self._room = [self.views(self.buffer()) for _ in range(IN_HAND)]
+            model = self._client.model
+            self._room = [model.gradients(self.buffer()) for _ in range(IN_HAND)]
         return self._room[self._next_room]
 
     def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:

@@ -36,6 +36,7 @@ from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch import assign, owners
+from gadei_ps.learners.torch.buffers import FIRST, Buffers
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.torch.sums import Elsewhere, Sums
@@ -113,6 +114,7 @@ class VirtualWorker:
         self._flying: deque[MiniBatch] = deque()
         self._free: list[list[Weights]] = []  # weights that no mini-batch needs any more
         self._detached = False
+        self._buffers: Buffers | None = None
         self._failed = ""
         self._in_use = threading.RLock()  # a wait for batches of the server's drains
         # Also where a script ends without close(): torch must not compute while Python ends.
@@ -131,6 +133,7 @@ class VirtualWorker:
             for stage in self._stages:
                 stage.begin()
             owners.own(trained.parameters.values(), self)
+            self._buffers = Buffers(self.client, trained, FIRST)
             self.client.used_by(self)
         except BaseException:
             self._leave()
@@ -277,10 +280,10 @@ class VirtualWorker:
     def assign(self, values: Mapping[str, Any], *, reset: bool = False) -> None:
         """As LocalOptimizer.assign; drains the pipeline. reset: see Client.assign."""
         self.drain()  # first: a stage that computes has copies in the place of its parameters
-        given = assign.split(self._trained, values)
+        given = assign.split(self._trained, self.client.model, values)
         self.waves.assign(given.job, reset=reset)
         self._elsewhere.send()
-        given.write_local()
+        given.write_local(self._trained)
 
     def stage_times(self) -> list[StageTimes]:
         """What each stage has computed so far. Waits for what a GPU still computes."""
@@ -325,8 +328,11 @@ class VirtualWorker:
         for stage in self._stages:
             for parameter in stage.parameters.values():
                 parameter.grad = None  # its memory is for the next gradient
-        self.waves.end(loss=one.loss, samples=one.samples)
+        pushed = self.waves.end(loss=one.loss, samples=one.samples)
         self._flying.popleft()
+        if pushed:
+            assert self._buffers is not None
+            self._buffers.look()
         if len(self._free) + len(self._flying) < self.client.wave:  # it may be fewer by now
             self._free.append(one.weights)
         return one.loss
@@ -342,8 +348,6 @@ class VirtualWorker:
         """Parameters of the host become views of the learner's own weights. Returns the others,
         each after what it follows of them."""
         own = {name: torch.from_numpy(one) for name, one in waves.weights.items()}
-        for name, buffer in self._trained.buffers.items():
-            buffer.copy_(own[name])
         for stage in self._stages:
             if stage.place.has_own_memory:
                 stage.module.to(stage.place.device)
@@ -379,6 +383,8 @@ class VirtualWorker:
             if not self.client.unanswered:
                 self.drain()
                 self.waves.flush()
+        assert self._buffers is not None
+        self._buffers.end()
         self._leave()
 
     def __enter__(self) -> Self:
@@ -421,6 +427,8 @@ class VirtualWorker:
         for stage in self._stages:
             stage.end()
         try:
+            if self._buffers is not None:
+                self._buffers.end(write=False)
             self.client.detach()
         finally:
             self._end_stages()

@@ -299,22 +299,22 @@ class Waves(WaveOrder):
         super().__init__(client)
         self.before_reading = before_reading
         self._base = self.flat.copy()  # what the job has of this learner's changes is in it
-        self._update = np.empty_like(self.flat)
+        self._update = np.zeros_like(self.flat)
 
     def _of_wave(self) -> FloatArray:
         """What the mini-batches that are not pushed have changed; valid until the next call."""
         self.before_reading()
-        buffers = self.client.model.parameters  # a mask may hold infinities
-        with np.errstate(invalid="ignore"):
-            np.subtract(self.flat, self._base, out=self._update)
-        self._update[buffers:][self.flat[buffers:] == self._base[buffers:]] = 0
+        end = self.client.model.parameters  # buffers follow, of which nothing is pushed
+        np.subtract(self.flat[:end], self._base[:end], out=self._update[:end])
         return self._update
 
     def _take(self) -> None:
         """Makes the changes again that the job does not have yet."""
         own = self._of_wave()
         self.client.pull(self._base)
-        np.add(self._base, own, out=self.flat)
+        end = self.client.model.parameters
+        np.add(self._base[:end], own[:end], out=self.flat[:end])
+        self.flat[end:] = self._base[end:]
 
     def _forget(self) -> None:
         np.copyto(self._base, self.flat)

@@ -61,7 +61,8 @@ enum {
 /* How the values of a gradient travel. The 16-bit formats halve the memory traffic. */
 enum { GADEI_FLOAT32 = 1, GADEI_BFLOAT16 = 2, GADEI_FLOAT16 = 3 };
 
-enum { GADEI_PARAMETER = 1, GADEI_BUFFER = 2 }; /* a buffer is moved by plain addition */
+/* Gradients move parameters, which come first in the model; assignments write both. */
+enum { GADEI_PARAMETER = 1, GADEI_BUFFER = 2 };
 
 #define GADEI_MAX_DIMS 8
 
@@ -76,6 +77,8 @@ struct gadei_tensor {
     uint64_t shape[GADEI_MAX_DIMS]; /* the first `dims` */
     uint64_t start;                 /* in values */
     uint64_t count;                 /* in values */
+    const char *dtype; /* "F32"; a buffer may have "F64", "F16", "BF16", "I64", "I32", "I16", "I8", "U64",
+                          "U8" or "BOOL": its bytes lie from weights[start] on, in `count` float32 */
 };
 
 /* Attaches this process to a job and stores its handle in *learner, or NULL.
@@ -108,7 +111,8 @@ const struct gadei_tensor *gadei_tensors(const gadei_learner *learner, uint32_t 
 /* Index of a tensor in that table, or GADEI_ERROR if the model has none of this name. */
 int gadei_find(gadei_learner *learner, const char *name);
 
-/* Values of weights and of a whole gradient, with what lies between tensors. */
+/* Values of weights and of a whole gradient, with what lies between tensors. Those of a gradient that
+ * lie where the weights have buffers are not read. */
 uint64_t gadei_elements(const gadei_learner *learner);
 
 /* The live weights, gadei_elements() float32, mapped read-only: a write is a SIGSEGV. The server
@@ -164,8 +168,8 @@ int gadei_write_rows(gadei_learner *learner, uint32_t tensor, const int64_t *ind
  * converts and looks for values that are not finite. In a slot of gadei_claim, a tensor that is not
  * written, or whose `values` are NULL, counts as zero.
  * GADEI_NONFINITE if there was one: the job refuses the gradient, unless it says
- * nonfinite = "allow". GADEI_ERROR: no slot is claimed, no such tensor; or, in a slot of
- * gadei_claim_rows, `values` are NULL. */
+ * nonfinite = "allow". GADEI_ERROR: no slot is claimed, no such tensor, the tensor is a buffer; or, in
+ * a slot of gadei_claim_rows, `values` are NULL. */
 int gadei_write(gadei_learner *learner, uint32_t tensor, const float *values);
 
 /* Publishes the claimed slot. It answers the oldest batch that is taken and not answered, if there is
@@ -217,8 +221,8 @@ int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms);
 /* Replaces weights of the job, exactly once; returns when they are in all shards. values: for each
  * tensor of gadei_tensors its values, or NULL, which leaves it as it is. What this learner has pushed
  * before is applied before. reset: 1 if the optimizer's momentum and moments of these tensors become
- * zero. It answers no batch and waits for no turn. GADEI_ERROR for a value that is not finite, if the
- * job refuses that, and while a slot is claimed; GADEI_TIMEOUT, GADEI_STOPPED, GADEI_EVICTED,
+ * zero. It answers no batch and waits for no turn. GADEI_ERROR for a value of a parameter that is not
+ * finite, if the job refuses that, and while a slot is claimed; GADEI_TIMEOUT, GADEI_STOPPED, GADEI_EVICTED,
  * GADEI_FAILED. After a time-out it may be made yet. */
 int gadei_assign(gadei_learner *learner, const float *const *values, int reset,
                  int64_t timeout_ms);

@@ -166,6 +166,10 @@ static int check_tensor(gadei_learner *learner, uint32_t index)
     if (index >= learner->tensor_count)
         return ps_fail(learner, GADEI_ERROR, "no tensor %u: the model has %u", index,
                        learner->tensor_count);
+    if (learner->tensors[index].role == GADEI_BUFFER)
+        return ps_fail(learner, GADEI_ERROR,
+                       "'%s' is a buffer, which no gradient moves: write it with gadei_assign",
+                       learner->tensors[index].name);
     if (is_rows(learner) && learner->written[index])
         return ps_fail(learner, GADEI_ERROR, "'%s' is written already",
                        learner->tensors[index].name);
@@ -271,6 +275,8 @@ static void finish_dense(gadei_learner *learner)
 {
     double squares = 0.0;
     for (uint32_t i = 0; i < learner->tensor_count; i++) {
+        if (learner->tensors[i].role == GADEI_BUFFER)
+            break;
         if (!learner->written[i])
             learner->squares[i] = ps_frame_dense(&learner->common, i, NULL);
         squares += learner->squares[i];
@@ -354,7 +360,8 @@ static int check_finite(gadei_learner *learner, const float *const *values)
     if (!learner->common.control->refuse_nonfinite)
         return GADEI_OK;
     for (uint32_t i = 0; i < learner->tensor_count; i++)
-        for (uint64_t k = 0; values[i] && k < learner->tensors[i].count; k++)
+        for (uint64_t k = 0; values[i] && learner->tensors[i].role == GADEI_PARAMETER &&
+                             k < learner->tensors[i].count; k++)
             if (!isfinite(values[i][k]))
                 return ps_fail(learner, GADEI_ERROR,
                                "assign: '%s' holds a NaN or an infinity, which the job refuses; "

@@ -117,12 +117,15 @@ static int read_model(gadei_learner *learner)
         if (row->count > learner->elements || row->start > learner->elements - row->count ||
             row->start < end || row->dims > PS_MAX_DIMS ||
             !memchr(row->name, 0, sizeof row->name) ||
-            (row->dims && (row->shape[0] ? row->count % row->shape[0] : row->count)))
+            !memchr(row->dtype, 0, sizeof row->dtype) ||
+            (row->dims && !strcmp(row->dtype, "F32") &&
+             (row->shape[0] ? row->count % row->shape[0] : row->count)))
             return ps_fail(learner, GADEI_ERROR, "the weights segment's table is damaged at row %u",
                            i);
         struct gadei_tensor *tensor = &learner->tensors[i];
         *tensor = (struct gadei_tensor){.name = row->name, .role = row->role, .dims = row->dims,
-                                        .start = row->start, .count = row->count};
+                                        .start = row->start, .count = row->count,
+                                        .dtype = row->dtype};
         memcpy(tensor->shape, row->shape, sizeof tensor->shape);
     }
     return GADEI_OK;

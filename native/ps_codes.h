@@ -18,7 +18,7 @@ typedef float ps_f32;
 typedef double ps_f64;
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 16u
+#define PS_LAYOUT_VERSION 17u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64
@@ -79,7 +79,8 @@ typedef double ps_f64;
 
 #define PS_TENSOR_ROLES(X)                     \
   X(PS_PARAMETER, 1, "moved by the optimizer") \
-  X(PS_BUFFER, 2, "moved by addition of what learners push")
+  X(PS_BUFFER, 2, "written by assignments only") \
+  X(PS_FROZEN, 3, "as the learner had it that made the model")
 
 #define PS_PHASES(X)                                                                        \
   X(PS_PHASE_STARTING, 0, "no server serves yet")                                           \

@@ -108,7 +108,7 @@ int ps_frame_whole(struct ps_learner *learner, char *payload, const struct ps_gr
 
 void ps_frame_begin(struct ps_learner *learner, char *payload, enum ps_frame_kind kind)
 {
-    uint64_t dense = learner->weights->elements * ps_width_of(learner->dtype);
+    uint64_t dense = learner->weights->parameters * ps_width_of(learner->dtype);
     uint64_t end = kind == PS_DENSE ? dense : ps_first_block(learner->weights);
     learner->writing =
         (struct ps_writing){.payload = {payload, learner->dtype, end, 0.0}, .kind = kind};

@@ -161,6 +161,8 @@
  * || ring_inode[256] || hyper[16][16] || hyper_next[16][16] || said[2][16][16] ||
  * 254208   254216        254224       254232         254240 254272                 255296
  * || owned | owned_given | owned_from | owned_passes |      || owned_ranges[64][2] ||
+ * 255296              255552
+ * || has_buffers[256] ||
  */
 #define PS_CONTROL_FIELDS(F, P, T)                                                               \
   F(T, 0, header, header, , W, "")                                                               \
@@ -239,25 +241,31 @@
   F(T, 254216, u64, owned_given, , W, "ranges given so far; stored last")                        \
   F(T, 254224, u64, owned_from, , W, "ranges with lower numbers are handed out no more")         \
   F(T, 254232, u64, owned_passes, , W, "epochs of which no batch is to come") P(254240, 32)      \
-  F(T, 254272, u64, owned_ranges, [PS_OWNED][2], W, "n at n % PS_OWNED: first batch, and its end")
+  F(T, 254272, u64, owned_ranges, [PS_OWNED][2], W, "n at n % PS_OWNED: first batch, and its end") \
+  F(T, 255296, u8, has_buffers, [PS_MAX_LEARNERS], W, "1: it may write the job's buffers; the lowest does")
 
 /* A row of the table in the weights segment.
  *
- * 0            376    380    384         448      456     464     472 512
- * || name[376] | role | dims || shape[8] || start | count | group |   ||
+ * 0            376    380    384         448      456     464     472        480 512
+ * || name[376] | role | dims || shape[8] || start | count | group | dtype[8] |   ||
  */
 #define PS_TENSOR_FIELDS(F, P, T)                                          \
   F(T, 0, char, name, [376], W, "UTF-8, ends with a zero byte")            \
   F(T, 376, u32, role, , W, "enum ps_tensor_role") F(T, 380, u32, dims, , W, "") \
   F(T, 384, u64, shape, [PS_MAX_DIMS], W, "the first `dims`")              \
   F(T, 448, u64, start, , W, "first element; a multiple of 16 (64 bytes)") \
-  F(T, 456, u64, count, , W, "elements")                                   \
-  F(T, 464, u64, group, , W, "of parameters, from 0; buffers: 0") P(472, 40)
+  F(T, 456, u64, count, , W, "elements; of another dtype the float32 that take as many bytes") \
+  F(T, 464, u64, group, , W, "of parameters, from 0; others: 0")   \
+  F(T, 472, char, dtype, [8], W, "of its values, as safetensors names it: F32 of a parameter") P(480, 32)
 
 /* Begins the weights segment; W writes it before the magic.
  *
- * 0         128        136        144       152        160          168      176       184 192
- * || header || tensors | table_at | data_at | elements | parameters | values | aliases |   ||
+ * 0         128
+ * || header ||
+ * 128        136        144       152        160          168      176       184       192
+ * || tensors | table_at | data_at | elements | parameters | values | aliases | trained ||
+ * 192       200     208 256
+ * || frozen | words |   ||
  */
 #define PS_WEIGHTS_FIELDS(F, P, T)                                                                \
   F(T, 0, header, header, , W, "")                                                                \
@@ -267,7 +275,10 @@
   F(T, 152, u64, elements, , W, "float32 values, padding between tensors counted")                \
   F(T, 160, u64, parameters, , W, "elements before the first buffer, which begins at a chunk")    \
   F(T, 168, u64, values, , W, "elements in tensors") \
-  F(T, 176, u64, aliases, , W, "rows after those: other names of tensors, by `start`") P(184, 8)
+  F(T, 176, u64, aliases, , W, "rows after those: other names of tensors, by `start`") \
+  F(T, 184, u64, trained, , W, "rows of parameters, which come first") \
+  F(T, 192, u64, frozen, , W, "rows after the aliases: tensors that nothing writes") \
+  F(T, 200, u64, words, , W, "elements, and those of frozen tensors, which follow") P(208, 48)
 
 /* Chunks that follow each other, in number and in the weights: where an open one belongs.
  *
@@ -432,9 +443,9 @@
   X(ps_shard, PS_SHARD_FIELDS, 128)        \
   X(ps_server, PS_SERVER_FIELDS, 64)       \
   X(ps_entry, PS_ENTRY_FIELDS, 768)        \
-  X(ps_control, PS_CONTROL_FIELDS, 255296) \
+  X(ps_control, PS_CONTROL_FIELDS, 255552) \
   X(ps_tensor, PS_TENSOR_FIELDS, 512)      \
-  X(ps_weights, PS_WEIGHTS_FIELDS, 192)    \
+  X(ps_weights, PS_WEIGHTS_FIELDS, 256)    \
   X(ps_span, PS_SPAN_FIELDS, 24)           \
   X(ps_record, PS_RECORD_FIELDS, 320)      \
   X(ps_journal, PS_JOURNAL_FIELDS, 2048)   \

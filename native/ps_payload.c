@@ -233,8 +233,9 @@ uint64_t ps_first_block(const struct ps_weights *weights)
 
 static struct ps_shape shape_of(const struct ps_tensor *tensor, float *residue)
 {
-    /* A tensor without values counts as one row without values. */
-    uint64_t rows = tensor->dims && tensor->shape[0] ? tensor->shape[0] : 1;
+    /* A tensor without values counts as one row without values, and so does one whose values are
+     * not float32 count as one row. */
+    uint64_t rows = tensor->dims && tensor->shape[0] && !strcmp(tensor->dtype, "F32") ? tensor->shape[0] : 1;
     return (struct ps_shape){rows, tensor->count / rows, residue ? residue + tensor->start : NULL};
 }
 
@@ -243,7 +244,7 @@ static int looks_sparse(const struct ps_weights *weights, const struct ps_tensor
                         uint32_t dtype, const struct ps_gradient *gradients)
 {
     uint64_t zeros = 0;
-    for (uint64_t i = 0; i < weights->tensors; i++) {
+    for (uint64_t i = 0; i < weights->trained; i++) {
         struct ps_shape shape = shape_of(&table[i], NULL);
         uint64_t size = shape.width * width_of(dtype);
         if (!gradients[i].values || shape.rows < 4 || size < PS_LEAST_ROW)
@@ -251,7 +252,7 @@ static int looks_sparse(const struct ps_weights *weights, const struct ps_tensor
         for (uint64_t row = 0; row < shape.rows; row++)
             zeros += gradients[i].values[row * shape.width] == 0.0f ? shape.width : 0;
     }
-    return zeros > weights->elements / 4;
+    return zeros > weights->parameters / 4;
 }
 
 /* Clears padding between tensors, where an earlier frame may have left values. */
@@ -266,23 +267,20 @@ void ps_write_dense(const struct ps_weights *weights, struct ps_payload *payload
 {
     const struct ps_tensor *tensor = table_of(weights) + number;
     uint64_t end = tensor->start + tensor->count;
-    double before = payload->squares;
     if (values)
         copy(payload, tensor->start * width_of(payload->dtype), values, tensor->count,
              residue ? residue + tensor->start : NULL);
     else
         clear(payload, tensor->start, end);
-    clear(payload, end, number + 1 < weights->tensors ? tensor[1].start : weights->elements);
-    if (tensor->role == PS_BUFFER)
-        payload->squares = ps_not_counted(before, payload->squares);
+    clear(payload, end, number + 1 < weights->trained ? tensor[1].start : weights->parameters);
 }
 
 static void write_dense(const struct ps_weights *weights, const struct ps_gradient *gradients,
                         float *residue, struct ps_payload *payload)
 {
-    for (uint64_t i = 0; i < weights->tensors; i++)
+    for (uint64_t i = 0; i < weights->trained; i++)
         ps_write_dense(weights, payload, i, gradients[i].values, residue);
-    payload->end = weights->elements * width_of(payload->dtype);
+    payload->end = weights->parameters * width_of(payload->dtype);
 }
 
 int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint32_t blocks,
@@ -295,7 +293,7 @@ int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint
     double before = payload->squares;
     int result = ps_write_block(payload, &block, gradient, &shape, skip_zeros, bad);
     if (tensor->role == PS_BUFFER)
-        payload->squares = ps_not_counted(before, payload->squares);
+        payload->squares = before; /* any bits: it is assigned, and no gradient */
     memcpy(payload->at + blocks * sizeof block, &block, sizeof block);
     return result;
 }
@@ -332,7 +330,7 @@ int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
     struct ps_payload payload = {at, dtype, 0, 0.0};
     int rows = 0, products = 0, result = 0;
     *written = (struct ps_written){.kind = PS_DENSE};
-    for (uint64_t i = 0; i < weights->tensors; i++) {
+    for (uint64_t i = 0; i < weights->trained; i++) {
         products |= gradients[i].factors != NULL;
         rows |= gradients[i].indices != NULL;
         /* Checked before anything is written, because writing uses up the residue. */
@@ -344,7 +342,7 @@ int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
     if (rows || products || (skip_zeros && looks_sparse(weights, table, dtype, gradients))) {
         written->kind = PS_ROWS;
         payload.end = ps_first_block(weights);
-        for (uint64_t i = 0; i < weights->tensors && !result; i++) {
+        for (uint64_t i = 0; i < weights->trained && !result; i++) {
             written->tensor = i;
             if (!gradients[i].values && (rows || skip_zeros))
                 continue;

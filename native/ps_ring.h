@@ -84,13 +84,6 @@ struct ps_payload {
     double squares; /* their sum; infinite if a value is not finite */
 };
 
-/* The sum of squares after a buffer is written. A buffer's change does not count for the gradient's
- * norm, but a value in it that is not finite must still show. */
-static inline double ps_not_counted(double before, double squares)
-{
-    return squares <= 1.7e308 ? before : squares;
-}
-
 static inline struct ps_frame *ps_slot(struct ps_ring *ring, uint64_t sequence)
 {
     return (struct ps_frame *)((char *)ring + ring->slots_at +

@@ -129,6 +129,7 @@ class Admission:
                 Role(one.role),
                 aliases=tuple(one.aliases or ()),
                 group=one.group,
+                dtype=one.dtype,
             )
             for one in request.tensors
         ]
@@ -260,7 +261,9 @@ class Admission:
             )
         self._settled(request)
         self._sockets.check_room(client)
-        coming = self._roster.begin(client.pid, request.name, request.number)
+        coming = self._roster.begin(
+            client.pid, request.name, request.number, has_buffers=request.buffers
+        )
 
         def done(ring: Segment, error: BaseException | None) -> None:
             again = Waiting(client, lambda: self.attach(client, request))

@@ -46,7 +46,7 @@ class First:
 
 
 def copied(values: np.ndarray) -> Values:
-    """Values of an array, float32 of shape (model.elements,)."""
+    """Values of an array, float32 of shape (model.words,) or, of a slot, (model.elements,)."""
 
     def copy(out: FloatArray, start: int) -> None:
         out[:] = values[start : start + out.size]
@@ -64,11 +64,11 @@ def placed_anew(first: First, model: Model) -> First:
 
 def _moved(values: Values, source: Model, target: Model) -> Values:
     """Values of the model `source` as the model `target` has them."""
-    begin_of = {tensor.name: tensor.start for tensor in source.tensors}
+    begin_of = {tensor.name: tensor.start for tensor in source.every}
 
     def move(out: FloatArray, start: int) -> None:
         end = start + out.size
-        for tensor in target.tensors:
+        for tensor in target.every:
             low = max(start, tensor.start)
             high = min(end, tensor.start + tensor.count)
             if low < high:
@@ -83,8 +83,8 @@ def read_from(fd: int, model: Model) -> Values:
     Raises ControlError at once if its size is wrong, and later if it cannot be read.
     """
     size = os.fstat(fd).st_size
-    if size != model.elements * VALUE:
-        raise ControlError(f"initial values: a file of {size} bytes, not {model.elements * VALUE}")
+    if size != model.words * VALUE:
+        raise ControlError(f"initial values: a file of {size} bytes, not {model.words * VALUE}")
 
     def read(out: FloatArray, start: int) -> None:
         view = out.data.cast("B")
@@ -135,7 +135,7 @@ def weights_segment(job: str, job_id: bytes, first: First, progress: Progress | 
         weights.segment_bytes(model),
         job_id=job_id,
         progress=progress,
-        fill=_filling([(data_at, first.values)] if first.values else [], model.elements),
+        fill=_filling([(data_at, first.values)] if first.values else [], model.words),
     )
     weights.write_table(made, model)
     return made

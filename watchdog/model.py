@@ -70,7 +70,7 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
     going_on = Script(said, is_open=True, saved=True)
     if changed.values:
         log.warning("the optimizer is as gadei-ps set has left it", **changed.values)
-    values = making.copied(snapshot.weights)
+    values = making.copied(np.concatenate([snapshot.weights, snapshot.frozen]))
     return in_groups(config, First(snapshot.model, values, snapshot, going_on, changed))
 
 
@@ -164,7 +164,9 @@ def _of_file(config: JobConfig, path: Path) -> First:
         with given.opened(path):  # tells why not; the library's errors have no number
             arrays = load_file(path)
         with safe_open(path, "numpy") as file:
-            names = _aliases((file.metadata() or {}).get(export.ALIASES, ""), arrays)
+            metadata = file.metadata() or {}
+            names = _aliases(metadata.get(export.ALIASES, ""), arrays)
+            roles = _roles(metadata.get(export.ROLES, ""))
     except Exception as error:
         passes = isinstance(error, OSError) and error.errno and not is_lasting(error)
         what = error.strerror if isinstance(error, OSError) and error.errno else error
@@ -172,17 +174,36 @@ def _of_file(config: JobConfig, path: Path) -> First:
     missing = set(config.buffers) - arrays.keys()
     if missing:
         raise UsageError(f"{path} has no tensor {min(missing)!r} (buffers)")
+    roles |= dict.fromkeys(config.buffers, Role.BUFFER)
     model = weights.place(
         Tensor(
             name,
             array.shape,
-            Role.BUFFER if name in config.buffers else Role.PARAMETER,
+            role,
             aliases=tuple(alias for alias, of in names.items() if of == name),
+            dtype=weights.F32 if role is Role.PARAMETER else weights.NAME_OF[array.dtype],
         )
         for name, array in arrays.items()
         if name not in names
+        for role in [roles.get(name, _role(array))]
     )
     return First(model, making.copied(model.flatten(arrays)))
+
+
+def _role(array: np.ndarray) -> Role:
+    """Of a tensor of a file that does not tell it: whole numbers are not trained."""
+    return Role.PARAMETER if array.dtype.kind == "f" else Role.BUFFER
+
+
+def _roles(text: str) -> dict[str, Role]:
+    """What an export says of its tensors; what cannot be is left out."""
+    try:
+        said = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    known = {"buffer": Role.BUFFER, "frozen": Role.FROZEN}
+    pairs = said.items() if isinstance(said, dict) else ()
+    return {name: known[role] for name, role in pairs if isinstance(role, str) and role in known}
 
 
 def _aliases(text: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:

@@ -49,6 +49,7 @@ class Coming:
     start: int
     pidfd: int
     name: str
+    has_buffers: bool
 
 
 class Roster:
@@ -151,7 +152,7 @@ class Roster:
                 self._log.warning("a learner has no ring mapped: let go", row=row, pid=pid)
                 self._leave(row, Gone.DETACHED)
 
-    def begin(self, pid: int, name: str, number: int = -1) -> Coming:
+    def begin(self, pid: int, name: str, number: int = -1, *, has_buffers: bool = False) -> Coming:
         """Keeps a row for the process, whose ring is still to be made; then admit() or give_up().
 
         number: of the row that it gets if that is free. Gradients of a superstep are added up in
@@ -168,7 +169,7 @@ class Roster:
         pidfd, start = self._open(pid)
         self._generation += 1
         self.coming.add(row)
-        return Coming(row, self._generation, pid, start, pidfd, name)
+        return Coming(row, self._generation, pid, start, pidfd, name, has_buffers)
 
     def give_up(self, coming: Coming) -> None:
         """There is no ring for it, or nobody wants it any more."""
@@ -188,6 +189,7 @@ class Roster:
             entry[field] = 0
         entry["loss"] = math.nan  # none is told yet
         entry["outstanding"] = layout.NO_BATCH
+        self._memory.control.view(layout.CONTROL)["has_buffers"][row] = coming.has_buffers
         self._memory.control.view(layout.CONTROL)["ring_inode"][row] = ring.inode
         entry["wanted"] = coming.generation
         at = self._memory.control.word(layout.CONTROL, "roster")

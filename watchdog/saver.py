@@ -110,6 +110,7 @@ class Saver:
         self._model = weights.read_table(weights_segment)
         elements = self._model.elements
         self._sources = [weights.data(weights_segment)]
+        self._frozen = weights.frozen(weights_segment)  # nobody writes there
         for stream in range(int(self._state["streams"]) if slots else 0):
             at = int(self._state["slots_at"]) + stream * int(self._state["slot_bytes"])
             self._sources.append(state_segment.array(np.float32, elements, at))
@@ -259,6 +260,7 @@ class Saver:
             config=self.task.config,
             model=self._model,
             weights=self._copies[0],
+            frozen=self._frozen,
             slots=tuple(self._copies[1:]),
             version=int(control["version"]),
             steps=int(self._state["record"]["steps"][: self._shards].max()),

@@ -13,6 +13,8 @@ are assigned. Then the jobs of all machines have the same bits.
 
 If the copy is not finite, it does not count, and the job gets the weights of the group in its
 place: what its learners have trained since is given up, and so is the state of its optimizer.
+
+Only parameters are exchanged: buffers belong to learners, and each job keeps its own copy of them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gadei_ps import _mesh
-from gadei_ps.agents.constants import MOST, buffers, found, in_words, take_out
+from gadei_ps.agents.constants import Buffers
 from gadei_ps.agents.plan import Floats
 from gadei_ps.errors import AgentError, JobNotFound, ModelMismatch, UsageError
 from gadei_ps.groups.parts import is_finite
@@ -46,8 +48,7 @@ _AGAIN_S = 0.05
 
 
 class JobTraining:
-    """The weights of a job. Buffers are exchanged as weights are, but for constants; the
-    optimizer's state is not."""
+    """The parameters of a job; where buffers are, the group has zeros."""
 
     look_s = 1.0
 
@@ -68,18 +69,14 @@ class JobTraining:
         self._client = _attached(job, patience_s)
         self._control = self._client.place.control.view(CONTROL)
         self.values = self._client.model.elements
-        self.buffers = buffers(self._client.model)
+        self.buffers: Buffers = {}
         self._snapshot = np.zeros(self.values, np.float32)
-        self._constants: Sequence[str] | None = None
-        """Of the group; None: not known yet."""
-        self._great: Sequence[str] = ()
-        """What would be constants if this machine were the group's first."""
         self._is_copied = False
         self._is_finite = True
         """Whether the last copy is."""
         self._has_said = False
         """That the copy of this round is not finite."""
-        self._counted = self._client.current_version
+        self._counted = total(self._control, "applied")
         self._begun = self._gradients
         self._samples = total(self._control, "samples")
 
@@ -91,10 +88,8 @@ class JobTraining:
 
     def write(self, rounds: int, weights: Floats, constants: Sequence[str]) -> None:
         """See Training."""
-        self._learn(constants)
         if not self._is_copied:
             self._copy_late()
-        take_out(self._snapshot, constants, self.buffers)  # the first copy has them
         checksum = _mesh.checksum(weights.data)
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(weights, self._snapshot, out=self._snapshot)
@@ -104,7 +99,6 @@ class JobTraining:
             self._client.assign(self._exchanged(weights), reset=True)
         self._is_copied = self._has_said = False
         self._begun = self._gradients
-        self._counted += 1  # the addition is no gradient
         self._told(rounds, checksum)
 
     def check(self) -> None:
@@ -136,7 +130,7 @@ class JobTraining:
     @property
     def _gradients(self) -> int:
         """Applied or refused so far. With weights that are not finite, all may be refused."""
-        return self._client.current_version + total(self._control, "refused")
+        return total(self._control, "applied") + total(self._control, "refused")
 
     def _copy(self, into: Floats) -> int:
         """Copies the weights; returns the samples, else gradients, since the last copy."""
@@ -153,40 +147,13 @@ class JobTraining:
             self._say_diverged(self._snapshot, "")
 
     def _look_at(self, copied: Floats) -> None:
-        """Takes out of a copy what is not exchanged; whether the rest is finite.
-
-        The first copy stays as it is: if this machine is the group's first one, it says which
-        buffers are constants.
-        """
-        if self._constants is not None:
-            take_out(copied, self._constants, self.buffers)
-            self._is_finite = is_finite(copied)
-        else:
-            self._great = found(copied, self.buffers)
-            rest = self._exchanged(copied).items()
-            self._is_finite = all(is_finite(one) for name, one in rest if name not in self._great)
-
-    def _learn(self, constants: Sequence[str]) -> None:
-        """Which constants the group has. Says so once, and which of its own are none."""
-        if self._constants is not None:
-            return
-        self._constants = constants
-        if constants:
-            self._noted(
-                f"{in_words(constants)} held an infinity, or a value beyond {MOST:g}, when the "
-                "group began: each machine keeps its own"
-            )
-        if diverged := [one for one in self._great if one not in constants]:
-            self._is_finite = False
-            self._noted(
-                f"{in_words(diverged)} of this machine held an infinity, or a value beyond "
-                f"{MOST:g}: it continues with the weights of its group"
-            )
+        """Clears the buffers of a copy; whether the rest is finite."""
+        copied[self._client.model.parameters :] = 0
+        self._is_finite = is_finite(copied)
 
     def _exchanged(self, weights: Floats) -> dict[str, Floats]:
-        """Views of all tensors but constants, by their names."""
-        views = self._client.model.views(weights).items()
-        return {name: values for name, values in views if name not in (self._constants or ())}
+        """Views of all parameters, by their names."""
+        return self._client.model.gradients(weights)
 
     def _keep(self, copied: Floats) -> None:
         """For the difference to the group's weights."""
@@ -205,8 +172,7 @@ class JobTraining:
     def _say_diverged(self, copied: Floats, what: str) -> None:
         """The first tensor that is not finite, and what follows from it."""
         views = self._exchanged(copied).items()
-        great = self._great if self._constants is None else ()
-        name = next(name for name, one in views if name not in great and not is_finite(one))
+        name = next(name for name, one in views if not is_finite(one))
         self._noted(
             f"the weights of this machine ({name!r}) hold a NaN or an infinity: {what}it continues "
             "with those of its group; if this goes on, lower the learning rate"
@@ -217,16 +183,16 @@ class JobTraining:
 
     def _trained(self) -> int:
         """Samples, else gradients, since the last call."""
-        version, samples = self._client.current_version, total(self._control, "samples")
-        trained = (samples - self._samples) or (version - self._counted)
-        self._counted, self._samples = version, samples
+        applied, samples = total(self._control, "applied"), total(self._control, "samples")
+        trained = (samples - self._samples) or (applied - self._counted)
+        self._counted, self._samples = applied, samples
         return max(0, trained)
 
 
 class StandingTraining(JobTraining):
     """The weights of a job whose learners stand still from the copy until they are assigned.
 
-    The checksum that is told is of what the job has then, constants left out.
+    The checksum that is told is of the parameters that the job has then.
     """
 
     look_s = _BEAT_S
@@ -242,13 +208,12 @@ class StandingTraining(JobTraining):
 
     def write(self, rounds: int, weights: Floats, constants: Sequence[str]) -> None:
         """See Training. Without a copy before, what has been trained is given up."""
-        self._learn(constants)
         if self._stand is None:
             self._stand_still()
             self._copy_late()
         self._client.assign(self._exchanged(weights), reset=not self._is_finite)
         self._client.pull(self._snapshot)
-        take_out(self._snapshot, constants, self.buffers)
+        self._snapshot[self._client.model.parameters :] = 0
         checksum = _mesh.checksum(self._snapshot.data)
         self._trained()
         self._has_said = False

@@ -1,13 +1,13 @@
 """A learner of `gadei-ps chaos`: pushes whole numbers that can be counted in the weights.
 
-    buffer `ledger`     LANES lanes | body
     parameter `w`       every value gets the same gradient
+    parameter `ledger`  LANES lanes | body; under SGD only
 
-Gradients are added to buffers without the optimizer, so the ledger is exact under any optimizer.
-Each gradient adds 1 to the lane of the learner's generation, and +1 or -1 to every value of the
-body. The sign changes from one generation to the next, so that float32 represents the sums exactly.
-Under SGD, `w` gets the same sign. Another optimizer gives the same result in every shard only if
-all gradients are equal, because shards may apply them in different orders. So then all are equal.
+Under SGD with a rate of 1 the sums are whole numbers. Each gradient adds 1 to the lane of the
+learner's generation, +1 or -1 to every value of the body, and the contrary to `w`. The sign changes
+from one generation to the next, so that float32 represents the sums exactly. Another optimizer
+gives the same result in every shard only if all gradients are equal, because shards may apply them
+in different orders. So then all are equal, and they are counted by the optimizer's steps.
 
 `python -m gadei_ps.chaos.learner OPTIMIZER` prints its row and generation in one line. It begins
 when it reads a line on standard input. By then its parent has mapped its ring, where the parent
@@ -40,11 +40,12 @@ def sign(generation: int) -> int:
 
 def gradient(generation: int, values: int, optimizer: str) -> dict[str, npt.NDArray[np.float32]]:
     """The gradient of each push of this generation. values: number of values of `w`."""
-    same = sign(generation) if optimizer == EXACT else 1
+    if optimizer != EXACT:
+        return {"w": np.ones(values, np.float32)}
     ledger = np.zeros(LEDGER, np.float32)
-    ledger[LANES:] = sign(generation)
-    ledger[generation % LANES] = 1.0
-    return {"w": np.full(values, same, np.float32), "ledger": ledger}
+    ledger[LANES:] = -sign(generation)
+    ledger[generation % LANES] = -1.0
+    return {"w": np.full(values, sign(generation), np.float32), "ledger": ledger}
 
 
 def _connect() -> Client:

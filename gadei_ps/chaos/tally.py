@@ -1,7 +1,8 @@
 """Counts how often each gradient of `gadei-ps chaos` is in the weights, without any counter.
 
 The number of published gradients is the head of a ring, which only its learner writes. The number
-of applied gradients is in the ledger tensor (gadei_ps/chaos/learner.py).
+of applied gradients is in the ledger tensor (gadei_ps/chaos/learner.py); under another optimizer
+than SGD it is the number of the optimizer's steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from gadei_ps import _native
 from gadei_ps.chaos.learner import BODY, LANES, sign
 from gadei_ps.memory import segment, weights
-from gadei_ps.memory.layout import RING, STATE, SegmentKind
+from gadei_ps.memory.layout import CONTROL, RING, STATE, SegmentKind
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.shm import segment_name
 
@@ -52,10 +53,9 @@ class Ring:
 
 @dataclass
 class Tally:
-    """The count of one job. Keeps weights and state mapped. exact: the optimizer is EXACT."""
+    """The count of one job. Keeps weights and state mapped."""
 
     job: str
-    exact: bool
     _published: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -64,10 +64,12 @@ class Tally:
 
         self._weights = attach("weights", SegmentKind.WEIGHTS)
         self._state = attach("state", SegmentKind.STATE)
+        control = attach("control", SegmentKind.CONTROL)
+        self._shards = int(control.view(CONTROL)["shards"])
         model = weights.read_table(self._weights)
         self._model = model
         views = model.views(weights.data(self._weights))
-        self._w, self._ledger = views["w"], views["ledger"]
+        self._w, self._ledger = views["w"], views.get("ledger")
 
     def add(self, generation: int, published: int) -> None:
         """Adds what a dead learner of this generation has published."""
@@ -78,6 +80,8 @@ class Tally:
         published = np.zeros(LANES)
         for lane, number in self._published.items():
             published[lane] = number
+        if self._ledger is None:
+            return self._by_steps(int(published.sum()), dropped)
         applied = self._ledger[:LANES].astype(np.float64)
         signs = np.array([sign(lane) for lane in range(LANES)])
         lost = int(np.maximum(0, published - applied).sum())
@@ -91,14 +95,19 @@ class Tally:
 
     def _torn(self, total: float) -> int:
         """Number of values in chunks that got more or fewer gradients than the others."""
+        assert self._ledger is not None
         body = self._ledger[LANES:]
         assert body.size == BODY
-        torn = int((body != np.float32(total)).sum())
-        if self.exact:
-            return torn + int((self._w != np.float32(-total)).sum())
-        # All values of `w` get the same, equal gradients, so they and their state stay equal to the
-        # last bit. The last shard, which holds the body, also has values of `w`.
-        return torn + sum(_odd_ones(values) for values in (self._w, *self._slots()))
+        return int((body != np.float32(total)).sum() + (self._w != np.float32(-total)).sum())
+
+    def _by_steps(self, published: int, dropped: int) -> Count:
+        """All values of `w` get the same, equal gradients, so they and their state stay equal to
+        the last bit; each shard counts its steps."""
+        steps = self._state.view(STATE)["record"]["steps"][: self._shards]
+        least, most = int(steps.min()), int(steps.max())
+        torn = sum(_odd_ones(values) for values in (self._w, *self._slots()))
+        lost, twice = published - dropped - least, most - published + dropped
+        return Count(published, least, max(0, lost), max(0, twice), torn)
 
     def _slots(self) -> list[np.ndarray]:
         """The optimizer's state of `w`."""

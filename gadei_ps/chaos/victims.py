@@ -46,7 +46,7 @@ class OwnJob:
         """Raises UsageError."""
         values = max(1, self.size // 4 // layout.CHUNK) * layout.CHUNK
         # With a rate of 1, the results of SGD are whole numbers, and exact.
-        rate = 1.0 if self.optimizer == EXACT else ADAPTIVE_LR
+        rate, ledger = (1.0, LEDGER) if self.optimizer == EXACT else (ADAPTIVE_LR, 0)
         wanted = from_mapping(
             {
                 "name": f"chaos-{os.getpid()}",
@@ -54,15 +54,13 @@ class OwnJob:
                 "shards": self.shards,
                 "history": False,
                 "hang_s": HANG_S,
-                "tensors": [
-                    {"name": "w", "shape": [values]},
-                    {"name": "ledger", "shape": [LEDGER], "role": "buffer"},
-                ],
+                "tensors": [{"name": "w", "shape": [values]}]
+                + ([{"name": "ledger", "shape": [ledger]}] if ledger else []),
             },
             "chaos",
         )
-        shards = wanted.resolved_shards(values + LEDGER)
-        if layout.shard_range(values + LEDGER, shards, shards - 1)[0] >= values:
+        shards = wanted.resolved_shards(values + ledger)
+        if layout.shard_range(values + ledger, shards, shards - 1)[0] >= values:
             raise UsageError(
                 f"--size: {self.size} bytes are too few for {counted(shards, 'shard')}; "
                 f"use at least {LEDGER * 4 * shards}"
@@ -106,7 +104,7 @@ class Own:
         self._daemon = daemon
         self._wanted = wanted
         self.processes = Processes(daemon.config.name)
-        self._tally = Tally(daemon.config.name, wanted.optimizer == EXACT)
+        self._tally = Tally(daemon.config.name)
         self._learners: list[_Learner] = []
         self._failures = 0
 

@@ -203,8 +203,7 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
         )
     try:
         with Connection(job, ANSWER_TIMEOUT_S) as connection:
-            pid = connection.peer_pid  # not what it says: it may be another program
-            watchdog = os.pidfd_open(pid)
+            watchdog = os.pidfd_open(connection.peer_pid)
     except (JobNotFound, ControlError, OSError):  # of another pid namespace, or ending just now
         watchdog = -1
     wait_s = STOP_MARGIN_S + (timeout_s if drain else 0.0)
@@ -221,7 +220,7 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
         # The watchdog answers before it has removed everything.
         if watchdog >= 0 and not process.gone(watchdog, STOP_MARGIN_S):
             raise ControlError(
-                f"job {job!r} has stopped, but its watchdog (pid {pid}) "
+                f"job {job!r} has stopped, but its watchdog (pid {report['watchdog_pid']}) "
                 f"does not end; kill it, then run gadei-ps gc {report['job']}"
             )
     finally:

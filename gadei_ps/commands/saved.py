@@ -244,6 +244,7 @@ def hold(job: str) -> Callable[[], Snapshot] | None:
         config={},
         model=weights.read_table(mapped),
         weights=weights.data(mapped).copy(),
+        frozen=weights.frozen(mapped).copy(),
         slots=(),
         version=int(words["version"]),
         steps=0,

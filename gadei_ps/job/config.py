@@ -177,7 +177,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     learners: LearnersConfig | None = None
     tensors: list[TensorConfig] = []
     weights: Path | None = None
-    buffers: list[str] = Field([], description="tensors of `weights` that no optimizer moves")
+    buffers: list[str] = Field([], description="tensors of `weights` that no gradient moves")
 
     @field_validator("name")
     @classmethod

@@ -22,7 +22,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    TypeAdapter,
+    ValidationError,
+)
 
 from gadei_ps import errors
 from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
@@ -30,7 +38,7 @@ from gadei_ps.job import paths, replies
 from gadei_ps.job.optimizer import Said
 from gadei_ps.memory import shm
 from gadei_ps.memory.layout import AHEAD, MAX_DIMS, MAX_GROUPS, MAX_LEARNERS, OWNED
-from gadei_ps.memory.weights import MAX_ELEMENTS, MAX_NAMES, NAME_BYTES
+from gadei_ps.memory.weights import DTYPES, F32, MAX_ELEMENTS, MAX_NAMES, NAME_BYTES
 
 PROTOCOL: Final = 1
 MAX_MESSAGE = 1 << 20  # of a reply
@@ -57,16 +65,23 @@ class _Message(BaseModel):
         return self.reply
 
 
+def _dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"use one of {', '.join(DTYPES)}")
+    return name
+
+
 class TensorOffer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(max_length=NAME_BYTES)
     shape: list[Annotated[int, Field(ge=0, lt=MAX_ELEMENTS)]] = Field(max_length=MAX_DIMS)
-    role: Literal[1, 2] = 1
+    role: Literal[1, 2, 3] = 1
     aliases: list[Annotated[str, Field(max_length=NAME_BYTES)]] | None = Field(
         None, max_length=MAX_NAMES
     )
     """Its other names, where layers share it."""
     group: Annotated[int, Field(ge=0, lt=MAX_GROUPS)] = 0
+    dtype: Annotated[str, AfterValidator(_dtype)] = F32
 
 
 class Attach(_Message):
@@ -74,6 +89,7 @@ class Attach(_Message):
 
     number: that its launcher has given it; it gets the row of that number if that is free. -1: none
     optimizer: what its script says. seed: of the random numbers of its framework, if known.
+    buffers: whether it has buffers of its own, which it may write to the job.
     """
 
     reply = replies.Attached
@@ -83,6 +99,7 @@ class Attach(_Message):
     number: int = Field(-1, ge=-1, lt=2**31)
     optimizer: Said | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    buffers: bool = False
 
 
 class Detach(_Message):
@@ -402,7 +419,7 @@ class Connection:
             ) from None
         if isinstance(reply, replies.Refusal):
             raise errors.of_kind(reply.kind, reply.error, ControlError)
-        return reply.values()
+        return reply.model_dump(exclude_unset=True, by_alias=True)
 
     def _read(self) -> bytes:
         """The next message, which must be whole within the time-out."""

@@ -39,10 +39,6 @@ class Reply(Checked):
     v: Literal[1]
     ok: Literal[True]
 
-    def values(self) -> dict[str, Any]:
-        """The reply as plain values, with those of fields that it lacks."""
-        return self.model_dump()
-
 
 class Refusal(Checked):
     """A reply to a request that was refused, or failed. kind: name of the error's class."""
@@ -337,8 +333,3 @@ class JobStatus(Reply):
     making: Making | None = None
     start: StartStatus | None = None
     commands: list[LaunchStatus] = []
-
-    def values(self) -> dict[str, Any]:
-        """Of the optimizer, only the fields that its kind has."""
-        settings = self.settings.model_dump(by_alias=True, exclude_unset=True)
-        return super().values() | {"settings": settings}

@@ -83,6 +83,7 @@ class Role(IntEnum):
 
     PARAMETER = 1
     BUFFER = 2
+    FROZEN = 3
 
 
 class Phase(IntEnum):

@@ -1,15 +1,19 @@
 """The model in memory: its tensors, where each lies, and views of them.
 
-Parameters come first, by their groups. Buffers (batch-norm statistics, which no optimizer moves)
+Parameters come first, by their groups. Buffers (batch-norm statistics, which no gradient moves)
 follow. Each group, and the buffers, begin at a chunk boundary, so that the values of a chunk are
 all moved in the same way. Each tensor begins at a multiple of 64 bytes. A dense gradient has the
-same layout.
+layout of the parameters.
+
+Buffers may be of other types than float32: their bytes are those of the tensor, in as many words of
+float32 as they need. Frozen tensors follow behind all that frames reach, so that they take no room
+in rings and in the optimizer's state; nothing writes them once the model is made.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +32,31 @@ MAX_ELEMENTS = 1 << 40  # far above any machine's memory; offsets in bytes stay 
 
 FloatArray = npt.NDArray[np.float32]
 
+F32 = "F32"
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    F32: np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(np.uint16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+"""Types of values by their names in safetensors. NumPy has bfloat16 by its bits only."""
+FLOATS = frozenset(("F64", F32, "F16", "BF16"))
+NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+
 
 @dataclass(frozen=True)
 class Tensor:
     """A named tensor of the model; `start` and `count` in elements from the data's begin.
 
-    group: number of a parameter's group, whose settings the optimizer has for it; of a buffer 0.
+    group: number of a parameter's group, whose settings the optimizer has for it; else 0. dtype: of
+    DTYPES; of a parameter F32.
     """
 
     name: str
@@ -43,10 +66,30 @@ class Tensor:
     aliases: tuple[str, ...] = ()
     """Its other names, where layers share it; for exports."""
     group: int = 0
+    dtype: str = F32
+
+    @property
+    def values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.values * DTYPES[self.dtype].itemsize
 
     @property
     def count(self) -> int:
-        return math.prod(self.shape)
+        """Elements: float32 that its values take."""
+        return -(-self.bytes // 4)
+
+    def of(self, flat: Any, first: int = 0) -> Any:
+        """Its values as a view of an array of elements, of NumPy or CuPy.
+
+        first: the element that the array begins with.
+        """
+        part = flat[self.start - first : self.start - first + self.count]
+        if self.dtype != F32:
+            part = part.view(np.uint8)[: self.bytes].view(DTYPES[self.dtype])
+        return part.reshape(self.shape)
 
     @property
     def rows(self) -> int:
@@ -58,17 +101,35 @@ class Tensor:
 class Model:
     """The placed tensors.
 
-    elements: includes padding. parameters: where the buffers begin, at a chunk boundary; without
-    buffers it equals `elements`.
+    elements: of parameters and buffers, with padding. parameters: where the buffers begin, at a
+    chunk boundary; without buffers it equals `elements`. frozen: follow from `elements` on.
     """
 
     tensors: tuple[Tensor, ...]
     elements: int
     parameters: int
+    frozen: tuple[Tensor, ...] = ()
+
+    @property
+    def every(self) -> tuple[Tensor, ...]:
+        """All tensors, the frozen ones last."""
+        return self.tensors + self.frozen
+
+    @property
+    def words(self) -> int:
+        """Elements of all tensors, with padding."""
+        if not self.frozen:
+            return self.elements
+        return layout.rounded(_end(self.frozen[-1]), LINE)
 
     @property
     def values(self) -> int:
-        return sum(tensor.count for tensor in self.tensors)
+        return sum(tensor.values for tensor in self.every)
+
+    @property
+    def trained(self) -> tuple[Tensor, ...]:
+        """The parameters, which come first: gradients are of them only."""
+        return tuple(one for one in self.tensors if one.role is Role.PARAMETER)
 
     def group_ends(self, groups: int) -> list[int]:
         """For each group where the next one begins; the last one ends where the parameters do."""
@@ -79,26 +140,32 @@ class Model:
                     ends[group] = min(ends[group], tensor.start)
         return ends
 
-    def flatten(self, arrays: dict[str, npt.NDArray[Any]]) -> FloatArray:
-        """All tensors' values, shape (elements,), in the layout of weights and dense gradients."""
-        flat = np.zeros(self.elements, np.float32)
-        for tensor in self.tensors:
-            flat[tensor.start : tensor.start + tensor.count] = np.asarray(
-                arrays[tensor.name], np.float32
-            ).reshape(-1)
+    def flatten(self, arrays: Mapping[str, npt.NDArray[Any]]) -> FloatArray:
+        """All tensors' values in the layout of the weights, shape (words,)."""
+        flat = np.zeros(self.words, np.float32)
+        for tensor in self.every:
+            tensor.of(flat)[...] = np.reshape(arrays[tensor.name], tensor.shape)
         return flat
 
-    def views(self, flat: FloatArray) -> dict[str, FloatArray]:
-        """Each tensor by name as a view of `flat`, shape (elements,)."""
-        return {
-            tensor.name: flat[tensor.start : tensor.start + tensor.count].reshape(tensor.shape)
-            for tensor in self.tensors
-        }
+    def views(self, flat: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+        """Each tensor by name as a view of `flat`, of shape (words,), or (elements,): without the
+        frozen ones."""
+        return {one.name: one.of(flat) for one in self.every if _end(one) <= flat.size}
+
+    def gradients(self, flat: FloatArray) -> dict[str, FloatArray]:
+        """Each parameter by name as a view of a flat gradient, shape (elements,)."""
+        views = self.views(flat)
+        return {tensor.name: views[tensor.name] for tensor in self.trained}
 
     @property
     def aliases(self) -> dict[str, str]:
         """The name of each alias' tensor."""
-        return {alias: tensor.name for tensor in self.tensors for alias in tensor.aliases}
+        return {alias: tensor.name for tensor in self.every for alias in tensor.aliases}
+
+
+def _end(tensor: Tensor) -> int:
+    """One without values has a line of its own, too, so that a start belongs to one tensor."""
+    return tensor.start + max(tensor.count, 1)
 
 
 def is_name(name: str) -> bool:
@@ -108,10 +175,7 @@ def is_name(name: str) -> bool:
 
 
 def place(tensors: Iterable[Tensor]) -> Model:
-    """Gives each tensor its start. Raises UsageError for a name or shape that is not allowed.
-
-    A tensor without values also gets a line, so that a start belongs to one tensor.
-    """
+    """Gives each tensor its start. Raises UsageError for a name or shape that is not allowed."""
     given = list(tensors)
     if not given:
         raise UsageError("the model has no tensors")
@@ -132,6 +196,8 @@ def place(tensors: Iterable[Tensor]) -> Model:
             if name in names:
                 raise UsageError(f"tensor {name!r} is given twice")
             names.add(name)
+        if tensor.dtype not in (DTYPES if tensor.role is not Role.PARAMETER else (F32,)):
+            raise UsageError(f"tensor {tensor.name!r} is {tensor.dtype}, not {F32}")
         if len(tensor.shape) > layout.MAX_DIMS:
             raise UsageError(f"tensor {tensor.name!r} has more than {layout.MAX_DIMS} dimensions")
         if not all(0 <= size < MAX_ELEMENTS for size in tensor.shape):
@@ -141,32 +207,36 @@ def place(tensors: Iterable[Tensor]) -> Model:
             )
     given.sort(key=_order)  # stable: each group keeps its order
     placed: list[Tensor] = []
-    at, parameters = 0, None
+    at = 0
+    begins: dict[Role, int] = {}
     for tensor in given:
-        if placed and _order(placed[-1]) != _order(tensor):
+        moves = placed and tensor.role is not Role.FROZEN  # by frames, chunk by chunk
+        if moves and _order(placed[-1]) != _order(tensor):
             at = layout.rounded(at, layout.CHUNK)
-        if tensor.role is Role.BUFFER and parameters is None:
-            parameters = at
+        begins.setdefault(tensor.role, at)
         placed.append(replace(tensor, start=at))
-        at = layout.rounded(at + max(tensor.count, 1), LINE)
+        at = layout.rounded(_end(placed[-1]), LINE)
     if at > MAX_ELEMENTS:
         raise UsageError(f"the model has {at} values; the limit is {MAX_ELEMENTS}")
-    return Model(tuple(placed), at, at if parameters is None else parameters)
+    elements = begins.get(Role.FROZEN, at)
+    frozen = tuple(one for one in placed if one.role is Role.FROZEN)
+    tensors = tuple(placed[: len(placed) - len(frozen)])
+    return Model(tensors, elements, begins.get(Role.BUFFER, elements), frozen)
 
 
 def _order(tensor: Tensor) -> tuple[int, int]:
-    """What lies together: the parameters of a group, the buffers."""
+    """What lies together: the parameters of a group, the buffers, the frozen tensors."""
     return tensor.role.value, tensor.group
 
 
 def segment_bytes(model: Model) -> int:
     """Size of the weights segment."""
-    return data_at(rows_of(model)) + model.elements * 4
+    return data_at(rows_of(model)) + model.words * 4
 
 
 def rows_of(model: Model) -> int:
-    """Of its table: tensors and aliases."""
-    return len(model.tensors) + len(model.aliases)
+    """Of its table: tensors, aliases and frozen tensors."""
+    return len(model.every) + len(model.aliases)
 
 
 def data_at(rows: int) -> int:
@@ -194,9 +264,13 @@ def write_table(segment: Segment, model: Model) -> None:
     head["parameters"] = model.parameters
     head["values"] = model.values
     head["aliases"] = len(model.aliases)
+    head["trained"] = len(model.trained)
+    head["frozen"] = len(model.frozen)
+    head["words"] = model.words
     table = segment.array(layout.TENSOR, rows_of(model), layout.WEIGHTS.itemsize)
     rows = [(tensor.name, tensor) for tensor in model.tensors]
-    rows += [(alias, tensor) for tensor in model.tensors for alias in tensor.aliases]
+    rows += [(alias, tensor) for tensor in model.every for alias in tensor.aliases]
+    rows += [(tensor.name, tensor) for tensor in model.frozen]
     for row, (name, tensor) in zip(table, rows, strict=True):
         row["name"] = name.encode()
         row["role"] = tensor.role
@@ -205,41 +279,63 @@ def write_table(segment: Segment, model: Model) -> None:
         row["start"] = tensor.start
         row["count"] = tensor.count
         row["group"] = tensor.group
+        row["dtype"] = tensor.dtype.encode()
 
 
 def read_table(segment: Segment) -> Model:
     """Any process: the model that a weights segment holds."""
     head = segment.view(layout.WEIGHTS)
-    count = int(head["tensors"])
-    table = segment.array(layout.TENSOR, count + int(head["aliases"]), int(head["table_at"]))
+    count, further = int(head["tensors"]), int(head["aliases"])
+    rows = count + further + int(head["frozen"])
+    table = segment.array(layout.TENSOR, rows, int(head["table_at"]))
     aliases: dict[int, list[str]] = {}
-    for row in table[count:]:
+    for row in table[count : count + further]:
         aliases.setdefault(int(row["start"]), []).append(row["name"].decode())
-    tensors = tuple(
-        Tensor(
-            row["name"].decode(),
-            tuple(int(size) for size in row["shape"][: int(row["dims"])]),
-            Role(int(row["role"])),
-            int(row["start"]),
-            tuple(aliases.get(int(row["start"]), ())),
-            int(row["group"]),
+
+    def tensors(rows: npt.NDArray[np.void]) -> tuple[Tensor, ...]:
+        return tuple(
+            Tensor(
+                row["name"].decode(),
+                tuple(int(size) for size in row["shape"][: int(row["dims"])]),
+                Role(int(row["role"])),
+                int(row["start"]),
+                tuple(aliases.get(int(row["start"]), ())),
+                int(row["group"]),
+                row["dtype"].decode(),
+            )
+            for row in rows
         )
-        for row in table[:count]
-    )
-    return Model(tensors, int(head["elements"]), int(head["parameters"]))
+
+    frozen = tensors(table[count + further :])
+    return Model(tensors(table[:count]), int(head["elements"]), int(head["parameters"]), frozen)
 
 
 def data(segment: Segment) -> FloatArray:
-    """All values, shape (elements,); writable if the segment is mapped so."""
+    """Values that frames reach, shape (elements,); writable if the segment is mapped so."""
+    return everything(segment)[: int(segment.view(layout.WEIGHTS)["elements"])]
+
+
+def everything(segment: Segment) -> FloatArray:
+    """The same with the frozen tensors, shape (words,)."""
     head = segment.view(layout.WEIGHTS)
-    return segment.array(np.float32, int(head["elements"]), int(head["data_at"]))
+    return segment.array(np.float32, int(head["words"]), int(head["data_at"]))
+
+
+def frozen(segment: Segment) -> FloatArray:
+    """Only those, shape (words - elements,)."""
+    return everything(segment)[int(segment.view(layout.WEIGHTS)["elements"]) :]
 
 
 def check_same(job: Model, offered: Sequence[Tensor]) -> None:
-    """Raises ModelMismatch naming the first tensor that differs."""
-    ours = {tensor.name: tensor for tensor in job.tensors}
+    """Raises ModelMismatch naming the first tensor that differs.
+
+    What no gradient moves may be missing on either side: a learner has its own.
+    """
+    ours = {tensor.name: tensor for tensor in job.every}
     for tensor in offered:
         known = ours.pop(tensor.name, None)
+        if known is None and tensor.role is not Role.PARAMETER:
+            continue
         if known is None:
             raise ModelMismatch(f"the job's model has no tensor {tensor.name!r}")
         if known.shape != tensor.shape:
@@ -252,5 +348,10 @@ def check_same(job: Model, offered: Sequence[Tensor]) -> None:
                 f"tensor {tensor.name!r} is a {tensor.role.name.lower()}, "
                 f"the job's a {known.role.name.lower()}"
             )
-    if ours:
-        raise ModelMismatch(f"the learner lacks the job's tensor {next(iter(ours))!r}")
+        if known.dtype != tensor.dtype and not {known.dtype, tensor.dtype} <= FLOATS:
+            raise ModelMismatch(
+                f"tensor {tensor.name!r} is {tensor.dtype}, the job's is {known.dtype}"
+            )
+    for known in ours.values():
+        if known.role is Role.PARAMETER:
+            raise ModelMismatch(f"the learner lacks the job's tensor {known.name!r}")

@@ -98,11 +98,13 @@ def count_blocks(header: np.uint64) -> int:
 
 
 @inner
-def check_rows(header: np.uint64, slot: np.uint64, size: int, part: np.ndarray) -> int:
+def check_rows(
+    header: np.uint64, slot: np.uint64, size: int, part: np.ndarray, assigns: bool
+) -> int:
     """Why the frame of rows in this slot must not be applied; OK if it may.
 
     header: address of a copy of its header. size: bytes of a value. part: PART, shape (1,), of
-    any shard.
+    any shard. assigns: whether it may have blocks of buffers.
     """
     tensors = integer(part[0].tensors)
     blocks = count_blocks(header)
@@ -116,6 +118,8 @@ def check_rows(header: np.uint64, slot: np.uint64, size: int, part: np.ndarray) 
             return BAD_ROWS
         before = block.tensor
         tensor = tensor_of(part, block.tensor)
+        if tensor[0].start >= part[0].parameters and not assigns:
+            return BAD_ROWS
         if not fits(block, tensor, size, payload_bytes):
             return BAD_SIZE
         if block.form == ROWS:

@@ -19,7 +19,7 @@ from gadei_ps.kernels.compiled import inlined, inner
 from gadei_ps.kernels.cpu import ADAGRAD, ADAM, ADAMW, ADD, MOMENTUM_SGD, NESTEROV, RMSPROP, SGD
 from gadei_ps.kernels.optimizers import COEFFICIENTS
 from gadei_ps.memory import layout
-from gadei_ps.server.constants import ASSIGN, ASSIGNMENTS, BUFFER, CHUNK, IDLE, ONE, ZERO
+from gadei_ps.server.constants import ASSIGN, ASSIGNMENTS, CHUNK, IDLE, ONE, ZERO
 from gadei_ps.server.context import (
     CURSOR,
     HANDS,
@@ -41,8 +41,6 @@ from gadei_ps.server.undo import restore, save, save_line
 VECTOR = 16  # values that a loop of vectors takes at once
 COEFFICIENTS_AT = np.uint64(layout.offset(PART, "coefficients"))
 COEFFICIENT_BYTES = np.uint64(COEFFICIENTS * 8)  # of a group
-NO_GROUP = -1
-"""Instead of the number of a group of parameters: buffers."""
 
 _part_at = structs(PART)
 
@@ -59,7 +57,7 @@ class Walk(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Values start to end, of one group or buffers; the first is that of the piece-th piece."""
+    """Values start to end, of one group or of buffers; the first is that of the piece-th piece."""
 
     piece: int
     start: int
@@ -130,13 +128,13 @@ def reopen(s: Shard, piece: np.uint64, is_open: bool) -> int:
 def move_span(s: Shard, group: int, form: int, gradient: np.uint64, span: Span) -> None:
     """Changes the values of a span by their gradient.
 
-    group: theirs; NO_GROUP. form: FLOAT32_FORM or BFLOAT16_FORM. gradient: address of that of the
+    group: theirs. form: FLOAT32_FORM or BFLOAT16_FORM. gradient: address of that of the
     span's first value.
     """
     _note_span(s, span)
-    which = ASSIGNMENTS if s.hands[0].kind == ASSIGN else integer(group != NO_GROUP)
+    which = ASSIGNMENTS if s.hands[0].kind == ASSIGN else 0
     code = s.part[0].move[which, form]
-    coef = _coefficients_at(s, max(group, 0))
+    coef = _coefficients_at(s, group)
     call(code, s.here, coef, gradient, span.piece, span.start, span.end)
 
 
@@ -147,12 +145,6 @@ def _move_of(part: np.uint64, coefficients: np.uint64) -> _Move:
     coef = cpu.scalars(doubles(coefficients, COEFFICIENTS))
     at = Streams(p.weights, p.slot0, p.slot1, p.undo)
     return _Move(coef, at, p.state + RECORDS + np.uint64(p.index) * RECORD_BYTES + CURSOR)
-
-
-@inlined
-def _add(coef: cpu.Scalars, w: cpu.Floats, s0: cpu.Floats, s1: cpu.Floats, g: cpu.Gradient) -> None:
-    """What moves a buffer."""
-    cpu.add(w, g)
 
 
 @inlined
@@ -232,9 +224,7 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
         m = _move_of(part, coef)
         g = Values(gradient, form)
         span = Span(piece, start, end)
-        if kind == BUFFER:
-            _change(_add, 0, m, g, span)
-        elif kind == SGD:
+        if kind == SGD:
             _change(cpu.sgd, 0, m, g, span)
         elif kind == MOMENTUM_SGD:
             _change(cpu.momentum, 1, m, g, span)
@@ -316,8 +306,8 @@ LOOP = types.void(types.uint64, types.uint64, types.uint64, types.int64, types.i
 def source(name: str) -> tuple[Any, Callable[..., None]]:
     """What a unit is compiled from.
 
-    name: assign-FORM, or move-KIND-FORM; the kind is an optimizer's or BUFFER, the form is its
-    place in FORMS.
+    name: assign-FORM, or move-KIND-FORM; the kind is the optimizer's, the form is its place in
+    FORMS.
     """
     what, *numbers = name.split("-")
     *kind, form = map(int, numbers)

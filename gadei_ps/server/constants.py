@@ -24,8 +24,7 @@ ADD = np.uint32(layout.ADD)
 SAME_STEPS = np.uint64(layout.SAME_STEPS)
 MOST_STEPS = np.uint64(2**62)  # an assignment may set no more
 
-BUFFER = 0  # what moves a buffer, beside the kinds of optimizer that move a parameter
-ASSIGNMENTS = 2  # where PART's `move` has the loops that assign
+ASSIGNMENTS = 1  # where PART's `move` has the loops that assign; before them those of gradients
 
 # The cursor of a record, where it is not a chunk.
 IDLE = np.uint64(layout.IDLE)

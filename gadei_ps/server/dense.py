@@ -6,9 +6,9 @@ import numpy as np
 
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.compiled import inner
-from gadei_ps.server.chunks import NO_GROUP, Span, Walk, move_span
+from gadei_ps.server.chunks import Span, Walk, move_span
 from gadei_ps.server.constants import BFLOAT16, CHUNK, FLOAT16
-from gadei_ps.server.context import Shard, is_lost
+from gadei_ps.server.context import Shard, integer, is_lost
 from gadei_ps.server.payload import (
     BFLOAT16_FORM,
     FLOAT32_FORM,
@@ -29,26 +29,21 @@ STRETCH = 1 << 16
 def apply_dense(s: Shard, walk: Walk) -> None:
     """Applies the frames in hand, all of which are dense.
 
-    The optimizer moves parameters, group by group; plain addition moves buffers. Each group begins
-    at a chunk, so the pieces are the shard's chunks. A single frame that is lost on the way is left
-    as it is then.
+    They move parameters, group by group. Each group begins at a chunk, so the pieces are the
+    shard's chunks. A single frame that is lost on the way is left as it is then.
     """
     payload, dtype = s.hands[0].payload, s.hands[0].dtype
     # Several frames, or a clipped one, are worked out window by window before they are applied.
-    mixed = walk.members > 1 or scale_of(s, 0, 0) != 1.0
+    mixed = walk.members > 1 or scale_of(s, 0) != 1.0
     start = walk.start
     group = 0
-    while start < s.high:
+    high = min(s.high, integer(s.part[0].parameters))
+    while start < high:
         if walk.members == 1 and is_lost(s):
             return
-        end = s.high
-        if group != NO_GROUP:
-            while group < s.groups and start >= s.part[0].group_end[group]:
-                group += 1
-            if group < s.groups:
-                end = min(end, s.part[0].group_end[group])
-            else:
-                group = NO_GROUP
+        while start >= s.part[0].group_end[group]:
+            group += 1  # the last group ends with the parameters
+        end = min(high, s.part[0].group_end[group])
         end = min(end, start + (WINDOW if mixed or dtype == FLOAT16 else STRETCH))
         count = end - start
         piece = walk.first + -(-(start - walk.start) // CHUNK)
@@ -62,7 +57,7 @@ def apply_dense(s: Shard, walk: Walk) -> None:
                 for k in range(walk.members):
                     hand = s.hands[k]
                     one = as_float32(hand.payload, hand.dtype, start, count, s.here + SCRATCH)
-                    cpu.accumulate(mean, floats(one, count), scale_of(s, k, group))
+                    cpu.accumulate(mean, floats(one, count), scale_of(s, k))
                 cpu.scale(mean, 1.0 / walk.members)
                 g = s.here + MEAN
             else:

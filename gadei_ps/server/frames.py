@@ -101,10 +101,10 @@ def check_frame(
     else:
         return BAD_DTYPE
     if frame[0].kind == DENSE:
-        if frame[0].payload_bytes != part[0].elements * np.uint64(size):
+        if frame[0].payload_bytes != part[0].parameters * np.uint64(size):
             return BAD_SIZE
     else:
-        reason = check_rows(header, slot, size, part)
+        reason = check_rows(header, slot, size, part, kind == ASSIGN)
         if reason != OK:
             return reason
     if kind == ASSIGN and not _may_assign(frame, part):

@@ -88,9 +88,10 @@ def as_float32(
 
 
 @inner
-def scale_of(s: Shard, member: int, group: int) -> float:
-    """What to multiply a frame in hand by. Clipping leaves buffers alone, which have NO_GROUP."""
-    return s.hands[member].scale if group >= 0 else 1.0
+def scale_of(s: Shard, member: int) -> float:
+    """What to multiply a frame in hand by, because of clipping."""
+    scale: float = s.hands[member].scale
+    return scale
 
 
 @viewing

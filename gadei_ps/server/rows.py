@@ -28,8 +28,8 @@ from gadei_ps.server.blocks import (
     rows_of,
     tensor_of,
 )
-from gadei_ps.server.chunks import NO_GROUP, Span, Walk, move_span
-from gadei_ps.server.constants import BFLOAT16, CHUNK, DENSE, FLOAT16, ROWS
+from gadei_ps.server.chunks import Span, Walk, move_span
+from gadei_ps.server.constants import ASSIGN, BFLOAT16, CHUNK, DENSE, FLOAT16, ROWS
 from gadei_ps.server.context import PAYLOAD_AT, Shard, integer, is_lost
 from gadei_ps.server.payload import (
     BFLOAT16_FORM,
@@ -58,14 +58,6 @@ class Stretch(NamedTuple):
     """Of a single frame: how far its values are from where a tensor given whole has them."""
     low: int
     high: int
-
-
-@inner
-def _group_of(s: Shard, tensor: np.ndarray) -> int:
-    """The group of a tensor; NO_GROUP of buffers."""
-    if tensor[0].start >= s.part[0].parameters:
-        return NO_GROUP
-    return integer(tensor[0].group)
 
 
 @inner
@@ -139,7 +131,7 @@ def _add_row(s: Shard, m: int, mean: np.ndarray, tensor: np.ndarray, start: int,
         return
     row = hand.values + np.uint64(hand.at * width * size_of(hand.dtype))
     g = as_float32(row, hand.dtype, low - row_start, high - low, s.here + SCRATCH)
-    scale = scale_of(s, m, _group_of(s, tensor))
+    scale = scale_of(s, m)
     cpu.accumulate(mean[low - start : high - start], floats(g, high - low), scale)
 
 
@@ -153,7 +145,7 @@ def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end:
         hand = s.hands[m]
         if hand.form == DENSE:
             g = as_float32(hand.values, hand.dtype, start - first, end - start, s.here + SCRATCH)
-            scale = scale_of(s, m, _group_of(s, tensor))
+            scale = scale_of(s, m)
             cpu.accumulate(mean, floats(g, end - start), scale)
         elif hand.form == ROWS and row != WHOLE:
             if hand.row == row:
@@ -178,10 +170,10 @@ def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, pi
     at = max(stretch.low, walk.start)
     if at >= high:
         return piece
-    group = _group_of(s, tensor)
+    group = integer(tensor[0].group)
     start = integer(tensor[0].start)
     single = walk.members == 1
-    scale = scale_of(s, 0, group)
+    scale = scale_of(s, 0)
     values, dtype = s.hands[0].values, s.hands[0].dtype
     in_place = single and scale == 1.0 and dtype != FLOAT16
     while at < high:
@@ -223,6 +215,9 @@ def apply_rows(s: Shard, walk: Walk) -> None:
     """
     piece = walk.first
     single = walk.members == 1  # and nothing else: recovery must cut the same pieces
+    most = s.high
+    if s.hands[0].kind != ASSIGN:
+        most = min(most, integer(s.part[0].parameters))
     for member in range(walk.members):
         s.hands[member].next = 0
     for number in range(integer(s.part[0].tensors)):
@@ -230,7 +225,7 @@ def apply_rows(s: Shard, walk: Walk) -> None:
         met = _meet(s, walk.members, number, tensor)
         start = integer(tensor[0].start)
         end = start + integer(tensor[0].count)
-        if met == ABSENT or max(start, s.low) >= min(end, s.high):
+        if met == ABSENT or max(start, s.low) >= min(end, most):
             continue
         width = (end - start) // rows_of(tensor)
         row = WHOLE if met == DENSE else _least_row(s, walk.members)

@@ -35,11 +35,11 @@ def staleness_bin(staleness: np.uint64) -> int:
 
 @inner
 def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64) -> None:
-    """Counts a gradient or an assignment that is applied. version: of the weights, before it."""
+    """Counts a gradient that is applied. version: of the weights, before it."""
     e = c[0].roster[row]
-    e.applied += ONE
     if frame[0].kind == ASSIGN:
         return  # it says nothing of how the learner trains
+    e.applied += ONE
     e.samples += np.uint64(frame[0].samples)
     e.loss = frame[0].loss
     e.norm = math.sqrt(frame[0].squares)

@@ -107,7 +107,7 @@ PART: Final = np.dtype(
         # Addresses of compiled code (units.py).
         ("apply", u64),
         ("arrive", u64),
-        ("move", u64, (3, 2)),  # loops of buffers, parameters, assignments; by form
+        ("move", u64, (2, 2)),  # loops of gradients, assignments; by form
         ("tensors_at", u64),  # address of the model's table
         ("tensors", u64),
         ("elements", u64),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterable
 
 from gadei_ps.kernels import loaded
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.kernels.unit import Unit
-from gadei_ps.server.constants import BUFFER
 from gadei_ps.server.structs import PART
 
 FORMS = range(PART["move"].shape[1])
@@ -28,8 +28,8 @@ def _loop(what: str, form: int) -> Unit:
 
 
 def _loops(kind: int) -> list[list[Unit]]:
-    """Of buffers, of parameters, of assignments; in each of them by form."""
-    whats = f"move-{BUFFER}", f"move-{kind}", "assign"
+    """Of gradients, of assignments; in each of them by form."""
+    whats = f"move-{kind}", "assign"
     return [[_loop(what, form) for form in FORMS] for what in whats]
 
 
@@ -37,8 +37,7 @@ def units(kinds: Iterable[int]) -> list[Unit]:
     """What a server runs for these optimizers; what takes longest to compile comes first."""
     made = [_STAND_BY, _APPLY, _ARRIVE, _CHECK]
     for kind in kinds:
-        buffers, parameters, assignments = _loops(int(kind))
-        made += [*parameters, *buffers, *assignments]
+        made += itertools.chain(*_loops(int(kind)))
     return list({one.name: one for one in made}.values())
 
 

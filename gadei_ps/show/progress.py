@@ -78,7 +78,7 @@ class Training:
         """Lines that are due. report: a status. now: seconds of a clock. width: of a line."""
         if report["watchdog_pid"] is None or not report["version"]:
             return []
-        here = now, int(report["samples"]), int(report["version"])
+        here = now, int(report["samples"]), int(report["gradients_applied"])
         if self._before is None:
             self._begin, self._before = now, here
             return []
@@ -112,7 +112,7 @@ def _parts(report: Mapping[str, Any], speed: str) -> list[str]:
     losses = [one["loss"] for one in learners if one["loss"] is not None]
     applied = sum(one["applied"] for one in learners)
     stale = sum(one["staleness_mean"] * one["applied"] for one in learners)
-    parts = [counted(report["version"], "gradient"), speed]
+    parts = [counted(report["gradients_applied"], "gradient"), speed]
     if losses:
         parts.append(f"loss {sum(losses) / len(losses):.4g}")
     parts.append(f"staleness {stale / applied if applied else 0:.1f}")

@@ -299,12 +299,14 @@ def read(path: Path) -> Snapshot:
     if sums.keys() != {MANIFEST, STATE, WEIGHTS}:
         raise files.damaged(path / SUMS, f"it is of {', '.join(sums)}")
     room = files.MOST_TEXT + 8  # of a header
-    with files.verified(path / WEIGHTS, sums[WEIGHTS], 4 * model.values + room) as file:
+    size = sum(one.bytes for one in model.every)
+    with files.verified(path / WEIGHTS, sums[WEIGHTS], size + room) as file:
         # Before memory is taken: a manifest cannot ask for more than there is.
-        file.need(4 * model.values)
+        file.need(size)
         made = told.snapshot(model)
         file.fill_tensors(made.weight_tensors())
-    most = 4 * model.values * told.slots + 8 * told.requeue + room
+    slot = 4 * sum(one.count for one in model.tensors)
+    most = slot * told.slots + 8 * told.requeue + room
     with files.verified(path / STATE, sums[STATE], most) as file:
         file.need(most - room)
         file.fill_tensors(made.state_tensors())

@@ -14,12 +14,15 @@ from typing import IO, Final
 import numpy as np
 
 from gadei_ps.errors import UsageError
+from gadei_ps.memory.layout import Role
 from gadei_ps.storage import files
 from gadei_ps.storage.snapshot import Snapshot
 
 _Save = Callable[[IO[bytes]], None]
 ALIASES: Final = "gadei_ps.aliases"
 """In a safetensors file's metadata: of tensors that are there under two names, the other name."""
+ROLES: Final = "gadei_ps.roles"
+"""There, too: which tensors are buffers or frozen."""
 NO_TORCH: Final = "a .pt file needs PyTorch: pip install 'gadei-ps[torch]'"
 
 
@@ -68,7 +71,13 @@ def _format(out: Path) -> Callable[[Snapshot], _Save]:
 def _safetensors(snapshot: Snapshot) -> _Save:
     """The format holds no tensor under two names: the values are there once for each."""
     tensors, aliases = dict(snapshot.weight_tensors()), snapshot.model.aliases
-    told = {ALIASES: json.dumps(aliases)} if aliases else None
+    roles = {
+        one.name: one.role.name.lower()
+        for one in snapshot.model.every
+        if one.role is not Role.PARAMETER
+    }
+    told = {ALIASES: json.dumps(aliases)} if aliases else {}
+    told |= {ROLES: json.dumps(roles)} if roles else {}
     blocks = files.safetensors(
         tensors | {alias: tensors[name] for alias, name in aliases.items()}, told
     )
@@ -81,7 +90,7 @@ def _safetensors(snapshot: Snapshot) -> _Save:
 
 
 def _npz(snapshot: Snapshot) -> _Save:
-    arrays = snapshot.model.views(snapshot.weights)
+    arrays = snapshot.arrays()
     arrays |= {alias: arrays[name] for alias, name in snapshot.model.aliases.items()}
     for name in arrays:
         if f"{name}.npy" in arrays:
@@ -102,9 +111,14 @@ def _torch(snapshot: Snapshot) -> _Save:
         import torch
     except ImportError:
         raise UsageError(NO_TORCH) from None
+    dtype_of = {one.name: one.dtype for one in snapshot.model.every}
     state = {
         name: torch.from_numpy(values if values.flags.writeable else values.copy())
-        for name, values in snapshot.model.views(snapshot.weights).items()
+        for name, values in snapshot.arrays().items()
+    }
+    state = {
+        name: one.view(torch.bfloat16) if dtype_of[name] == "BF16" else one
+        for name, one in state.items()
     }
     state |= {alias: state[name] for alias, name in snapshot.model.aliases.items()}
 

@@ -23,12 +23,12 @@ import numpy as np
 
 from gadei_ps.errors import MOST_SHOWN, CheckpointError, CheckpointMistake, is_lasting
 from gadei_ps.machine import given
+from gadei_ps.memory.weights import NAME_OF
 from gadei_ps.show.counts import counted
 
 _BLOCK: Final = 4 << 20  # bytes hashed and written at once
 _PIECE: Final = 64 << 20  # bytes between two looks at how far the disk is
 MOST_TEXT: Final = 100 << 20  # bytes of a manifest or a header; the library's own limit
-_CODES: Final = {np.dtype(np.float32): "F32", np.dtype(np.uint64): "U64"}
 _RESERVED: Final = "__metadata__"
 ANOTHER: Final = "use another checkpoint"
 # These say something of this process, and not of the file.
@@ -58,7 +58,7 @@ def safetensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> Ite
         if name == _RESERVED:
             raise ValueError(f"a safetensors file cannot hold a tensor named {name!r}")
         header[name] = {
-            "dtype": _CODES[values.dtype],
+            "dtype": NAME_OF[values.dtype],
             "shape": [int(size) for size in shape],
             "data_offsets": [at, at + values.nbytes],
         }
@@ -256,7 +256,7 @@ class File:
             if not isinstance(entry, dict):
                 raise ValueError(f"tensor {name!r} is not described")
             shape, values = wanted[name]
-            for field, value in (("dtype", _CODES[values.dtype]), ("shape", list(shape))):
+            for field, value in (("dtype", NAME_OF[values.dtype]), ("shape", list(shape))):
                 if entry.get(field) != value:
                     raise ValueError(
                         f"tensor {name!r} has {field} {entry.get(field)!r}, not {value!r}"

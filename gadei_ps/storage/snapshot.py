@@ -21,6 +21,8 @@ KIND: Final = "gadei-ps checkpoint"
 FORMAT: Final = 1
 GROUPED: Final = 2
 """The format of a job with groups of parameters: its tensors have a `group`."""
+TYPED: Final = 3
+"""As GROUPED, for a job with frozen tensors or buffers of other types than float32."""
 MOST_REQUEUED: Final = layout.MAX_LEARNERS * layout.AHEAD
 """Batches that all learners of a job can hold; its memory has room for as many."""
 
@@ -82,23 +84,25 @@ class CountsRow(_Object):
 
 
 class TensorRow(_Object):
-    """A tensor of the model. group: only in the format GROUPED."""
+    """A tensor of the model. group: from the format GROUPED on; dtype: from TYPED on."""
 
     name: str
-    role: Literal["parameter", "buffer"]
+    role: Literal["parameter", "buffer", "frozen"]
     shape: list[Count]
     start: Count
     aliases: list[str] = []
     group: int | None = None
+    dtype: str = weights.F32
 
     def tensor(self, grouped: bool) -> weights.Tensor:
-        """Raises ValueError if its group is missing."""
+        """Raises ValueError if its group is missing, or for a type that it cannot have."""
         if grouped and self.group is None:
             raise ValueError(f"tensor {self.name!r} has no group")
+        if self.dtype not in (weights.DTYPES if self.role != "parameter" else (weights.F32,)):
+            raise ValueError(f"tensor {self.name!r} is of type {self.dtype[:80]!r}")
         role, group = Role[self.role.upper()], self.group if grouped else None
-        return weights.Tensor(
-            self.name, tuple(self.shape), role, self.start, tuple(self.aliases), group or 0
-        )
+        shape, aliases = tuple(self.shape), tuple(self.aliases)
+        return weights.Tensor(self.name, shape, role, self.start, aliases, group or 0, self.dtype)
 
 
 class Manifest(_Object):
@@ -107,7 +111,7 @@ class Manifest(_Object):
     config: of the job that wrote it; whoever uses it decides which of its settings count.
     """
 
-    format: Literal[1, 2]
+    format: Literal[1, 2, 3]
     job: str = Field(pattern=shm.WHOLE_JOB_NAME)
     version: Count
     steps: Count
@@ -139,6 +143,7 @@ class Manifest(_Object):
             counts=self.counts.model_dump(),
             clocks=self.clocks,
             changes=self.changes,
+            frozen=np.zeros(model.words - model.elements, np.float32),
         )
 
 
@@ -159,20 +164,27 @@ class Snapshot:
     counts: dict[str, int]  # applied, dropped, refused, samples, requeued_total
     clocks: dict[str, int]  # of learners, for information
     changes: dict[str, Any] = field(default_factory=dict)  # job.changes.Changes, as JSON
+    frozen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """What follows the weights, float32 (model.words - model.elements,)."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Each tensor by name; views, of the types in weights.DTYPES."""
+        model = self.model
+        return {one.name: one.of(self.weights) for one in model.tensors} | {
+            one.name: one.of(self.frozen, model.elements) for one in model.frozen
+        }
 
     def weight_tensors(self) -> files.Tensors:
         """What weights.safetensors holds; views."""
-        return {
-            one.name: (one.shape, self.weights[one.start : one.start + one.count])
-            for one in self.model.tensors
-        }
+        return {name: (one.shape, one.reshape(-1)) for name, one in self.arrays().items()}
 
     def state_tensors(self) -> files.Tensors:
         """What state.safetensors holds; views. The integers first: 8-byte values begin aligned."""
         return {"requeue": (self.requeue.shape, self.requeue)} | {
-            f"{index}/{one.name}": (one.shape, slot[one.start : one.start + one.count])
+            f"{index}/{one.name}": (shape, slot[one.start : one.start + one.count])
             for index, slot in enumerate(self.slots)
             for one in self.model.tensors
+            for shape in [one.shape if one.dtype == weights.F32 else (one.count,)]
         }
 
     def check(self) -> None:
@@ -180,6 +192,8 @@ class Snapshot:
         for flat in (self.weights, *self.slots):
             if flat.dtype != np.float32 or flat.shape != (self.model.elements,):
                 raise ValueError(f"an array is {flat.dtype} {flat.shape}, not one of the model's")
+        if self.frozen.shape != (self.model.words - self.model.elements,):
+            raise ValueError(f"the frozen tensors are {self.frozen.shape}, not those of the model")
         if self.requeue.dtype != np.uint64 or self.requeue.ndim != 1:
             raise ValueError(f"requeue is {self.requeue.dtype} {self.requeue.shape}")
         if not all(one.flags.c_contiguous for one in (self.weights, *self.slots, self.requeue)):
@@ -191,9 +205,10 @@ class Snapshot:
         optimizer = self.config.get("optimizer")
         grouped = isinstance(optimizer, dict) and bool(optimizer.get("groups"))
         grouped = grouped or any(one.group for one in self.model.tensors)
+        typed = any(one.dtype != weights.F32 for one in self.model.tensors) or self.model.frozen
         fields = {
             "kind": KIND,
-            "format": GROUPED if grouped else FORMAT,
+            "format": TYPED if typed else GROUPED if grouped else FORMAT,
             "gadei_ps": gadei_ps.__version__,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "job": self.job,
@@ -217,8 +232,9 @@ class Snapshot:
                     "start": int(one.start),
                 }
                 | ({"aliases": list(one.aliases)} if one.aliases else {})
-                | ({"group": int(one.group)} if grouped else {})
-                for one in self.model.tensors
+                | ({"group": int(one.group)} if grouped or typed else {})
+                | ({"dtype": one.dtype} if typed else {})
+                for one in self.model.every
             ],
         }
         try:
@@ -238,18 +254,18 @@ def parse(text: bytes) -> tuple[Manifest, weights.Model]:
     fields = files.parse_object(text)
     if fields.get("kind") != KIND:
         raise ValueError("not the manifest of a gadei-ps checkpoint")
-    if fields.get("format") not in (FORMAT, GROUPED):
+    if fields.get("format") not in (FORMAT, GROUPED, TYPED):
         raise ValueError(
-            f"it has format {fields.get('format')!r}, this gadei-ps reads {FORMAT} and {GROUPED}"
+            f"it has format {fields.get('format')!r}, this gadei-ps reads {FORMAT} to {TYPED}"
         )
     try:
         found = Manifest.model_validate(fields)
     except ValidationError as error:
         raise ValueError(invalid(error)) from None
-    grouped = found.format == GROUPED
-    model = weights.Model(
-        tuple(one.tensor(grouped) for one in found.tensors), found.elements, found.parameters
-    )
+    every = tuple(one.tensor(found.format >= GROUPED) for one in found.tensors)
+    frozen = tuple(one for one in every if one.role is Role.FROZEN)
+    tensors = every[: len(every) - len(frozen)]
+    model = weights.Model(tensors, found.elements, found.parameters, frozen)
     _check_placement(model)
     return found, model
 
@@ -259,9 +275,9 @@ def _check_placement(model: weights.Model) -> None:
 
     That also bounds the elements by the values and the padding.
     """
-    end, group, parameters = 0, None, None
+    end, group, parameters, elements = 0, None, None, None
     names: set[str] = set()
-    for one in model.tensors:
+    for one in model.every:
         for name in (one.name, *one.aliases):
             if not weights.is_name(name):
                 raise ValueError(f"tensor {name[:80]!r} has an impossible name")
@@ -272,20 +288,27 @@ def _check_placement(model: weights.Model) -> None:
             raise ValueError(f"tensor {one.name!r} has an impossible shape {list(one.shape)}")
         start = layout.rounded(end, weights.LINE)
         is_first = one.role is Role.BUFFER and parameters is None
-        if is_first or group not in (None, one.group):
+        if one.role is Role.FROZEN:
+            elements = start if elements is None else elements
+            group = 0
+        elif is_first or group not in (None, one.group):
             start = layout.rounded(start, layout.CHUNK)
         if is_first:
             parameters, group = start, None
-        if not (group or 0) <= one.group < (layout.MAX_GROUPS if parameters is None else 1):
+        groups = layout.MAX_GROUPS if one.role is Role.PARAMETER else 1
+        if not (group or 0) <= one.group < groups:
             raise ValueError(f"tensor {one.name!r} is in group {one.group}, where it cannot be")
         group = one.group
-        if one.start != start or (one.role is Role.PARAMETER and parameters is not None):
+        follows = (parameters is None or one.role is not Role.PARAMETER) and (
+            elements is None or one.role is Role.FROZEN
+        )
+        if one.start != start or not follows:
             raise ValueError(f"tensor {one.name!r} begins at {one.start}, where it cannot be")
         end = start + max(one.count, 1)
-    elements = layout.rounded(end, weights.LINE)
-    if not names or elements > weights.MAX_ELEMENTS:
+    words = layout.rounded(end, weights.LINE)
+    if not names or words > weights.MAX_ELEMENTS:
         raise ValueError("the model has no tensors, or too many values")
-    if parameters is None:
-        parameters = elements
+    elements = words if elements is None else elements
+    parameters = elements if parameters is None else parameters
     if (model.elements, model.parameters) != (elements, parameters):
         raise ValueError(f"the model has {model.elements} elements, its tensors {elements}")

@@ -34,12 +34,11 @@ union word {
 
 /* A piece of a tensor, for one block of threads. */
 struct chunk {
-    u32 tensor;
-    u32 buffer; /* whether the tensor is a buffer: its change is pushed */
     u64 start;  /* of the piece, in the model's layout */
     u64 begin;  /* of the piece, in the tensor */
+    u64 padded; /* count, and the gap up to the next tensor */
     u32 count;
-    u32 padded; /* count, and the gap up to the next tensor */
+    u32 tensor;
 };
 
 struct item {
@@ -49,12 +48,11 @@ struct item {
 
 struct stage_args {
     const chunk *chunks;
-    const float *base; /* weights from which buffers' changes are counted; NULL: `from` is a change */
-    float *residue;    /* of earlier roundings, in the model's layout, or NULL */
+    float *residue; /* of earlier roundings, in the model's layout, or NULL */
     char *staging;
-    double *parts;     /* of the sum of squares, one for each chunk */
+    double *parts;  /* of the sum of squares, one for each chunk */
     u32 wire;
-    u32 first;         /* the tensor of items[0] */
+    u32 first;      /* the tensor of items[0] */
     item items[ITEMS];
 };
 
@@ -126,13 +124,10 @@ __device__ static inline void write(char *to, u64 i, u32 stored, u32 wire)
         ((u16 *)to)[i] = (u16)stored;
 }
 
-/* Change of a buffer; a mask may hold infinities, whose difference is not a number. */
-__device__ static inline float change(float now, float base) { return now == base ? 0.0f : now - base; }
-
-__device__ static inline void one(char *to, const float *from, const float *base, float *residue, u64 i,
-                                  u32 wire, seen *seen)
+__device__ static inline void one(char *to, const float *from, float *residue, u64 i, u32 wire,
+                                  seen *seen)
 {
-    float value = base ? change(from[i], base[i]) : from[i];
+    float value = from[i];
     double all = (double)value + (residue ? (double)residue[i] : 0.0);
     write(to, i, convert(value, wire, residue ? residue + i : 0, seen), wire);
     seen->squares += all * all;
@@ -159,12 +154,12 @@ __device__ static inline void four(char *to, float4 v, u64 i, u32 wire, seen *se
 }
 
 /* The sum over the block's threads, in a fixed order; infinite if a value was not finite. */
-__device__ static void add_up(const seen *seen, int counted, double *part)
+__device__ static void add_up(const seen *seen, double *part)
 {
     __shared__ double sums[THREADS];
     word infinite;
     infinite.bits = INFINITE;
-    sums[threadIdx.x] = seen->largest >= INFINITE ? infinite.real : counted ? seen->squares : 0.0;
+    sums[threadIdx.x] = seen->largest >= INFINITE ? infinite.real : seen->squares;
     __syncthreads();
     for (u32 half = THREADS / 2; half; half /= 2) {
         if (threadIdx.x < half)
@@ -186,9 +181,8 @@ extern "C" __global__ void stage(const stage_args a)
         u64 done = 0;
         if (item.from) {
             const float *from = item.from + piece.begin;
-            const float *base = piece.buffer && a.base ? a.base + piece.start : 0;
             float *residue = a.residue && a.wire != FLOAT32 ? a.residue + piece.start : 0;
-            if (!base && !residue && !((u64)from % 16) && !((u64)to % 16)) {
+            if (!residue && !((u64)from % 16) && !((u64)to % 16)) {
                 done = piece.count & ~3u;
                 /* Reads ahead; the compiler cannot, because it does not know that nothing overlaps. */
                 for (u64 i = 4 * threadIdx.x; i < done; i += AHEAD * 4 * THREADS) {
@@ -204,13 +198,13 @@ extern "C" __global__ void stage(const stage_args a)
                 }
             }
             for (u64 i = done + threadIdx.x; i < piece.count; i += THREADS)
-                one(to, from, base, residue, i, a.wire, &seen);
+                one(to, from, residue, i, a.wire, &seen);
             done = piece.count;
         }
         for (u64 i = done + threadIdx.x; i < piece.padded; i += THREADS)
             write(to, i, 0, a.wire);
     }
-    add_up(&seen, !piece.buffer, a.parts + blockIdx.x);
+    add_up(&seen, a.parts + blockIdx.x);
 }
 
 struct rows_args {
@@ -283,10 +277,10 @@ extern "C" __global__ void add_rows(const rows_args a)
             float sum = a.values[at * a.width + k];
             while ((at = a.next[at]) < a.count)
                 sum += a.values[at * a.width + k];
-            one(to + k * (a.wire == FLOAT32 ? 4 : 2), &sum, 0, residue ? residue + k : 0, 0, a.wire, &seen);
+            one(to + k * (a.wire == FLOAT32 ? 4 : 2), &sum, residue ? residue + k : 0, 0, a.wire, &seen);
         }
     }
-    add_up(&seen, 1, a.parts + blockIdx.x);
+    add_up(&seen, a.parts + blockIdx.x);
 }
 
 struct gather_args {

@@ -10,7 +10,6 @@ import numpy as np
 
 from gadei_ps.errors import DeviceError
 from gadei_ps.machine.cuda import told
-from gadei_ps.memory import layout
 from gadei_ps.memory.layout import WireType
 from gadei_ps.memory.weights import Model
 
@@ -34,11 +33,11 @@ def _halves(names: str) -> list[tuple[str, str]]:
 
 
 # As in kernels.cu, each a struct of C.
-CHUNK = np.dtype(_halves("tensor buffer") + _words("start begin") + _halves("count padded"))
+CHUNK = np.dtype(_words("start begin padded") + _halves("count tensor"))
 ITEM = np.dtype(_words("from to"))
 STAGE = np.dtype(
     [
-        *_words("chunks base residue staging parts"),
+        *_words("chunks residue staging parts"),
         *_halves("wire first"),
         ("items", ITEM, (ITEMS,)),
     ]
@@ -62,16 +61,15 @@ def blocks_for(threads: int) -> int:
 
 
 def pieces(model: Model) -> np.ndarray:
-    """The pieces that the blocks of `stage` each do, CHUNK: of the whole model, with its gaps."""
+    """The pieces that the blocks of `stage` each do, CHUNK: of all parameters, with their gaps."""
     found = []
-    ends = [*(tensor.start for tensor in model.tensors[1:]), model.elements]
-    for number, (tensor, end) in enumerate(zip(model.tensors, ends, strict=True)):
+    ends = [*(tensor.start for tensor in model.trained[1:]), model.parameters]
+    for number, (tensor, end) in enumerate(zip(model.trained, ends, strict=True)):
         for begin in range(0, max(tensor.count, 1), PIECE):
             count = min(PIECE, tensor.count - begin)
             last = begin + count == tensor.count
             padded = end - tensor.start - begin if last else count
-            is_buffer = tensor.role is layout.Role.BUFFER
-            found.append((number, is_buffer, tensor.start + begin, begin, count, padded))
+            found.append((tensor.start + begin, begin, padded, count, number))
     return np.array(found, CHUNK)
 
 

@@ -23,7 +23,9 @@ from gadei_ps.learners.cuda.driver import launch_host_function
 from gadei_ps.learners.cuda.guard import Guard
 from gadei_ps.learners.cuda.kernels import BAD, Kernels, blocks_for
 from gadei_ps.learners.cuda.staging import Outgoing, Staged, Staging
+from gadei_ps.learners.frame import no_gradient
 from gadei_ps.memory import layout
+from gadei_ps.memory.layout import Role
 
 NOT_READY = 600  # cudaErrorNotReady
 LINE = 64
@@ -169,20 +171,13 @@ class CudaLink:
 
     # -- push -----------------------------------------------------------------------------------
 
-    def count_buffers_from(self, buffer: cupy.ndarray) -> None:
-        """Has buffers (batch-norm statistics) pushed by how much they differ from those here.
-
-        Without it, push() takes a buffer's change.
-        """
-        self._staging.count_buffers_from(buffer.data.ptr)
-
     def gradients(self) -> dict[str, cupy.ndarray]:
         room = self._staging.room()
         if room is None:
             if not self._room:
                 self._room = [self.buffer()]
             (room,) = self._room
-        return self.views(room)
+        return self._client.model.gradients(room)
 
     def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:
         unknown = gradients.keys() - self._tensors.keys()
@@ -192,7 +187,10 @@ class CudaLink:
         with self._guard:
             where: list[int] = []
             for tensor in self._tensors.values():
-                where += where_is(tensor, gradients.get(tensor.name), kept)
+                gradient = gradients.get(tensor.name)
+                if gradient is not None and tensor.role is Role.BUFFER:
+                    raise no_gradient(tensor)
+                where += where_is(tensor, gradient, kept)
         self.push_from(where, version=version, kept=kept, **facts)
 
     def push_from(

@@ -68,7 +68,9 @@ class Staging:
     def __init__(self, client: Client, compiled: Kernels) -> None:
         model = client.model
         self._tensors = model.tensors
+        self._trained = len(model.trained)
         self._elements = model.elements
+        self._parameters = model.parameters
         self._wire = client.wire
         self._width = bytes_of(self._wire)
         self._first_block = _native.first_block(client.place.weights.address)
@@ -100,8 +102,8 @@ class Staging:
         buffer, sums = cupy.zeros(size, np.uint8), cupy.zeros(words, np.uint64)
         ctypes.memset(pinned, 0, 8 * words)
         parts = []
-        for first in range(0, len(self._tensors), ITEMS):
-            end = min(first + ITEMS, len(self._tensors))
+        for first in range(0, self._trained, ITEMS):
+            end = min(first + ITEMS, self._trained)
             begin = self._first_chunk[first]
             launch = compiled.launch("stage")
             argument = launch.argument
@@ -129,12 +131,6 @@ class Staging:
     def swap(self) -> None:
         self._now = 1 - self._now
 
-    def count_buffers_from(self, weights_at: int) -> None:
-        """Has buffers staged by how much they differ from those at this address."""
-        for outgoing in self._buffers:
-            for part in outgoing.parts:
-                part.launch.argument["base"] = weights_at
-
     def room(self) -> cupy.ndarray | None:
         """The staging buffer as float32, (model.elements,); None if values are converted."""
         if self._wire is not WireType.FLOAT32:
@@ -148,15 +144,17 @@ class Staging:
         """
         if not any(where[1::4]):  # no rows
             self._stage_whole(where[::4], self._offsets, stream)
-            size = self._width * self._elements
+            size = self._width * self._parameters
             return Staged(FrameKind.DENSE, np.zeros(0, layout.BLOCK), 0, size)
         outgoing = self.next
-        given = [where[at : at + 4] for at in range(0, len(where), 4)]
+        given = [where[at : at + 4] for at in range(0, 4 * self._trained, 4)]
         end = outgoing.buffer.data.ptr + outgoing.buffer.nbytes
         if any(outgoing.buffer.data.ptr <= one[0] < end for one in given):
             # In a frame of rows no tensor lies where room() has it.
             raise UsageError("rows cannot be pushed together with arrays of gradients()")
-        blocks, size = lay_out(self._tensors, given, self._width, self._first_block)
+        blocks, size = lay_out(
+            self._tensors[: self._trained], given, self._width, self._first_block
+        )
         runtime.memsetAsync(outgoing.sums.data.ptr, 0, outgoing.sums.nbytes, stream)
         offsets = [SKIPPED] * len(given)
         for block in blocks:

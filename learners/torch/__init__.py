@@ -23,13 +23,11 @@ computes, and gradients leave while the next step computes.
 Embeddings made with sparse=True push only the rows that a batch has touched. Client.push says what
 that means for optimizers with state.
 
-The job has all values in float32. Parameters of other types are cast at every step, also without
+The job has parameters in float32. Parameters of other types are cast at every step, also without
 `view=False`.
 
-Buffers of float32 (batch-norm statistics), or of a type that a parameter has, belong to the job
-too. A step pushes by how much they have changed in this learner, the server adds that, and the
-learner goes on from the sum, so that every learner's batches move the job's statistics. Other
-buffers (num_batches_tracked) stay local.
+Buffers (batch-norm statistics) are the learner's own; one learner's are the job's copy. See
+buffers.py.
 """
 
 from gadei_ps.learners.torch.local import LocalOptimizer

@@ -10,7 +10,9 @@ import torch
 
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.learners.torch import casts
+from gadei_ps.learners.torch.buffers import put
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.memory.weights import Model
 
 
 class Assigned(NamedTuple):
@@ -18,16 +20,20 @@ class Assigned(NamedTuple):
 
     job: dict[str, np.ndarray]
     """By the name that the job knows, and not rounded yet."""
-    local: list[tuple[torch.Tensor, torch.Tensor]]
-    """What is no part of the job (frozen parameters, whole-number buffers), and its values."""
+    local: dict[str, torch.Tensor]
+    """What this learner has of its own (frozen parameters, buffers), by the model's names."""
 
-    def write_local(self) -> None:
-        for tensor, values in self.local:
-            tensor.data.copy_(values)
+    def write_local(self, trained: Trained) -> None:
+        for name, values in self.local.items():
+            if (buffer := trained.buffer(name)) is not None:
+                put(trained, name, buffer, values)
+            else:
+                trained.module.get_parameter(name).data.copy_(values)
 
 
-def split(trained: Trained, values: Mapping[str, Any]) -> Assigned:
+def split(trained: Trained, model: Model, values: Mapping[str, Any]) -> Assigned:
     """values: by the names of state_dict(), those of tied weights included; some of them or all.
+    model: the job's.
 
     Raises UsageError for a name that the model does not have, or two values of a tied weight;
     ModelMismatch for another shape.
@@ -40,8 +46,12 @@ def split(trained: Trained, values: Mapping[str, Any]) -> Assigned:
     module = trained.module
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
-    of_job = {id(one): name for name, one in {**trained.parameters, **trained.buffers}.items()}
-    found = Assigned({}, [])
+    names = {id(one): name for name, one in trained.parameters.items()}
+    names |= {
+        id(one): name for name in trained.buffers if (one := trained.buffer(name)) is not None
+    }
+    of_job = {tensor.name: tensor for tensor in model.tensors}
+    found = Assigned({}, {})
     for name, given in values.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -52,22 +62,19 @@ def split(trained: Trained, values: Mapping[str, Any]) -> Assigned:
                 f"{name!r} was given values of shape {list(value.shape)}, the model has "
                 f"{list(tensor.shape)}"
             )
-        if id(tensor) not in of_job:
-            found.local.append((tensor, value))
+        known = names.get(id(tensor), "")
+        if known not in trained.parameters:
+            found.local[name] = value
+        if known not in of_job or of_job[known].shape != tensor.shape:
             continue
-        known = of_job[id(tensor)]
-        if known in trained.buffers and is_mask(value, tensor):
-            continue
-        array = casts.exact(value)
+        if known in trained.parameters:
+            array = casts.exact(value)
+        else:
+            array = casts.copy(value, of_job[known].dtype)
         if known in found.job and not np.array_equal(found.job[known], array, equal_nan=True):
             raise UsageError(f"assign: {name!r} and another name of the same tensor differ")
         found.job[known] = array
     return found
-
-
-def is_mask(value: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether a buffer has these values already, and the job would refuse them."""
-    return not bool(value.isfinite().all()) and torch.equal(value.to(buffer), buffer)
 
 
 def _as_tensor(name: str, given: Any) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +42,7 @@ class Backend(Protocol):
         """A reported loss in the form that push() takes. Does not wait for a GPU."""
 
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
-        """Publishes what backward() has left, and the changes of buffers.
+        """Publishes what backward() has left.
 
         Waits for a free slot. Raises what Client.push raises.
         """
@@ -52,10 +51,10 @@ class Backend(Protocol):
         """Drops what backward() has left outside of `parameter.grad`."""
 
     def refresh(self) -> None:
-        """Brings weights and buffers for the next step."""
+        """Brings weights for the next step."""
 
-    def assigned(self, names: Collection[str]) -> None:
-        """Brings what was assigned to these tensors of the job."""
+    def assigned(self) -> None:
+        """Brings what was assigned to the job."""
 
     def own(self) -> None:
         """Lets the script write to the parameters, until follow(). Raises UsageError."""

@@ -1,4 +1,4 @@
-"""Tensors of other types than float32: the job keeps their values in float32."""
+"""Tensors of other types than float32: the job has parameters in float32, and all else as it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ import numpy as np
 import torch
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Of parameters, and of buffers beside parameters of the same type."""
+"""Of parameters."""
+KINDS = {
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Of buffers and frozen parameters, by the names of weights.DTYPES."""
 
 
 def differs(tensor: torch.Tensor) -> bool:
@@ -33,23 +46,39 @@ def host(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float32).numpy()
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a job can have a tensor that no gradient moves."""
+    if torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
+        return False
+    plain = type(tensor.data) is torch.Tensor and not tensor.is_meta
+    return plain and tensor.dtype in KINDS.values()
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """The values of a tensor that no gradient moves, as NumPy has them; mostly the same memory."""
+    own = tensor.detach().to("cpu")
+    if own.dtype is torch.bfloat16:
+        return own.view(torch.int16).numpy().view(np.uint16)
+    return own.numpy()
+
+
+def copy(tensor: torch.Tensor, dtype: str = "") -> np.ndarray:
+    """The same in memory of its own: torch resizes no tensor whose memory NumPy has seen.
+
+    dtype: of KINDS, if not the tensor's own.
+    """
+    return bits(tensor.detach().to("cpu", KINDS.get(dtype, tensor.dtype), copy=True))
+
+
+def tensor(values: np.ndarray, dtype: str) -> torch.Tensor:
+    """What bits() gives as a tensor of its own. dtype: of KINDS."""
+    if dtype == "BF16":
+        return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(values.copy())
+
+
 def exact(tensor: torch.Tensor) -> np.ndarray:
     """The same, not rounded: the client says what the job cannot have."""
     known = tensor.dtype in (torch.float16, torch.float32, torch.float64)
     rounded = tensor.float() if tensor.is_floating_point() and not known else tensor
     return rounded.numpy(force=True)
-
-
-def renew(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes the job's values into a buffer of another type.
-
-    What is the same to float32 stays as it is: a constant in float64 is not rounded.
-    """
-    own = buffer.data
-    own.copy_(torch.where(own.float() == values, own, values.to(own.dtype)))
-
-
-def numbers(buffer: torch.Tensor) -> np.ndarray:
-    """A buffer's values as NumPy has them, without rounding: of its own memory, or a copy."""
-    own = buffer.detach()
-    return (own if own.dtype in (torch.float32, torch.float64) else own.float()).numpy()

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError
-from gadei_ps.learners.client import NONE, UNTOUCHED, Client, whole_at
+from gadei_ps.learners.client import NONE, UNTOUCHED, Client
 from gadei_ps.learners.torch import casts, lookup
 from gadei_ps.learners.torch.backend import Places, gradient_at, own_copy, wait_for_own
 from gadei_ps.learners.torch.model import Trained, recurrent
@@ -54,12 +54,11 @@ class GpuBackend:
         stream = functools.partial(current_stream, trained.device)
         self._link = Cuda(trained.device.index).link(client, stream)
         self._front, self._back = self._link.buffer(), self._link.buffer()
-        self._views = self._link.views(self._front)
+        self._views = client.model.gradients(self._front)
         self._gathered: set[str] = set()
         """Tensors that pulls leave out, because only their rows are read."""
         self._whole: set[str] = set()
         """Tensors whose rows are read and which are also used as a whole."""
-        self._link.count_buffers_from(self._front)
         self._link.fill(self._front)
         self.version = self._link.version
         """Of the weights that the model computes with."""
@@ -80,11 +79,8 @@ class GpuBackend:
                 self._casts.append((parameter, self._tensors[name]))
             else:
                 parameter.data = self._tensors[name]
-        self._bases: dict[str, torch.Tensor] = {}
-        """Buffers of other types than float32 as they were when the job's were copied to them."""
         casts.bring(self._casts)
         self._places = Places(trained)
-        self._refresh_buffers()
 
     def _torch_views(self) -> dict[str, torch.Tensor]:
         """Each tensor of the model in the front buffer.
@@ -133,24 +129,14 @@ class GpuBackend:
     def _addresses(self, kept: list[Any]) -> list[int]:
         """For Client.push_from, on the device. kept: takes the copies that are made."""
         where: list[int] = []
-        for tensor, of_job in zip(self._ordered, self._client.model.tensors, strict=True):
-            if not isinstance(tensor, torch.nn.Parameter):
-                whole = self._whole_buffer(of_job.name, tensor)  # the device computes its change
-                kept.append(whole)
-                where += whole_at(whole.data_ptr())
+        for tensor in self._ordered:
+            if tensor is None:
+                where += NONE
             elif tensor.grad is not None:
                 where += gradient_at(tensor.grad, kept)
             else:
                 where += self._absent
         return where
-
-    def _whole_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """In float32: the job's values, and what has changed here."""
-        if name not in self._bases:
-            return buffer.contiguous()
-        own, base = (one.to(torch.float64) for one in (buffer, self._bases[name]))
-        change = torch.where(own == base, 0, own - base)  # a mask may hold infinities
-        return (self._tensors[name] + change).to(torch.float32).contiguous()
 
     def _find_whole(self, where: Sequence[int]) -> None:
         """A gathered tensor whose gradient is not one of rows is a tied weight: pulls bring it."""
@@ -180,13 +166,9 @@ class GpuBackend:
                 self.version = self._link.version
             self._link.pull(self._back)
         casts.bring(self._casts)
-        self._refresh_buffers()
 
-    def assigned(self, names: Collection[str]) -> None:
-        self._link.fill(self._front)
-        self.version = self._link.version
-        casts.bring(self._casts)
-        self._refresh_buffers(names)
+    def assigned(self) -> None:
+        self.follow()
 
     def own(self) -> None:
         """They are a copy on the device, which the next refresh() renews."""
@@ -202,23 +184,6 @@ class GpuBackend:
         self._link.fill(self._front)
         self.version = self._link.version
         casts.bring(self._casts)
-
-    # Not under no_grad(): an interrupt in the middle of that leaves gradients off for good.
-    def _refresh_buffers(self, names: Collection[str] | None = None) -> None:
-        """Copies the job's buffers to the model's, which layers may replace: no views.
-
-        names: only of these.
-        """
-        buffers = self._trained.buffers
-        if names is not None:
-            buffers = {name: buffer for name, buffer in buffers.items() if name in names}
-        plain = {name: one for name, one in buffers.items() if not casts.differs(one)}
-        if plain:  # one kernel for all
-            theirs = [self._tensors[name] for name in plain]
-            torch._foreach_copy_([one.data for one in plain.values()], theirs)
-        for name in buffers.keys() - plain.keys():
-            casts.renew(buffers[name], self._tensors[name])
-            self._bases[name] = buffers[name].detach().clone()
 
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         """The job's current rows of a tensor, shape (n, width); indices: int64, flat.
@@ -251,8 +216,6 @@ class GpuBackend:
             if isinstance(layer, torch.nn.RNNBase) and not casts.all_differ(layer):
                 layer.flatten_parameters()
         self._places.note()
-        if not keep:
-            self._refresh_buffers()
         self._tensors.clear()
 
 

@@ -12,7 +12,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.learners.attach import to_the_script
-from gadei_ps.learners.client import NONE, UNTOUCHED, Client, whole_at
+from gadei_ps.learners.client import NONE, UNTOUCHED, Client
 from gadei_ps.learners.torch import casts, products
 from gadei_ps.learners.torch.backend import Places, gradient_at, own_copy, wait_for_own
 from gadei_ps.learners.torch.model import Trained
@@ -111,7 +111,7 @@ class HostBackend:
             for name, buffer in trained.buffers.items()
             if buffer.is_shared()  # type: ignore[no-untyped-call]
         ]
-        """The same of buffers: what one learner adds to them is not another one's change."""
+        """The same of buffers: each learner has its own."""
         for _, buffer, memory in self._statistics:
             buffer.data = memory.clone()
         self._show()
@@ -126,12 +126,11 @@ class HostBackend:
                 faulthandler.enable()
             _native.tell_of_stores(client.place.weights.address, client.place.weights.size)
             self._undo.callback(_native.tell_of_stores, client.place.weights.address, 0)
-        self._bases: dict[str, np.ndarray] = {}
-        self._refresh_buffers()
         self._ordered = trained.in_order_of(client.model)
         self._products: list[Products] = [[] for _ in self._ordered]
         for tensor, of_tensor in zip(self._ordered, self._products, strict=True):
-            setattr(tensor, PRODUCTS, of_tensor)
+            if tensor is not None:
+                setattr(tensor, PRODUCTS, of_tensor)
         self._absent = UNTOUCHED if skip_unused else NONE
         self._payload = 0  # where freed gradients are written; 0 before the first of a step
         self._written: set[int] = set()  # numbers of the freed gradients
@@ -179,12 +178,8 @@ class HostBackend:
         torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
         """
         where: list[int] = []
-        changes = self._changes() if self._trained.buffers else {}
         for number, tensor in enumerate(self._ordered):
-            if number in changes:
-                kept.append(changes[number])
-                where += whole_at(_native.address(changes[number]))
-            elif not isinstance(tensor, torch.nn.Parameter):
+            if tensor is None:
                 where += NONE
             elif of_tensor := self._products[number]:
                 where += products.product_of(tensor, of_tensor, kept)
@@ -208,7 +203,7 @@ class HostBackend:
                 module.forward = functools.partial(products.forward, module)  # type: ignore[method-assign]
                 self._undo.callback(delattr, module, "forward")
         for number, tensor in enumerate(self._ordered):
-            if isinstance(tensor, torch.nn.Parameter):
+            if tensor is not None:
                 hook = tensor.register_post_accumulate_grad_hook(self._writer(number))  # type: ignore[no-untyped-call]
                 self._undo.callback(hook.remove)
 
@@ -239,15 +234,13 @@ class HostBackend:
         self._client.append(self._payload, number, gradient_at(parameter.grad, kept))
         parameter.grad = None
 
-    # -- weights and buffers --------------------------------------------------------------------
+    # -- weights --------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         if self._wait:
             wait_for_own(self._client)
             self._client.sees_current()
         self._pull()
-        if self._trained.buffers:
-            self._refresh_buffers()
 
     def _pull(self) -> None:
         if not self._view:
@@ -256,9 +249,8 @@ class HostBackend:
             if self._writes is not None:
                 self._writes.note()
 
-    def assigned(self, names: Collection[str]) -> None:
+    def assigned(self) -> None:
         self._pull()
-        self._refresh_buffers(names)
 
     def own(self) -> None:
         if self._frees:
@@ -288,34 +280,6 @@ class HostBackend:
             self._places.note()
         return found
 
-    # Not under no_grad(): an interrupt in the middle of that leaves gradients off for good.
-    def _refresh_buffers(self, names: Collection[str] | None = None) -> None:
-        """Copies the job's buffers, and keeps them: the next changes are counted from them.
-
-        names: only of these.
-        """
-        shared = self._client.weights
-        for name, buffer in self._trained.buffers.items():
-            if names is not None and name not in names:
-                continue
-            self._bases[name] = shared[name].copy()
-            if casts.differs(buffer):
-                casts.renew(buffer, torch.from_numpy(self._bases[name]))
-                self._bases[name] = casts.numbers(buffer).copy()
-            else:
-                buffer.data.copy_(torch.from_numpy(self._bases[name]))
-
-    def _changes(self) -> dict[int, np.ndarray]:
-        """By how much buffers have changed, those that have, by number in the model."""
-        found = {}
-        for number, tensor in enumerate(self._client.model.tensors):
-            buffer = self._trained.buffers.get(tensor.name)
-            if buffer is not None:
-                change = _change(casts.numbers(buffer), self._bases[tensor.name])
-                if change is not None:
-                    found[number] = np.ascontiguousarray(change, np.float32)
-        return found
-
     def close(self, *, keep: bool) -> None:
         self._undo.close()
         if self._closed:
@@ -331,10 +295,9 @@ class HostBackend:
             if id(parameter) not in shared:
                 parameter.data = own_copy(parameter)
         for tensor in self._ordered:
-            vars(tensor).pop(PRODUCTS, None)
+            if tensor is not None:
+                vars(tensor).pop(PRODUCTS, None)
         self._places.note()
-        if not keep:
-            self._refresh_buffers()
         self._closed = True  # an interrupt before this leaves the rest for another call
         if self._ending is not None:
             self._ending.cancel()
@@ -353,26 +316,17 @@ class HostBackend:
             before = self._client.writes
             if not self._loaded:
                 self._pull()
-                self._refresh_buffers([name for name, _, _ in self._statistics])
             for parameter, memory in self._shared:
                 memory.copy_(parameter.data)
-            for _, buffer, memory in self._statistics:
-                memory.copy_(buffer.data)
             if self._loaded or self._client.writes == before:
                 break
         for parameter, memory in self._shared:
             parameter.data = memory
-        for _, buffer, memory in self._statistics:
-            buffer.data = memory
-
-
-def _change(now: np.ndarray, base: np.ndarray) -> np.ndarray | None:
-    """None if nothing has changed. A mask may hold infinities."""
-    same = now == base
-    if same.all():
-        return None
-    with np.errstate(invalid="ignore"):
-        return np.where(same, np.float32(0), now - base)
+        for name, buffer, memory in self._statistics:
+            if (own := self._trained.buffer(name)) is not None and own.shape == memory.shape:
+                memory.copy_(own.data)
+                self._trained.replace(name, buffer)
+                buffer.data = memory
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -4,7 +4,7 @@ The values go into memory of the learner's own, where they can be evaluated. The
 the script trains on, before the next gradient. A script that only looks at the best weights at its
 end leaves the job's as they are. What a learner loads before its first gradient is where training
 begins: the job gets it at once, from one of the learners, for their scripts load the same (see
-Client.load_weights).
+Client.load_weights). Buffers are the learner's own, and keep what is loaded into them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gadei_ps.errors import UsageError
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import hooks
-from gadei_ps.learners.torch.assign import is_mask
 from gadei_ps.learners.torch.backend import Backend, own_copy
-from gadei_ps.learners.torch.casts import host
+from gadei_ps.learners.torch.buffers import Buffers
+from gadei_ps.learners.torch.casts import copy, host
 from gadei_ps.learners.torch.model import Trained
 
 REPLACED = (
@@ -71,37 +71,52 @@ class Loads:
         client: Client,
         trained: Trained,
         backend: Backend,
+        buffers: Buffers,
         close: Callable[[], Callable[[], None] | None],
     ) -> None:
         self.trained = trained
         self._close = close
         self._client = client
         self._backend = backend
-        self._tensors: Tensors = {**trained.parameters, **trained.buffers}
-        self._names = {id(one): name for name, one in self._tensors.items()}
+        self._buffers = buffers
+        self._names = {id(one): name for name, one in trained.parameters.items()}
+        self._places = {id(one): f"{name}." for name, one in trained.module.named_modules() if name}
         self._before: Tensors | None = None  # values before the first load
         self._loaded: set[str] = set()
-        self._buffers: Tensors = {}  # as loaded; the model may have changed them since
+        self._fixed: set[str] = set()  # names of parameters in the load in hand, frozen ones too
+        self._fresh: Tensors = {}  # buffers as loaded; forward() may have changed them since
         self._errors: list[str] = []  # of the load in hand
         self._undo = contextlib.ExitStack()
         for module in trained.module.modules():
-            if module is trained.module or any(self._own(module)):
+            if module is trained.module or any(self._own(module)) or self._has_frozen(module):
                 self._undo.callback(hooks.add(module, weakref.ref(self), _before, _after))
+
+    def _has_frozen(self, module: torch.nn.Module) -> bool:
+        return any(not one.requires_grad for one in module.parameters(recurse=False))
 
     def go_on(self, earlier: Earlier) -> None:
         """With what the Optimizer before has left."""
         if earlier.job == self._client.job:
             self._client.goes_on = True
-        if names := [name for name in earlier.values if name in self._tensors]:
+        tensors = self._tensors()
+        if names := [name for name in earlier.values if name in tensors]:
             self._begin(names)
-            earlier.put_back(self._tensors)
+            earlier.put_back(tensors)
             self._note_buffers(names)
+
+    def _tensors(self) -> Tensors:
+        """The model's, as they are now."""
+        return {**self.trained.parameters, **self._buffers.current()}
 
     def _own(self, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
         """The tensors of the job that the module itself has: its name for them, and the job's."""
-        for name, one in [*module._parameters.items(), *module._buffers.items()]:
-            if id(one) in self._names:
-                yield name, self._names[id(one)]
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in self._names:
+                yield name, self._names[id(parameter)]
+        place = self._places.get(id(module), "")
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+            if place + name in self.trained.buffers:
+                yield name, place + name
 
     @property
     def pending(self) -> bool:
@@ -113,6 +128,9 @@ class Loads:
     ) -> None:
         """Before the module loads its part. errors: torch's list of them. Raises UsageError."""
         self._errors = errors
+        fixed = module.named_parameters(recurse=False)
+        place = self._places.get(id(module), "")
+        self._fixed |= {place + name for name, _ in fixed if prefix + name in state}
         loaded = [known for name, known in self._own(module) if prefix + name in state]
         if not loaded:
             return
@@ -122,62 +140,62 @@ class Loads:
 
     def _begin(self, names: Iterable[str]) -> None:
         if self._before is None:
+            if not self._client.begins:
+                self._buffers.write()  # what was trained, and not what is loaded
             self._backend.own()
-            self._before = {name: one.detach().clone() for name, one in self._tensors.items()}
+            self._before = {name: one.detach().clone() for name, one in self._tensors().items()}
         self._loaded.update(names)
 
     def end(self, module: torch.nn.Module) -> None:
         """After it."""
         self._note_buffers(known for _, known in self._own(module) if known in self._loaded)
+        if module is self.trained.module:
+            self._buffers.warn_of_frozen(self._fixed)
+            self._fixed = set()
         if module is self.trained.module and self._client.begins and not self._errors:
             self.write()
 
     def _note_buffers(self, names: Iterable[str]) -> None:
-        for name in names:
-            if name in self.trained.buffers:
-                self._buffers[name] = self._tensors[name].detach().clone()
+        now = self._buffers.current()
+        self._fresh |= {name: now[name].detach().clone() for name in names if name in now}
 
     def write(self) -> None:
         """Gives the job what was loaded; the model has the job's weights again. Warns, or raises
         what Client.assign raises; then it may be called again."""
         if self._before is None:
             return
-        now = {name: self._buffers.get(name, self._tensors[name].detach()) for name in self._loaded}
-        for name in {*now} & {*self._buffers}:
-            if is_mask(now[name], self._before[name]):
-                del now[name]
-        changed = {name: one for name, one in now.items() if not _same(one, self._before[name])}
-        names: set[str] = set()
-        if changed:
-            if self._client.begins:
-                names = {*now}
-                if not self._client.load_weights({name: host(one) for name, one in now.items()}):
-                    warnings.warn(KEPT, stacklevel=to_the_script())
-            else:
-                names = {*changed}
-                self._client.assign({name: host(one) for name, one in changed.items()})
-        since = {
-            name: _since(loaded, self._tensors[name].detach())
-            for name, loaded in self._buffers.items()
-            if name in names
+        tensors, before = self._tensors(), self._before
+        now = {
+            name: self._fresh.get(name, tensors[name].detach())
+            for name in self._loaded
+            if name in tensors
         }
+        changed = {name for name, one in now.items() if not _same(one, before[name])}
+        kept = False
+        if self._client.begins and changed:
+            kinds = {tensor.name: tensor.dtype for tensor in self._client.model.tensors}
+            values = {name: copy(one, kinds[name]) for name, one in now.items()}
+            kept = not self._client.load_weights(values)
+            if kept:
+                warnings.warn(KEPT, stacklevel=to_the_script())
+        elif changed := changed & self.trained.parameters.keys():
+            self._client.assign({name: host(now[name]) for name in changed})
         self.forget()
         self._backend.follow()
-        self._backend.assigned(names)
-        for name, change in since.items():
-            self._tensors[name].data.add_(change)
+        if kept:
+            self._buffers.take(now)
 
     def forget(self) -> None:
         """What was loaded stays in the model and does not come to the job."""
         self._before = None
-        self._loaded, self._buffers = set(), {}
+        self._loaded, self._fresh = set(), {}
 
     def end_optimizer(self) -> Earlier:
         """Ends the Optimizer, for the model gets another one."""
-        names = self._loaded
+        names, tensors = self._loaded, self._tensors()
         if (close := self._close()) is not None:
             close()
-        values = {name: self._tensors[name].detach().clone() for name in names}
+        values = {name: tensors[name].detach().clone() for name in names if name in tensors}
         return Earlier(self._client.job, values)
 
     def close(self) -> None:
@@ -188,11 +206,6 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """To the last bit, so that a NaN is the same as itself."""
     bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*bytes_of)
-
-
-def _since(loaded: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """What the model has added to a buffer since it has loaded it. It may hold infinities."""
-    return torch.where(now == loaded, 0, now - loaded)
 
 
 def of(module: torch.nn.Module) -> Loads | None:

@@ -14,6 +14,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import assign, gpu, owners
 from gadei_ps.learners.torch.backend import own_copy
+from gadei_ps.learners.torch.buffers import OWN, Buffers, check
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.waits import stays
@@ -47,7 +48,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     model: on the CPU; its parameters that require a gradient become the job's, and become views of
     this learner's own weights. make: given the parameters, makes the optimizer; its state never
-    leaves this process. job, wire, error_feedback, name: see Client.
+    leaves this process. job, wire, error_feedback, name: see Client. buffers: see Optimizer.
 
     Each step changes the weights at once. The job gets the sum of the changes after each wave of
     mini-batches under WSP, after each step under another model (see gadei_ps.learners.waves). The
@@ -68,6 +69,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         *,
         wire: str = "float32",
         error_feedback: bool = False,
+        buffers: str = "first",
         name: str = "",
         **others: Any,
     ) -> None:
@@ -77,7 +79,8 @@ class LocalOptimizer(torch.optim.Optimizer):
                 f"{given}LocalOptimizer takes a function that makes the optimizer with its "
                 "settings: LocalOptimizer(model, lambda p: torch.optim.SGD(p, lr=0.1))"
             )
-        self._trained = trained = Trained.of(model)
+        check(buffers)
+        self._trained = trained = Trained.of(model, buffers=buffers != OWN)
         if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
             raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")
         owners.end_earlier(trained.parameters, LocalOptimizer)
@@ -88,8 +91,9 @@ class LocalOptimizer(torch.optim.Optimizer):
         try:
             owners.own(trained.parameters.values(), self)
             self.waves = Waves(self.client)
-            for at, tensor in (trained.parameters | trained.buffers).items():
-                tensor.data = torch.from_numpy(self.waves.weights[at])
+            for at, parameter in trained.parameters.items():
+                parameter.data = torch.from_numpy(self.waves.weights[at])
+            self._buffers = Buffers(self.client, trained, buffers)
             self.local = trained.made(make, "make")
             """The optimizer that was made."""
             super().__init__(self.local.param_groups, self.local.defaults)
@@ -140,8 +144,10 @@ class LocalOptimizer(torch.optim.Optimizer):
             one for group in self.local.param_groups for one in group["params"]
         ):
             self.local.step()
-        self.waves.end(loss=self._loss, samples=self._samples)
+        pushed = self.waves.end(loss=self._loss, samples=self._samples)
         self._loss, self._samples = math.nan, 0
+        if pushed:
+            self._buffers.look()
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,9 +185,9 @@ class LocalOptimizer(torch.optim.Optimizer):
         was made keeps its state. Other learners have them once they pull. Raises UsageError in the
         middle of a mini-batch, and what Client.assign raises.
         """
-        given = assign.split(self._trained, values)
+        given = assign.split(self._trained, self.client.model, values)
         self.waves.assign(given.job)
-        given.write_local()
+        given.write_local(self._trained)
 
     def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
         """Ends the job for all its learners (early stopping); see Client.stop_job."""
@@ -195,7 +201,8 @@ class LocalOptimizer(torch.optim.Optimizer):
             if self.waves.answers is None and not self.waves.in_flight:
                 self.waves.flush()
         finally:
-            for tensor in (self._trained.parameters | self._trained.buffers).values():
-                tensor.data = own_copy(tensor)
+            self._buffers.end()
+            for parameter in self._trained.parameters.values():
+                parameter.data = own_copy(parameter)
             owners.disown(self._trained.parameters.values(), self)
             self.client.detach()

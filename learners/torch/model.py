@@ -11,11 +11,20 @@ import numpy as np
 import torch
 
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.said import Says
 from gadei_ps.learners.torch import casts, owners
 from gadei_ps.memory.weights import Model
 
+STRANGE = (
+    "tensor {0!r} ({1} in all) is of a type that a job does not have: checkpoints and exports are "
+    "without it"
+)
+LACKS = (
+    "the job's model, which it had before, is without {0!r} ({1} in all): so are checkpoints and "
+    "exports, and each learner keeps its own"
+)
 Parameters = Mapping[str, torch.nn.Parameter]
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Given the parameters, makes an optimizer of torch's, which is the learner's own."""
@@ -23,10 +32,10 @@ Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Trained:
-    """A model's parameters that require a gradient, by name, and its buffers of float32 or of a
-    type that a parameter has.
+    """A model's parameters that require a gradient, by name, and what else its job has.
 
-    frozen: its other parameters, which stay local.
+    buffers: those that state_dict() has, as they are when this is made: forward() may replace them.
+    frozen: the other parameters. fixed: those of them that are part of the job.
     """
 
     module: torch.nn.Module
@@ -34,10 +43,19 @@ class Trained:
     buffers: dict[str, torch.Tensor]
     device: torch.device
     frozen: dict[str, torch.nn.Parameter]
+    fixed: dict[str, torch.nn.Parameter]
 
     @classmethod
-    def of(cls, module: torch.nn.Module, *, any_type: bool = False) -> Trained:
-        """any_type: whether parameters may have other types than float32.
+    def of(
+        cls,
+        module: torch.nn.Module,
+        *,
+        any_type: bool = False,
+        buffers: bool = True,
+        fixed: bool = True,
+    ) -> Trained:
+        """any_type: whether parameters may have other types than float32. buffers, fixed: whether
+        buffers and frozen parameters are part of the job.
 
         Raises UsageError for a model whose parameters cannot be shared.
         """
@@ -80,13 +98,35 @@ class Trained:
                 "the job learns: let `gadei-ps run` start the learners, and test in one of them",
                 stacklevel=4,
             )
-        of_job = {torch.float32, *(parameter.dtype for parameter in parameters.values())}
-        buffers = {
-            name: buffer
-            for name, buffer in module.named_buffers()
-            if buffer.dtype in of_job and buffer.device == device and buffer.numel()
-        }
-        return cls(module, parameters, buffers, device, frozen)
+        kept = module.state_dict(keep_vars=True).keys() if buffers else ()
+        more = {name: buffer for name, buffer in module.named_buffers() if name in kept}
+        strange = [
+            name
+            for name, one in [*more.items(), *(frozen.items() if fixed else ())]
+            if not casts.is_plain(one)
+        ]
+        if strange:
+            warnings.warn(STRANGE.format(strange[0], len(strange)), stacklevel=to_the_script())
+        return cls(
+            module,
+            parameters,
+            {name: one for name, one in more.items() if name not in strange},
+            device,
+            frozen,
+            {name: one for name, one in frozen.items() if fixed and name not in strange},
+        )
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """A buffer as it is now; None if the module has it no more."""
+        try:
+            return self.module.get_buffer(name)
+        except AttributeError:
+            return None
+
+    def replace(self, name: str, values: torch.Tensor) -> None:
+        """Gives the module another tensor in the place of a buffer."""
+        owner, _, own = name.rpartition(".")
+        setattr(self.module.get_submodule(owner), own, values)
 
     @property
     def is_cast(self) -> bool:
@@ -103,7 +143,9 @@ class Trained:
         client = Client(
             job,
             tensors=values,
-            buffers=_initial(self.buffers),
+            buffers={name: casts.copy(one) for name, one in self.buffers.items()},
+            frozen={name: casts.bits(one) for name, one in self.fixed.items()},
+            has_buffers=bool(self.buffers),
             aliases=self.aliases(),
             **options,
         )
@@ -112,11 +154,14 @@ class Trained:
         except BaseException:
             client.detach()
             raise
+        lacks = [one for one in (*self.buffers, *self.fixed) if one not in client.weights]
+        if lacks:
+            warnings.warn(LACKS.format(lacks[0], len(lacks)), stacklevel=to_the_script())
         return client
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied weights, as state_dict() has them, each with the first name."""
-        ours = {**self.parameters, **self.buffers}
+        ours = {**self.parameters, **self.buffers, **self.fixed}
         first = {id(tensor): name for name, tensor in ours.items()}
         every: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         every |= dict(self.module.named_buffers(remove_duplicate=False))
@@ -155,10 +200,10 @@ class Trained:
                 self.frozen.clear()
                 return
 
-    def in_order_of(self, model: Model) -> list[torch.Tensor]:
-        """The tensors in the order of the job's table, which the first learner has made."""
-        tensors = {**self.parameters, **self.buffers}
-        return [tensors[tensor.name] for tensor in model.tensors]
+    def in_order_of(self, model: Model) -> list[torch.nn.Parameter | None]:
+        """The parameters in the order of the job's table, which the first learner has made; None
+        for its buffers."""
+        return [self.parameters.get(tensor.name) for tensor in model.tensors]
 
 
 def own_optimizer(

@@ -20,6 +20,7 @@ from gadei_ps.learners.client import Batch
 from gadei_ps.learners.torch import assign, casts, gpu, host, loading, owners, seeds
 from gadei_ps.learners.torch import like as like_torch
 from gadei_ps.learners.torch.backend import Backend
+from gadei_ps.learners.torch.buffers import OWN, Buffers, check
 from gadei_ps.learners.torch.gpu import GpuBackend
 from gadei_ps.learners.torch.groups import named
 from gadei_ps.learners.torch.host import HostBackend
@@ -51,6 +52,11 @@ def _brief(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return repr(value)
+
+
+def _end(buffers: Buffers, backend: Backend) -> None:
+    buffers.end()
+    backend.close(keep=True)
 
 
 class _NotWanted(Exception):
@@ -88,6 +94,15 @@ class Optimizer(Saves, Samples):
     models larger than the cache, and gradients need no memory. But `parameter.grad` is None after
     backward(), so that nothing can be clipped (use the job's clip_norm) or accumulated.
 
+    buffers: whose buffers (statistics of batch norm, say) are the job's copy, which new learners,
+    checkpoints and exports get. Each learner always has its own. "first": those of the attached
+    learner with the lowest number. "mean": each learner moves the copy toward its own; a buffer
+    that is not finite is as with "first". "own": buffers are not part of the job.
+
+    frozen: whether parameters that require no gradient are part of the job, so that checkpoints and
+    exports load strictly. The job has those of the learner that makes its model, and so have later
+    learners. They take their size in shared memory and in each checkpoint.
+
     skip_unused: parameters without a gradient stay as they are, and so does their momentum, as in
     torch.optim: those that a mini-batch does not use, or that are frozen after Optimizer was made.
     Otherwise momentum, moments and weight decay move them as by a gradient of zero.
@@ -119,6 +134,8 @@ class Optimizer(Saves, Samples):
         error_feedback: bool = False,
         free_gradients: bool = False,
         skip_unused: bool = True,
+        buffers: str = "first",
+        frozen: bool = True,
         name: str = "",
         **others: Any,
     ) -> None:
@@ -127,7 +144,10 @@ class Optimizer(Saves, Samples):
                 f"Optimizer's second argument is the job's name, not {job!r}: write lr=... for the "
                 "rate and like=... for an optimizer of torch"
             )
-        self._trained = trained = Trained.of(model, any_type=True)
+        check(buffers)
+        self._trained = trained = Trained.of(
+            model, any_type=True, buffers=buffers != OWN, fixed=frozen
+        )
         view = view and not trained.is_cast
         given: dict[str, Any] = {"kind": kind, "lr": lr, "momentum": momentum, "nesterov": nesterov}
         given |= {
@@ -186,8 +206,10 @@ class Optimizer(Saves, Samples):
                     skip_unused=skip_unused,
                 )
             made.callback(self.backend.close, keep=False)
+            self._buffers = Buffers(self.client, trained, buffers)
+            made.callback(self._buffers.end, write=False)
             own = weakref.WeakMethod(self.close)
-            self._loads = loading.Loads(self.client, trained, self.backend, own)
+            self._loads = loading.Loads(self.client, trained, self.backend, self._buffers, own)
             made.callback(self._loads.close)
             if earlier is not None:
                 self._loads.go_on(earlier)
@@ -198,7 +220,7 @@ class Optimizer(Saves, Samples):
             self._made = True
             self.client.used_by(self)
             # Of one that is dropped without close(): the model gets memory of its own all the same.
-            self._dropped = weakref.finalize(self, self.backend.close, keep=True)
+            self._dropped = weakref.finalize(self, _end, self._buffers, self.backend)
             self._dropped.atexit = False
             made.pop_all()
         self._frees = free_gradients
@@ -309,14 +331,14 @@ class Optimizer(Saves, Samples):
 
     def _end_iteration(self) -> None:
         self._forget()
+        self._buffers.look()
         if self._own_data:
             self._end_turn()
         if self._waits and not (self._own_data and self._sampler is None):
             self.backend.refresh()  # now, for the script may write to what it reads
 
     def _refresh(self) -> None:
-        """Brings weights and buffers for the next step, unless the script has loaded or written
-        others."""
+        """Brings weights for the next step, unless the script has loaded or written others."""
         if not self._loads.pending and not self._is_written():
             self.backend.refresh()
 
@@ -449,11 +471,12 @@ class Optimizer(Saves, Samples):
         optimizer's momentum and moments of these parameters become zero; otherwise they stay. See
         Client.assign for what it raises.
         """
-        given = assign.split(self._trained, values)
+        given = assign.split(self._trained, self.client.model, values)
         self._write()
         self.client.assign(given.job, reset=reset)
-        self.backend.assigned(given.job)
-        given.write_local()
+        self.backend.assigned()
+        given.write_local(self._trained)
+        self._buffers.warn_of_frozen(given.local)
 
     # -- work and the end -----------------------------------------------------------------------
 
@@ -489,15 +512,18 @@ class Optimizer(Saves, Samples):
         self.client.stop_job(reason, timeout_s)
 
     def close(self) -> None:
-        """Leaves the job; the model keeps the job's weights as they are now, in memory of its own.
+        """Leaves the job; the model keeps the job's weights as they are now, in memory of its own,
+        and its own buffers.
 
-        Where load_state_dict() or the script has given it others since the last step, it keeps
-        those. A second call does nothing.
+        Where load_state_dict() or the script has given it other weights since the last step, it
+        keeps those. A second call does nothing.
         """
         self._undo.close()
-        keep = self._loads.pending or (not self.client.left and self._keeps_written())
+        loaded = self._loads.pending
+        keep = loaded or (not self.client.left and self._keeps_written())
         self._loads.close()
         try:
+            self._buffers.end(write=not loaded)
             self.backend.close(keep=keep)
         finally:
             self._dropped.detach()

@@ -197,7 +197,7 @@ class Samples(ABC):
 
     @abstractmethod
     def _refresh(self) -> None:
-        """Brings weights and buffers for the next step."""
+        """Brings weights for the next step."""
 
     def sampler(
         self,

@@ -165,7 +165,6 @@ FRAMES: dict[str, list[list[object]]] = {
         ["claim_rows", 10_000],
         ["write_rows", 2, 9, 6],
         ["write_rows", 3, 9],
-        ["write_rows", 4, 9, 1],
         ["publish", 1, 1, 1],
     ],
     "no rows": [["claim_rows", 10_000], ["write_rows", 1, 9], ["publish", 1, 1, 1]],
@@ -225,6 +224,18 @@ def test_nothing_lies_between_tensors(client: Makers, gaps: Job) -> None:
     gaps.gone()
     assert gaps.status()["gradients_refused"] == 0
     np.testing.assert_array_equal(gaps.between(), 0)
+
+
+def test_a_gradient_of_a_buffer_is_refused(client: Makers, gaps: Job) -> None:
+    mine = client.plain()
+    mine.do("attach", gaps.socket)
+    mine.do("claim_rows", 10_000)
+    for command in (["write_rows", 4, 9, 1], ["write_pattern", 4, 9]):
+        code, said = mine.ask(*command)
+        assert code == ERROR
+        assert said.startswith("'seen' is a buffer, which no gradient moves: write it with ")
+    mine.do("detach")
+    gaps.gone()
 
 
 def test_what_is_wrong_changes_nothing(both: dict[str, Makers], small: Job) -> None:

@@ -232,12 +232,11 @@ def _step(
         _assign(rig, path, arrays, given[0][0], named)
         return
     mean = np.sum([one[0] for one in given], axis=0) * np.float32(1 / len(given))
-    moved, added = named & (here < rig.model.parameters), named & (here >= rig.model.parameters)
+    moved = named & (here < rig.model.parameters)
     parts = [array[moved] for array in arrays]
     reference.step(spec, parts[0], parts[1:], mean[moved], number, RATE, stale)
     for array, part in zip(arrays, parts, strict=True):
         array[moved] = part
-    arrays[0][added] += mean[added]
 
 
 def _assign(

@@ -72,8 +72,8 @@ def rows() -> Rows:
 def squares(model: Model, kind: int) -> float:
     """The sum of squares that a client's frame has, to the last bit."""
     if kind == KINDS - 1:
-        return payload_of(model, {1: tuple(rows()), 2: gradient(50_000, 0)})[3]
-    flat = model.views(gradient(model.elements, kind))
+        return payload_of(model, {0: gradient(400_000, 0), 1: tuple(rows())})[3]
+    flat = model.gradients(gradient(model.elements, kind))
     return payload_of(model, dict(enumerate(flat.values())))[3]
 
 
@@ -131,7 +131,7 @@ class Job:
         """Pushes the next gradient of the sequence, which dead learners have begun."""
         number = self.total + client.published
         if number % KINDS == KINDS - 1:
-            client.push({"table": rows(), "b": gradient(50_000, 0)}, samples=1)
+            client.push({"table": rows(), "w": gradient(400_000, 0)}, samples=1)
         else:
             client.push(gradient(client.model.elements, number % KINDS), samples=1)
 
@@ -191,7 +191,7 @@ def _undisturbed(job: Job) -> list[np.ndarray]:
     with Rig(job.name, TENSORS, **job.how) as rig, rig.serving():
         for number in range(job.total):
             if number % KINDS == KINDS - 1:
-                given = {1: tuple(rows()), 2: gradient(50_000, 0)}
+                given = {0: gradient(400_000, 0), 1: tuple(rows())}
                 rig.publish_rows(0, given, squares=squares(rig.model, number % KINDS))
             else:
                 flat = gradient(rig.model.elements, number % KINDS)

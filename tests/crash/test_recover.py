@@ -47,7 +47,7 @@ def payload(model: Model, number: int, row: int) -> tuple[np.ndarray, dict[str, 
     indices = draw.integers(0, 5000, 4000)
     rows = indices, draw.standard_normal((indices.size, 100)).astype(np.float32)
     number_of = {one.name: number for number, one in enumerate(model.tensors)}
-    given = {number_of["table"]: rows, number_of["b"]: np.ones(100_000)}
+    given = {number_of["table"]: rows, number_of["w"]: np.ones(model.tensors[number_of["w"]].count)}
     raw, blocks = rows_payload(model, given, wire)
     return raw, {"wire": wire, "kind": FrameKind.ROWS, "blocks": blocks}
 

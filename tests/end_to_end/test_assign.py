@@ -61,7 +61,7 @@ def test_assigned_values_are_the_weights(kind: str, job_name: str) -> None:
         np.testing.assert_array_equal(client.weights["a"], expected["a"])
         push(4)
         told = status(job_name)
-        assert told["version"] == told["gradients_applied"] == 6
+        assert (told["version"], told["gradients_applied"]) == (6, 4)
         job.check()
 
 
@@ -184,7 +184,7 @@ def test_one_of_several_assigns(sync: str, job_name: str) -> None:
         eventually(lambda: not status(job_name)["learners"])
         told = status(job_name)
         done = told["gradients_applied"] + told["gradients_dropped"]
-        assert done == 3 * 30 + 10
+        assert done == 3 * 30
         assert told["gradients_refused"] == 0
         assert weights[:VALUES].min() >= 1000 - 60 - 1, "since the last assignment"
         assert weights[:VALUES].max() <= 1000
@@ -263,7 +263,7 @@ def test_servers_are_killed(shards: int, sync: str, job_name: str) -> None:
         child.join()
         eventually(lambda: not status(job_name)["learners"])
         told = status(job_name)
-        assert told["gradients_applied"] == told["version"] == 4 * rounds
+        assert (told["version"], told["gradients_applied"]) == (4 * rounds, 2 * rounds)
         job.check()
 
 
@@ -331,7 +331,7 @@ def test_batches_are_left_alone(job_name: str) -> None:
         client.assign({"w": np.full(4, 3.0)})
         np.testing.assert_array_equal(client.weights["w"], 3)
         assert sorted(answered) == [0, 0, 1, 1, 2, 2, 3, 3]
-        assert status(job_name)["gradients_applied"] == 8 + 8 + 1
+        assert status(job_name)["gradients_applied"] == 8
         job.check()
 
 

@@ -179,15 +179,19 @@ def test_push_by_name_and_flat(job_name: str) -> None:
         assert client.weights["s"].shape == ()
         role = {one.name: one.role for one in client.model.tensors}
         assert role == {"a": Role.PARAMETER, "s": Role.PARAMETER, "m": Role.BUFFER}
-        client.push({"a": np.full((3, 5), 0.5), "s": None, "m": np.ones(7)}, loss=1.5, samples=3)
+        client.push({"a": np.full((3, 5), 0.5), "s": None, "m": None}, loss=1.5, samples=3)
         client.push({})
-        flat = client.model.flatten({"a": np.ones((3, 5)), "s": np.ones(()), "m": np.zeros(7)})
+        flat = client.model.flatten({"a": np.ones((3, 5)), "s": np.ones(()), "m": np.ones(7)})
         client.push(flat, rate_scale=2.0)
         client.wait_applied()
         np.testing.assert_array_equal(client.weights["a"], 4.0 - 0.5 - 2.0)
         assert client.weights["s"] == 0.0
-        np.testing.assert_array_equal(client.weights["m"], np.arange(7.0) + 1)
+        np.testing.assert_array_equal(client.weights["m"], np.arange(7.0))
         assert client.current_version == 3
+        with pytest.raises(ModelMismatch, match=r"'m' is a buffer.*write it with assign\(\)"):
+            client.push({"m": np.ones(7)})
+        with pytest.raises(ModelMismatch, match="'m' is F64: assign"):
+            client.add({"m": np.ones(7)})
         with pytest.raises(ModelMismatch, match="'x'"):
             client.push({"x": np.ones(1)})
         with pytest.raises(ModelMismatch, match=r"'a' has shape \[5, 3\]"):
@@ -426,18 +430,13 @@ def test_error_feedback_sends_what_is_too_small(job_name: str) -> None:
 def test_clipped_to_a_norm(job_name: str) -> None:
     optimizer = {"kind": "sgd", "lr": 1.0, "clip_norm": 2.0}
     tensors = {"w": np.zeros((10, 10), np.float32)}
-    buffers = {"seen": np.zeros(3, np.float32)}
-    with (
-        daemon(job_name, optimizer=optimizer),
-        Client(job_name, tensors=tensors, buffers=buffers) as client,
-    ):
-        client.push({"w": np.full((10, 10), 0.1), "seen": np.full(3, 100.0)})  # norm 1
+    with daemon(job_name, optimizer=optimizer), Client(job_name, tensors=tensors) as client:
+        client.push({"w": np.full((10, 10), 0.1)})  # norm 1
         client.wait_applied()
         np.testing.assert_allclose(client.weights["w"], -0.1)
-        client.push({"w": np.full((10, 10), 10.0), "seen": np.full(3, 100.0)})  # norm 100
+        client.push({"w": np.full((10, 10), 10.0)})  # norm 100
         client.wait_applied()
         np.testing.assert_allclose(client.weights["w"], -0.3, rtol=1e-5)
-        np.testing.assert_array_equal(client.weights["seen"], 200.0)
         (mine,) = status(job_name)["learners"]
         assert mine["gradient_norm"] == pytest.approx(100.0)
 

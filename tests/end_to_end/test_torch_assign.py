@@ -124,8 +124,9 @@ class Tied(nn.Module):
 
 
 def test_a_whole_state_dict(job_name: str) -> None:
-    """Also names of tied weights, and what is no part of the job."""
+    """Also names of tied weights, buffers, and a layer that is not trained."""
     model, other = Tied(), Tied()
+    other.frozen.load_state_dict(model.frozen.state_dict())
     with torch.no_grad():
         other.count += 3
     with daemon(job_name) as job:

@@ -211,8 +211,10 @@ class Rig:
     ) -> int:
         """Publishes a frame as a learner does; `fields` are written over what is right.
 
-        slot: that was claimed before.
+        slot: that was claimed before. Of a dense payload of all values, those of the parameters go.
         """
+        if payload.size == self.model.elements and "kind" not in fields:
+            payload = payload[: self.model.parameters]
         ring = self.memory.rings[row]
         if slot is None:
             slot = _native.claim(ring.address, self.control_at, int(timeout_s * 1e9))

@@ -35,10 +35,13 @@ shapes = st.lists(st.integers(0, 9), max_size=layout.MAX_DIMS).filter(
 )
 models = st.lists(
     st.builds(
-        lambda name, shape, role: Tensor(name, tuple(shape), role),
+        lambda name, shape, role, dtype: Tensor(
+            name, tuple(shape), role, dtype="F32" if role is Role.PARAMETER else dtype
+        ),
         tensor_names | st.sampled_from(["requeue", "0/a", "/", "../../etc/passwd", "file"]),
         shapes,
         st.sampled_from(Role),
+        st.sampled_from([one for one in weights.DTYPES if one != "BF16"]),  # which NumPy lacks
     ),
     min_size=1,
     max_size=8,
@@ -47,13 +50,17 @@ models = st.lists(
 
 
 def values_of(model: Model, seed: int) -> np.ndarray:
-    """Bit patterns of all kinds, NaNs among them; padding is zero."""
-    drawn = np.random.default_rng(seed).integers(0, 2**32, model.values, np.uint32)
-    flat = np.zeros(model.elements, np.float32)
-    at = 0
-    for one in model.tensors:
-        flat.view(np.uint32)[one.start : one.start + one.count] = drawn[at : at + one.count]
-        at += one.count
+    """Bit patterns of all kinds, NaNs among them; padding is zero. With the frozen tensors."""
+    draw = np.random.default_rng(seed)
+    flat = np.zeros(model.words, np.float32)
+    for one in model.every:
+        values = one.of(flat)
+        raw = np.frombuffer(draw.bytes(one.bytes), values.dtype)
+        values[...] = (
+            (raw.view(np.uint8) & 1).view(bool).reshape(one.shape)
+            if one.dtype == "BOOL"
+            else raw.reshape(one.shape)
+        )
     return flat
 
 
@@ -70,12 +77,14 @@ def make_sums(path: Path) -> None:
 def one(version: int, model: Model = MODEL, slots: int = 2, requeued: int = 5) -> Snapshot:
     config = from_mapping({"name": "a-job"}, "test")
     counts = {"optimizer": config.optimizer.filled(NOTHING)}
+    flat, end = values_of(model, 3 * version), model.elements
     return Snapshot(
         job="a-job",
         config=config.model_copy(update=counts).model_dump(mode="json"),
         model=model,
-        weights=values_of(model, 3 * version),
-        slots=tuple(values_of(model, 3 * version + 1 + slot) for slot in range(slots)),
+        weights=flat[:end],
+        frozen=flat[end:],
+        slots=tuple(values_of(model, 3 * version + 1 + slot)[:end] for slot in range(slots)),
         version=version,
         steps=version + 1,
         supersteps=version + 2,
@@ -105,7 +114,11 @@ def same(left: Snapshot, right: Snapshot) -> None:
     for name in ("work", "counts", "clocks"):
         assert getattr(left, name) == getattr(right, name), name
     assert len(left.slots) == len(right.slots)
-    arrays = zip((left.weights, *left.slots), (right.weights, *right.slots), strict=True)
+    arrays = zip(
+        (left.weights, left.frozen, *left.slots),
+        (right.weights, right.frozen, *right.slots),
+        strict=True,
+    )
     for mine, other in arrays:
         assert mine.dtype == other.dtype == np.float32
         np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))

@@ -157,7 +157,7 @@ def test_another_job_is_read(tmp_path: Path) -> None:
         (lambda m: ["x"], "not a JSON object"),
         (lambda m: {"kind": "else"}, "not the manifest"),
         (lambda m: m.update(kind=None), "not the manifest"),
-        (lambda m: m.update(format=3), "format 3"),
+        (lambda m: m.update(format=4), "format 4"),
         (lambda m: m.update(format=2), "has no group"),
         (lambda m: m.update(format="1"), "format '1'"),
         (lambda m: m.pop("work") and None, "work: Field required"),

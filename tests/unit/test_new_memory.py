@@ -121,6 +121,8 @@ def test_every_word_of_a_new_job(job_name: str) -> None:
             "elements": MODEL.elements,
             "parameters": MODEL.parameters,
             "values": 6012,
+            "trained": 2,
+            "words": MODEL.words,
         }
         slot_bytes = layout.rounded(4 * MODEL.elements, layout.PAGE)
         head = memory.state.view(STATE)

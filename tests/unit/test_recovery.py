@@ -29,6 +29,7 @@ def _stopped_inside(
 ) -> None:
     """Brings a shard of `rig` to where SIGKILL could leave it on the way to the state of `done`."""
     low, high = rig.range(shard)
+    high = min(high, rig.model.parameters)
     record = rig.state["record"][shard]
     fields = (
         "ring",
@@ -44,7 +45,6 @@ def _stopped_inside(
     )
     for field in fields:
         record[field] = done.state["record"][shard][field]
-    # What is cut at the first buffer would be two; their pieces are numbered on.
     record["span"] = (layout.IDLE, 0, 0)
     record["span"][0] = (0, low, high)
     rig.control["shard"][shard]["sequence"] += 1
@@ -54,8 +54,6 @@ def _stopped_inside(
         mine[low:at] = finished[low:at]
         if is_open:
             end = min(at + CHUNK, high)
-            if stream and at >= rig.model.parameters:
-                continue
             rig.undo(shard, stream, chunk)[: end - at] = mine[at:end]
             mine[at : at + (end - at) // 2] = scratch
     record["cursor"] = chunk << 1 | is_open
@@ -104,6 +102,7 @@ def test_recover_at_every_chunk(
             run(last, range(4))
             final = last.weights.copy()
         low, high = after.range(shards - 1)
+        high = min(high, after.model.parameters)
         for chunk in range(-(-(high - low) // CHUNK) + 1):
             for is_open in (False, True):
                 if is_open and low + chunk * CHUNK >= high:

@@ -21,10 +21,13 @@ shapes = st.lists(st.integers(0, 9), max_size=layout.MAX_DIMS).filter(
     lambda shape: math.prod(shape) <= 5000
 )
 tensor = st.builds(
-    lambda name, shape, role: Tensor(name, tuple(shape), role),
+    lambda name, shape, role, dtype: Tensor(
+        name, tuple(shape), role, dtype="F32" if role is Role.PARAMETER else dtype
+    ),
     names,
     shapes | st.lists(st.integers(0, 5000), min_size=1, max_size=1),
     st.sampled_from(Role),
+    st.sampled_from([*weights.DTYPES]),
 )
 tensor_lists = st.lists(tensor, min_size=1, max_size=12, unique_by=lambda one: one.name)
 
@@ -32,12 +35,12 @@ tensor_lists = st.lists(tensor, min_size=1, max_size=12, unique_by=lambda one: o
 @given(tensor_lists)
 def test_placement(given_tensors: list[Tensor]) -> None:
     model = place(given_tensors)
-    assert [one.role for one in model.tensors] == sorted(one.role for one in given_tensors)
+    assert [one.role for one in model.every] == sorted(one.role for one in given_tensors)
     for role in Role:
         order = [one.name for one in given_tensors if one.role is role]
-        assert [one.name for one in model.tensors if one.role is role] == order
+        assert [one.name for one in model.every if one.role is role] == order
     end = 0
-    for one in model.tensors:
+    for one in model.every:
         assert one.start % weights.LINE == 0, "64-byte aligned"
         assert one.start >= end, "overlap"
         end = one.start + max(one.count, 1)
@@ -45,7 +48,9 @@ def test_placement(given_tensors: list[Tensor]) -> None:
             assert end <= model.parameters
         else:
             assert one.start >= model.parameters
-    assert end <= model.elements < end + weights.LINE
+        assert (one.start >= model.elements) == (one.role is Role.FROZEN)
+        assert 4 * one.count - one.bytes in range(4)
+    assert end <= model.words < end + weights.LINE
     assert model.values == sum(math.prod(one.shape) for one in given_tensors)
     buffers = [one for one in model.tensors if one.role is Role.BUFFER]
     if buffers:
@@ -59,11 +64,15 @@ def test_placement(given_tensors: list[Tensor]) -> None:
 def test_flatten_and_views(given_tensors: list[Tensor]) -> None:
     model = place(given_tensors)
     arrays = {
-        one.name: np.arange(one.count, dtype=np.float32).reshape(one.shape) + index
-        for index, one in enumerate(model.tensors)
+        one.name: (np.arange(one.values).reshape(one.shape) + index).astype(
+            weights.DTYPES[one.dtype]
+        )
+        for index, one in enumerate(model.every)
     }
     flat = model.flatten(arrays)
-    assert flat.shape == (model.elements,)
+    assert flat.shape == (model.words,)
+    frames = model.views(flat[: model.elements])
+    assert frames.keys() == {one.name for one in model.tensors}
     views = model.views(flat)
     assert views.keys() == arrays.keys()
     for name, view in views.items():
