@@ -95,7 +95,7 @@ FLOAT64 = {"dtype": torch.float64}
         (clamp_in_new_memory, {"wait": True}),
         (clamp_a_vector, {"wait": True}),
     ],
-    ids=str,
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_what_a_script_writes_comes_to_the_job(
     clamp: Any, how: dict[str, Any], looks: str, job_name: str
