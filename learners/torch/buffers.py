@@ -62,8 +62,7 @@ class Buffers:
             if tensor.role is Role.BUFFER and tensor.name in trained.buffers
         }
         self._means = rule == MEAN
-        self._changed: set[str] = set()
-        """Buffers whose shape is not the job's."""
+        self._has_warned = False  # of a buffer whose shape is not the job's
         self._learners = 1
         """The most that were attached since the last write."""
         self._has_written = False
@@ -103,12 +102,12 @@ class Buffers:
                 put(self._trained, name, own, casts.tensor(shared[name], tensor.dtype))
 
     def _own(self, name: str) -> torch.Tensor | None:
-        """The model's buffer as it is now; None, with a warning, if its shape is not the job's."""
+        """The model's buffer as it is now; None, with one warning, if it has another shape."""
         own = self._trained.buffer(name)
         if own is not None and own.shape == self._tensors[name].shape:
             return own
-        if name not in self._changed:
-            self._changed.add(name)
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(CHANGED.format(name), stacklevel=to_the_script())
         return None
 

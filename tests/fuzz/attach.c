@@ -147,11 +147,12 @@ static void make_parts(void)
     weights->tensors = 2;
     weights->table_at = sizeof *weights;
     weights->data_at = 4096;
-    weights->elements = weights->parameters = weights->values = ELEMENTS;
+    weights->elements = weights->parameters = weights->values = weights->words = ELEMENTS;
+    weights->trained = 2;
     struct ps_tensor *table = (struct ps_tensor *)(void *)((char *)weights + weights->table_at);
-    table[0] = (struct ps_tensor){.name = "w", .role = PS_PARAMETER, .dims = 2,
+    table[0] = (struct ps_tensor){.name = "w", .dtype = "F32", .role = PS_PARAMETER, .dims = 2,
                                   .shape = {2, PS_CHUNK}, .start = 0, .count = 2 * PS_CHUNK};
-    table[1] = (struct ps_tensor){.name = "b", .role = PS_PARAMETER, .dims = 1, .shape = {64},
+    table[1] = (struct ps_tensor){.name = "b", .dtype = "F32", .role = PS_PARAMETER, .dims = 1, .shape = {64},
                                   .start = 2 * PS_CHUNK, .count = 64};
     const uint64_t slots_at = (sizeof(struct ps_ring) + 63) / 64 * 64;
     /* All tensors with their blocks, and the numbers of the two rows of w. */
