@@ -49,8 +49,6 @@ class Place:
     control: Segment
     weights: Segment
     ring: Segment
-    seed: int | None = None
-    """Of this learner's random numbers, where another learner's are the same."""
 
 
 class Told:
@@ -132,13 +130,6 @@ def _is_alone() -> bool:
     """Whether a user has started this learner alone, by `attach` or without a command."""
     alone = os.environ.get(ALONE_VARIABLE) == str(os.getpid())
     return alone or LEARNER_VARIABLE not in os.environ
-
-
-def seed() -> int | None:
-    """Of torch's random numbers, if the script has torch. Without manual_seed() each process has
-    another one."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else int(torch.initial_seed())
 
 
 def listener() -> Heard | None:
@@ -253,10 +244,7 @@ def attach(
     raises UsageError where that is from another script, from a checkpoint or a default. buffers:
     whether the learner may write the job's buffers.
     """
-    drawn = seed()
-    asked = Attach(
-        name=name[:31], number=number(), optimizer=says.told(), seed=drawn, buffers=buffers
-    )
+    asked = Attach(name=name[:31], number=number(), optimizer=says.told(), buffers=buffers)
     reply = connection.request(asked, heard=heard)
     if "notice" in reply and (number() <= 0 or _is_alone()):  # one of a team says it
         warnings.warn(reply["notice"], stacklevel=to_the_script())
@@ -269,7 +257,6 @@ def attach(
             _map(reply, owner, "control", SegmentKind.CONTROL, writable=False),
             _map(reply, owner, "weights", SegmentKind.WEIGHTS, writable=False),
             _map(reply, owner, "ring", SegmentKind.RING, writable=True),
-            drawn if "alike" in reply else None,
         )
     except BaseException:
         detach(connection, reply["row"], reply["generation"], os.getpid())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import JobStopped, PushTimeout, UsageError
-from gadei_ps.job.control import SetWork, StopJob
+from gadei_ps.errors import GadeiError, JobStopped, PushTimeout, UsageError
+from gadei_ps.job.control import FirstBatch, SetWork, StopJob
 from gadei_ps.learners.waits import Waits
 from gadei_ps.memory import layout, owned
 from gadei_ps.memory.layout import Phase
@@ -138,6 +139,16 @@ class Work(Waits, ABC):
         self._connection.request(
             StopJob(drain=True, wait=False, timeout_s=timeout_s, reason=line or STOPPED)
         )
+
+    def begins_as_another(self, digest: int) -> bool:
+        """Whether another learner has begun with a mini-batch of this digest.
+
+        False if no watchdog answers now.
+        """
+        with contextlib.suppress(GadeiError):
+            reply = self._connection.request(FirstBatch(digest=digest), patience_s=0.0)
+            return bool(reply["alike"])
+        return False
 
     def _end_own_data(self) -> None:
         """Raises JobStopped at the second push of a learner without batches() after a stop.

@@ -21,7 +21,7 @@ from gadei_ps.errors import (
     UsageError,
     in_words,
 )
-from gadei_ps.job.control import Attach, Offer
+from gadei_ps.job.control import Attach, FirstBatch, Offer
 from gadei_ps.job.optimizer import NOTHING
 from gadei_ps.memory import reserve, segment, shm, weights
 from gadei_ps.memory.layout import Role
@@ -107,7 +107,7 @@ class Admission:
         self._early: list[tuple[float, Waiting]] = []  # since when; for learner 0, which makes it
         self._asked: dict[Client, Task] = {}  # whose model or ring is being made
         self._learning: dict[Client, tuple[int, int]] = {}  # row and generation of its learner
-        self._seeds: dict[Client, int] = {}  # of its random numbers
+        self._begun: dict[Client, int] = {}  # digest of its first mini-batch
         self._failed = ""
         self._told = 0
         self._told_at = 0.0
@@ -310,11 +310,6 @@ class Admission:
             return
         self._roster.admit(coming, ring)
         self._learning[client] = coming.row, coming.generation
-        # Learners of one process draw from one stream.
-        others = {seed for one, seed in self._seeds.items() if one.pid != client.pid}
-        alike = request.seed in others
-        if request.seed is not None:
-            self._seeds[client] = request.seed
         assert self._memory.weights is not None
         self._sockets.reply(
             client,
@@ -327,8 +322,7 @@ class Admission:
                 "weights": self._memory.weights.name,
                 "ring": ring.name,
             }
-            | ({"notice": notice} if notice else {})
-            | ({"alike": True} if alike else {}),
+            | ({"notice": notice} if notice else {}),
         )
 
     def _drop(self, ring: Segment) -> None:
@@ -346,11 +340,18 @@ class Admission:
         told = (notice, model.unused_groups(memory.config, memory.model))
         return said, "; ".join(filter(None, told))
 
+    def first_batch(self, client: Client, request: FirstBatch) -> dict[str, Any]:
+        """Whether a learner of another process has begun with the same mini-batch."""
+        others = {digest for one, digest in self._begun.items() if one.pid != client.pid}
+        if client in self._learning:
+            self._begun[client] = request.digest
+        return {"alike": request.digest in others}
+
     def closed(self, client: Client) -> None:
         """A connection has ended. A learner that lives keeps the one by which it attached."""
         if client in self._learning:
             self._roster.look_at(*self._learning.pop(client))
-            self._seeds.pop(client, None)
+            self._begun.pop(client, None)
 
     # -- all of them ----------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from gadei_ps.errors import JobStopped
 from gadei_ps.job.config import LearnersConfig
 from gadei_ps.machine import process
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
@@ -117,7 +118,8 @@ class JobLearners:
             finished.add(control, one.index)
         exit_ = Exit(now, now - one.since > USEFUL_S)
         one.exits = restart.remembered((*one.exits, exit_), self.policy)
-        if not one.finished:
+        stopped = code == JobStopped.exit_code and int(control["stop"]) != Stop.GO
+        if not one.finished and not stopped:
             self.log.warning("a learner ended", learner=one.index, pid=one.pid, code=code)
         one.pid, one.child = 0, None
 

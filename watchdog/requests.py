@@ -22,6 +22,7 @@ from gadei_ps.job.control import (
     Copy,
     Detach,
     Discard,
+    FirstBatch,
     Launch,
     LeaveOut,
     Load,
@@ -154,6 +155,8 @@ class Requests:
                 return self._admission.offer(client, request)
             case Attach():
                 return self._admission.attach(client, request)
+            case FirstBatch():
+                return self._admission.first_batch(client, request)
             case Detach():
                 return self._detach(client, request)
             case Measured():

@@ -88,7 +88,7 @@ class Attach(_Message):
     """A learner asks for a row of the roster and a ring. The caller is the learner.
 
     number: that its launcher has given it; it gets the row of that number if that is free. -1: none
-    optimizer: what its script says. seed: of the random numbers of its framework, if known.
+    optimizer: what its script says.
     buffers: whether it has buffers of its own, which it may write to the job.
     """
 
@@ -98,8 +98,18 @@ class Attach(_Message):
     name: str = Field("", max_length=31)
     number: int = Field(-1, ge=-1, lt=2**31)
     optimizer: Said | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     buffers: bool = False
+
+
+class FirstBatch(_Message):
+    """A learner asks whether another one has begun with the same mini-batch.
+
+    digest: of the mini-batch and of the seed of its random numbers.
+    """
+
+    reply = replies.Begun
+    op: Literal["first_batch"] = "first_batch"
+    digest: int = Field(ge=0, lt=2**32)
 
 
 class Detach(_Message):
@@ -289,6 +299,7 @@ Request = Annotated[
     | Copy
     | Detach
     | Discard
+    | FirstBatch
     | Launch
     | LeaveOut
     | Load

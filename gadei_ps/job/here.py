@@ -46,6 +46,11 @@ _here = _State()
 def wanted(job: str | None) -> str:
     """The job that a learner is to join. Raises UsageError if none is named."""
     target = job or os.environ.get(JOB_VARIABLE)
+    if not target and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError(
+            "this process was started by torchrun, and has no job: start the script with gadei-ps "
+            "run NAME --learners N -- python SCRIPT instead"
+        )
     if not target:
         raise UsageError(
             "which job? give its name, or start the program with gadei-ps run or attach, or in a "

@@ -77,7 +77,7 @@ class Note(Checked):
 
 
 class Attached(Reply):
-    """The place of a learner. alike: another learner draws the same random numbers."""
+    """The place of a learner."""
 
     job: JobName
     job_id: JobId
@@ -87,7 +87,12 @@ class Attached(Reply):
     weights: SegmentName
     ring: SegmentName
     notice: Text = ""
-    alike: bool = False
+
+
+class Begun(Reply):
+    """alike: another learner has begun with the same mini-batch."""
+
+    alike: bool
 
 
 class Offered(Reply):

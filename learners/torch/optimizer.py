@@ -226,7 +226,7 @@ class Optimizer(Saves, Samples):
         self._frees = free_gradients
         self._waits = not on_gpu and (not view if wait is None else wait)
         self._own_data = True
-        self._seed = self.client.place.seed
+        self._first: seeds.FirstBatch | None = seeds.FirstBatch(model)
         self._loss: float | torch.Tensor = float("nan")
         self._samples = 0
         self._steps = 0  # of the wave in hand
@@ -234,6 +234,7 @@ class Optimizer(Saves, Samples):
         self._wave = 1  # mini-batches in it
         self._may_drop = False  # inside iteration(), and the job may go on without this learner
         self._undo = contextlib.ExitStack()
+        self._undo.callback(self._first.remove)
         self._watched = False  # whether hooks look if the gradient is still wanted
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -283,10 +284,11 @@ class Optimizer(Saves, Samples):
                 result = closure()
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 self.report(loss=result)
-        if self._seed is not None:
+        if self._first is not None:
             if self._own_data and self._sampler is None:
-                seeds.warn_if_still(self._seed)
-            self._seed = None
+                self._first.compare(self.client)
+            self._first.remove()
+            self._first = None
         scale = self._job.scales(self.param_groups)
         if self._trained.frozen:
             self._trained.warn_of_unfrozen()

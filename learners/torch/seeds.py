@@ -1,22 +1,65 @@
-"""Learners that draw the same random numbers, and so perhaps the same mini-batches."""
+"""Learners that begin with the same mini-batch, because they draw the same random numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from gadei_ps.learners.attach import LEARNER_VARIABLE, to_the_script
+from gadei_ps.learners.client import Client
 
 SAME = (
-    "another learner has the same seed as this one, {seed}: if the mini-batches are drawn by it, "
-    "both train with the same ones, and two learners are worth little more than one. Add "
-    f"int(os.environ.get({LEARNER_VARIABLE!r}, 0)) to the seed, or take the mini-batches from "
-    "optimizer.sampler(dataset)"
+    "another learner has the same seed as this one, {seed}, and has begun with the same "
+    "mini-batch: two learners with the same mini-batches are worth little more than one. Give each "
+    "a part of the data by {variable} and {variable}S, or take the mini-batches from "
+    "optimizer.sampler(dataset), or add int(os.environ.get({variable!r}, 0)) to the seed"
 )
+MOST = 1 << 16  # values of a tensor that are compared
 
 
-def warn_if_still(seed: int) -> None:
-    """Unless torch has another seed by now. seed: as of when the learner attached."""
-    if torch.initial_seed() == seed:
-        warnings.warn(SAME.format(seed=seed), stacklevel=to_the_script())
+class FirstBatch:
+    """What the model computes from first. A model that is compiled is not looked at."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._digest: int | None = None
+        self._hook: Any = None
+        if not isinstance(model, torch.jit.ScriptModule):
+            self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self.remove()
+        with contextlib.suppress(RuntimeError, TypeError):  # tensors without data, as of functorch
+            self._digest = _digest((args, kwargs), zlib.crc32(b"%d" % torch.initial_seed()))
+
+    def compare(self, client: Client) -> None:
+        """Warns if another learner has begun with the same mini-batch and the same seed."""
+        if self._digest is not None and client.begins_as_another(self._digest):
+            text = SAME.format(seed=torch.initial_seed(), variable=LEARNER_VARIABLE)
+            warnings.warn(text, stacklevel=to_the_script())
+
+    def remove(self) -> None:
+        """The model is not looked at any more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _digest(value: Any, digest: int) -> int:
+    """Of the tensors in it, which may lie in lists, tuples and mappings."""
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return digest
+        values = value.detach().reshape(-1)[:MOST].cpu().contiguous()
+        return zlib.crc32(values.view(torch.uint8).numpy().data, digest)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    for one in value if isinstance(value, list | tuple) else ():
+        digest = _digest(one, digest)
+    return digest

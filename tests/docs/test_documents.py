@@ -37,7 +37,10 @@ MODULE = re.compile(r"\bgadei_ps(?:\.\w+)+")
 INSTALLED = {"learners": "learners", "watchdog": "watchdog", "benchmarks": "benchmarks"}
 DOCUMENTS = {".md", ".svg", ".csv", ".json"}
 FILES = DOCUMENTS | {".py", ".c", ".h", ".cu", ".pml", ".toml", ".safetensors"}
-FOREIGN = {"clamp_"}  # of torch, and named in no source
+FOREIGN = {
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"),
+    "clamp_",
+}  # of torch, and named in no source
 MYST_DEPTH = 4  # myst_heading_anchors in docs/conf.py
 # Made by commands; the last ones by a machine with a GPU.
 MADE = {"docs/_build/html", "build/typing", "benchmarks/results/gpu-*.json"}

@@ -1,4 +1,4 @@
-"""Learners that draw the same random numbers: the later one says so at its first step."""
+"""Learners that begin with the same mini-batch: the later one warns at its first step."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from support import Child, daemon
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
-from gadei_ps.learners.torch import Optimizer
+from gadei_ps.errors import UsageError
+from gadei_ps.learners.torch import Optimizer, seeds
 
-SAID = "another learner has the same seed as this one, 5: if the mini-batches are drawn by it"
+SAID = "another learner has the same seed as this one, 5, and has begun with the same mini-batch"
 
 
 def _model() -> nn.Module:
     return nn.Linear(4, 1)
 
 
-def _steps(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """What two steps say; the optimizer ends."""
+def _steps(optimizer: Optimizer, model: nn.Module, part: int = 1) -> list[str]:
+    """Warnings of two steps with a part of the data."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
+            model(input=torch.full((2, 4), float(part))).sum().backward()
             optimizer.step()
-        optimizer.close()
     return [str(one.message) for one in said]
 
 
@@ -36,21 +36,21 @@ def _first(pipe: Connection, job: str, seed: int) -> None:
     torch.manual_seed(seed)
     model = _model()
     optimizer = Optimizer(model, job)
-    pipe.send(None)
-    pipe.recv()
     pipe.send(_steps(optimizer, model))
     pipe.recv()
 
 
-def _later(job: str, *, then: int | None = None, work: bool = False) -> list[str]:
-    """What a learner with seed 5 says, which takes another one `then`, or the server's batches."""
+def _later(job: str, *, then: int | None = None, work: bool = False, part: int = 1) -> list[str]:
+    """Warnings of a learner with seed 5; then: its next seed. work: of the server's batches."""
     torch.manual_seed(5)
     model = _model()
     optimizer = Optimizer(model, job)
     if then is not None:
         torch.manual_seed(then)
     if not work:
-        return _steps(optimizer, model)
+        warned = _steps(optimizer, model, part)
+        optimizer.close()
+        return warned
     for _ in optimizer.batches(8, 4, 1):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
@@ -62,14 +62,13 @@ def _later(job: str, *, then: int | None = None, work: bool = False) -> list[str
 def test_said_once_and_by_the_later_one(same: bool, job_name: str) -> None:
     with daemon(job_name) as job:
         first = Child(_first, job_name, 5 if same else 6)
-        first.receive()
+        assert first.receive() == []
         said: list[Any] = _later(job_name)
         assert [one[: len(SAID)] for one in said] == [SAID] * same
         assert not _later(job_name, then=7)
+        assert not _later(job_name, part=2), "a part of its own, by the same permutation"
         assert not _later(job_name, work=True)
-        first.send()
-        assert first.receive() == []
-        first.kill()  # its seed goes with it
+        first.kill()  # its mini-batch goes with it
         assert not _later(job_name)
         job.check()
 
@@ -77,7 +76,26 @@ def test_said_once_and_by_the_later_one(same: bool, job_name: str) -> None:
 def test_two_in_one_process_draw_in_turn(job_name: str) -> None:
     with daemon(job_name) as job:
         torch.manual_seed(5)
-        one = Optimizer(_model(), job_name)
+        model = _model()
+        one = Optimizer(model, job_name)
+        assert not _steps(one, model)
         assert not _later(job_name)
         one.close()
         job.check()
+
+
+def test_a_process_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GADEI_PS_JOB", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(UsageError, match="was started by torchrun, and has no job"):
+        Optimizer(_model())
+
+
+def test_a_compiled_model_is_not_looked_at() -> None:
+    model = _model()
+    first = seeds.FirstBatch(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled(torch.ones(2, 4))
+    assert first._digest is None
+    model(torch.ones(2, 4))
+    assert first._digest is not None
