@@ -18,7 +18,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 def install() -> None:
     """Handles errors that end this process, from now on. Other hooks keep all other errors."""
-    if not isinstance(sys.excepthook, functools.partial):
+    if getattr(sys.excepthook, "func", None) is not _report:
         sys.excepthook = functools.partial(_report, sys.excepthook)
 
 

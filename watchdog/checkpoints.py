@@ -200,8 +200,13 @@ class Checkpoints:
         parts = memory.control, memory.weights, memory.state
 
         def make(progress: Progress) -> dict[str, Any]:
-            unwanted = lambda: progress.cancelled  # noqa: E731
-            return Saver(task, parts, into, slots=slots, is_cancelled=unwanted).copy()
+            # Of its own: done() closes the file even if this still writes to it.
+            file = os.dup(into)
+            try:
+                unwanted = lambda: progress.cancelled  # noqa: E731
+                return Saver(task, parts, file, slots=slots, is_cancelled=unwanted).copy()
+            finally:
+                os.close(file)
 
         def done(outcome: dict[str, Any] | None, error: BaseException | None) -> None:
             self._copies = False

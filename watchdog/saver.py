@@ -199,7 +199,7 @@ class Saver:
 
     def _wait_parked(self, deadline: int) -> bool:
         """Waits until every shard stands at the same gradient; False if the time is up."""
-        while time.monotonic_ns() < deadline:
+        while time.monotonic_ns() < deadline and not self._is_cancelled():
             bell = _native.load32(self._segment.word(CONTROL, "manager_bell"))
             if self._all_parked(deadline):
                 return True
@@ -285,7 +285,7 @@ class Saver:
             np.copyto(self._copies[number][here], source[here])
             return
         data, at = source[here].view(np.uint8), (number * source.size + here.start) * 4
-        while data.size:
+        while data.size and not self._is_cancelled():
             count = os.pwrite(self._into, data.data, at)
             data, at = data[count:], at + count
 

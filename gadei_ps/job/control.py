@@ -406,6 +406,7 @@ class Connection:
         try:
             # A watchdog without room answers before it is asked, and closes.
             with contextlib.suppress(BrokenPipeError):
+                self._socket.settimeout(self._timeout_s)  # the last reply has shortened it
                 if fds:
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
                     sent = self._socket.sendmsg([data], rights)

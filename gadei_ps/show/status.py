@@ -142,7 +142,7 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
     if status.get("checkpoint_warning"):
         rows["warning"] = Text(status["checkpoint_warning"], style="yellow")
     if status.get("server_stuck"):
-        rows["warning"] = Text(status["server_stuck"], style="yellow")
+        rows["server"] = Text(status["server_stuck"], style="yellow")
     if status["names_lost"]:
         rows["warning"] = Text(
             "the job's segments have lost their names; stop the job (gadei-ps doctor tells why)",

@@ -76,16 +76,15 @@ def check_same(
     values: of its parameters, before they are the job's. named: whether the script names the job.
     """
     job = os.getpid(), client.place.control.header["job_id"].tobytes()
-    joined = _JOINED.setdefault(job, [])
-    before = bool(joined)
-    joined[:] = [one for one in joined if one() is not None]
+    joined = _JOINED.get(job)
+    living = [one for one in joined or () if one() is not None]
     ours = {id(one) for one in module.parameters()}
     held = (
-        one for layer in joined if (known := layer()) for one in known.parameters(recurse=False)
+        one for layer in living if (known := layer()) for one in known.parameters(recurse=False)
     )
-    is_another = before and not named and not any(id(one) in ours for one in held)
+    is_another = joined is not None and not named and not any(id(one) in ours for one in held)
     if is_another and any(
         not np.array_equal(client.weights[name], one) for name, one in values.items()
     ):
         raise UsageError(ANOTHER.format(client.job))
-    joined += map(weakref.ref, module.modules())
+    _JOINED[job] = [*living, *map(weakref.ref, module.modules())]

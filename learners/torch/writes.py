@@ -22,8 +22,9 @@ class Writes:
 
     def __init__(self, trained: Trained) -> None:
         modules = trained.module.modules()
-        tables = [one.weight for one in modules if getattr(one, "max_norm", None)]
-        left_out = {id(one) for one in tables}
+        left_out = {
+            id(getattr(one, "weight", None)) for one in modules if getattr(one, "max_norm", None)
+        }
         self._parameters = {
             name: one for name, one in trained.parameters.items() if id(one) not in left_out
         }

@@ -90,12 +90,16 @@ def _raised(error: BaseException) -> BaseException:
 
 def test_what_a_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the end of its job one line; of other errors of gadei_ps no frames of gadei_ps."""
-    for error in (JobStopped("job 'x' has ended: enough"), _refused(), ValueError("own")):
+
+    def report(error: Exception) -> None:
         one = _raised(error)
-        try:
-            endings._report(sys.__excepthook__, type(one), one, one.__traceback__)
-        except SystemExit as ended:
-            assert ended.code == 4
+        endings._report(sys.__excepthook__, type(one), one, one.__traceback__)
+
+    with pytest.raises(SystemExit) as ended:
+        report(JobStopped("job 'x' has ended: enough"))
+    assert ended.value.code == 4
+    report(_refused())
+    report(ValueError("own"))
     said = capsys.readouterr().err
     first, second, third = said.partition("Traceback")[0], *said.split("Traceback")[1:]
     assert first.startswith("gadei-ps: learner ")
