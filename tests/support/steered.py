@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from gadei_ps.errors import JobStopped
 from gadei_ps.learners.client import Client
 from support.processes import Child
 
@@ -24,12 +26,13 @@ MODELS = (
 
 
 def push_until_told(pipe: Connection, job: str) -> None:
-    """Pushes ones until it is told to stop; sends how many."""
+    """Pushes ones until it is told to stop, or the job stops; sends how many."""
     with Client(job) as client:
         client.wait_turn()
         pipe.send("granted")
-        while not pipe.poll():
-            client.push({"w": np.ones(VALUES, np.float32)})
+        with contextlib.suppress(JobStopped):
+            while not pipe.poll():
+                client.push({"w": np.ones(VALUES, np.float32)})
         client.wait_applied()
         pipe.send(client.published)
 
