@@ -94,7 +94,7 @@ def _settled(job: str, team: list[Child], leaps: int, pushed: int = 0) -> None:
     pushed += sum(tell(child, "stop") for child in team)
     eventually(lambda: not [one for one in status(job)["learners"] if one["name"] != "asks"])
     end = status(job)
-    assert end["gradients_applied"] == end["version"] == pushed + leaps
+    assert (end["gradients_applied"], end["version"]) == (pushed, pushed + leaps)
     assert end["gradients_dropped"] == end["gradients_refused"] == 0
     steps = end["supersteps"] - leaps if end["sync"] == "bsp" else pushed
     np.testing.assert_array_equal(live_weights(job)[:VALUES], -steps - LEAP * leaps)
@@ -132,7 +132,7 @@ def test_all_stand_still_under_each_model(job_name: str) -> None:
         pushed = sum(tell(child, "stop") for child in team)
         eventually(lambda: len(status(job_name)["learners"]) == 1)
         end = status(job_name)
-        assert end["gradients_applied"] + end["gradients_dropped"] == pushed + 3 * len(MODELS)
+        assert end["gradients_applied"] + end["gradients_dropped"] == pushed
         assert end["gradients_refused"] == 0
         asks.send(60.0)
         asks.receive()
