@@ -163,6 +163,8 @@ class Forked:
             sys.argv = command[at:]
             shown = command[at].rpartition(".")[2]
             ctypes.CDLL(None).prctl(PR_SET_NAME, shown.encode(), 0, 0, 0)
+            if "torch" in sys.modules:  # a fork would wait for ever for its parent's threads
+                sys.modules["torch"].set_num_threads(1)
             for call in STARTING:
                 call(command[at])
             code = _main(PROGRAMS[command[at]])
