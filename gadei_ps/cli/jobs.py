@@ -53,7 +53,7 @@ def run(
             metavar="K",
             min=0,
             help="Restart learners that are killed by a signal, at most K times in all.",
-            show_default="until one is killed 10 times within 5 s of its start",
+            show_default="until one dies early 10 times, or by a fault",
         ),
     ] = None,
     optimizer: Annotated[

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 import numpy as np
 
+from gadei_ps.machine import process
 from gadei_ps.memory.totals import COUNTED, named
 
 
 class OwnLearners:
     """Read from the job's control segment; its mapping outlives the job.
 
-    Learners of other commands are those that were attached before, and those in other process
-    groups than ours. What a learner has counted is added to the job's past counts when it is gone,
-    so the past counts without those of others are ours. To be made before our learners start.
+    Learners of other commands are those that were attached before, and those that neither are in a
+    process group of ours nor descend from a process of ours. What a learner has counted is added to
+    the job's past counts when it is gone, so the past counts without those of others are ours. To
+    be made before our learners start.
     """
 
     def __init__(self, control: np.void) -> None:
         self._control = control
         self._past = self._past_counts()
         self._others: dict[int, np.ndarray] = {}  # counts by generation, as last seen
-        self._own: set[int] = set()
+        self._own: dict[int, int] = {}  # by generation, the process that our command has started
+        self._applied: set[int] = set()  # such processes
         self._seen = int(control["roster"]["generation"].max())
         self.look(())
 
@@ -31,18 +34,31 @@ class OwnLearners:
         """Whether one of our learners has attached."""
         return bool(self._own)
 
+    @property
+    def attached(self) -> int:
+        """How many of our learners are attached."""
+        return self._count(self._own.keys())
+
+    def has_applied(self, pid: int) -> bool:
+        """Whether a gradient was applied of a process that the command has started."""
+        return pid in self._applied
+
     def look(self, pids: Collection[int]) -> None:
         """To be called often. pids: of all learners that the command has started."""
         for row in self._control["roster"].copy():
             generation = int(row["generation"])
             there = generation != int(row["retired"])
-            if generation in self._own or not (there or generation > self._seen):
+            if not (generation in self._own or there or generation > self._seen):
                 continue
-            if generation not in self._others and _is_own(int(row["pid"]), pids):
-                self._own.add(generation)
-            else:
+            if generation not in self._own and generation not in self._others:
+                started = _started(int(row["pid"]), pids)
+                if started is not None:
+                    self._own[generation] = started
+            if generation not in self._own:
                 counts = self._counts_of(row)
                 self._others[generation] = np.maximum(counts, self._others.get(generation, 0))
+            elif row["applied"]:
+                self._applied.add(self._own[generation])
 
     def counts(self) -> dict[str, int]:
         """Of gradients and samples, under the names of status."""
@@ -59,14 +75,17 @@ class OwnLearners:
     @property
     def others(self) -> int:
         """How many learners of other commands are attached."""
-        rows = self._control["roster"]
-        there = rows["generation"][rows["generation"] != rows["retired"]].tolist()
-        return len(set(there) & self._others.keys())
+        return self._count(self._others.keys())
 
     @property
     def alone(self) -> bool:
         """Whether there were no other learners."""
         return not self._others
+
+    def _count(self, generations: Set[int]) -> int:
+        rows = self._control["roster"]
+        there = rows["generation"][rows["generation"] != rows["retired"]].tolist()
+        return len(generations & set(there))
 
     def _past_counts(self) -> np.ndarray:
         return np.array([int(self._control[f"past_{what}"]) for what in COUNTED])
@@ -76,9 +95,16 @@ class OwnLearners:
         return np.array([int(row[what]) for what in COUNTED])
 
 
-def _is_own(pid: int, pids: Collection[int]) -> bool:
-    """Whether the process is one of these, is in the group of one, or has ended meanwhile."""
+def _started(pid: int, pids: Collection[int]) -> int | None:
+    """Find the one of these processes to which a learner belongs; 0 if the learner has ended.
+
+    It is the learner itself, the leader of its group, or an ancestor: a launcher may have put the
+    learner into a session of its own. None: it is a learner of another command.
+    """
+    if pid in pids or not pids:
+        return pid if pids else None
     try:
-        return pid in pids or os.getpgid(pid) in pids
+        group = os.getpgid(pid)
     except ProcessLookupError:
-        return bool(pids)
+        return 0
+    return next((one for one in (group, *process.lineage(pid)) if one in pids), None)

@@ -61,6 +61,7 @@ GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
 ENDING_S = 20.0  # for the end of a job whose launcher was killed
 USEFUL_S = 5.0  # a learner that is killed sooner after its start has done nothing useful
 POLICY = Policy(longest_s=1.0)  # of learners that are killed
+FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ class RunOptions:
     """Options of `run`.
 
     restart: how often killed learners are started again in all; None: until one is killed again and
-    again right after its start. overrides: parts of a job's configuration, from flags. device,
-    gpus, devices_per_learner: as given by the flags of the same name. join: also a job whose
-    learners run another program. fresh: a job that `run` makes begins from zero. survives: it stays
-    in memory for the next `run` if the learners fail. reads: an only learner without log_dir has
-    this process's standard input. out: file for the weights at the end.
+    again without useful work, or by a fault of the program. overrides: parts of a job's
+    configuration, from flags. device, gpus, devices_per_learner: as given by the flags of the same
+    name. join: also a job whose learners run another program. fresh: a job that `run` makes begins
+    from zero. survives: it stays in memory for the next `run` if the learners fail. reads: an only
+    learner without log_dir has this process's standard input. out: file for the weights at the end.
     log_dir: directory for a file of each learner's output. quiet: no lines on how training goes,
     which there are in a terminal only. stays: returns whether the job is still wanted, once all
     learners have ended well.
@@ -149,13 +150,17 @@ def run_learners(
         survives=options.survives,
         child=child,
     )
+    begun = False
     try:
         with served:
+            begun = True
             _check_continues(served, options)
             numbers = launch(options.learners, command)
             summary = _Run(Served(served), command, options, compute, numbers).run()
     except BaseException as error:
-        if served.keeps and (text := view.kept(_kept(wanted) | {"job": wanted.name})):
+        # JobDiffers names what to do; the memory that another JobInUse finds is another command's.
+        ours = not isinstance(error, JobDiffers) and (begun or daemon.restartable(wanted.name))
+        if ours and served.keeps and (text := view.kept(_kept(wanted) | {"job": wanted.name})):
             error.add_note(text)
         raise
     return summary | _kept(wanted) if served.keeps else summary
@@ -403,8 +408,7 @@ class _Run:
         while (report := self.job.report()) is not None:
             self._hear(report)
             self.own.look(self.pids)
-            left = {one["pid"] for one in report["learners"]} & self.pids
-            if not left or time.monotonic() > until:
+            if not self.own.attached or time.monotonic() > until:
                 break
             time.sleep(POLL_S)
         if self.options.out is not None:
@@ -553,7 +557,7 @@ class _Run:
                 self.signal = signal.SIGINT
                 self.job.keep(self._keeps_after_signal)
                 restarts = False
-            wait = self._wait_before(one, now) if restarts else None
+            wait, why = self._wait_before(one, now) if restarts else (None, "")
             if wait is None:
                 self.ended[one.index] = one
                 self.missed.append(one)
@@ -568,8 +572,8 @@ class _Run:
             what = f"{left} left" if left else "none is left"
             if wait is not None:
                 what = f"started again in {wait:g} s" if wait else "started again"
-            elif len(self.exits.get(one.index, ())) == POLICY.limit:
-                what = f"{POLICY.limit} times within {USEFUL_S:g} s of its start: given up; {what}"
+            elif why:
+                what = f"not restarted: {why}; {what}"
             _say(f"learner {one.index} (pid {one.pid}) {one.how}; {what}")
         if not restarts:
             self.due.clear()
@@ -577,17 +581,22 @@ class _Run:
             del self.due[index]
             learners.start(index)
 
-    def _wait_before(self, one: Ended, now: float) -> float | None:
-        """Seconds until a learner that has ended is started again; None: it is not."""
+    def _wait_before(self, one: Ended, now: float) -> tuple[float | None, str]:
+        """Seconds until a learner that has ended is started again; None: it is not, and why."""
         if one.code >= 0:
-            return None
+            return None, ""
         if self.options.restart is not None:
-            return 0.0 if self.restarts < self.options.restart else None
-        died = Exit(now, one.seconds > USEFUL_S)
+            return (0.0 if self.restarts < self.options.restart else None), ""
+        if -one.code in FAULTS:
+            return None, "a fault of the program (with --restart N, it is restarted)"
+        died = Exit(now, one.seconds > USEFUL_S and self.own.has_applied(one.pid))
         exits = restart.remembered((*self.exits.get(one.index, ()), died), POLICY)
         self.exits[one.index] = exits
         wait = restart.delay(exits, now, POLICY)
-        return None if wait == GIVE_UP else wait
+        if wait < GIVE_UP:
+            return wait, ""
+        useless = f"within {USEFUL_S:g} s of its start or without an applied gradient"
+        return None, f"{POLICY.limit} deaths in a row {useless}"
 
     def _tell_of_missed(self) -> None:
         """Tells the job which learners have ended, while it awaits all of them for the first step.

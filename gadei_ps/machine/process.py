@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -112,6 +112,13 @@ def owner(pid: int) -> int | None:
     """Effective user of a process; None if there is no such process."""
     found = _status(pid, "Uid")
     return int(found[1]) if len(found) > 1 else None
+
+
+def lineage(pid: int) -> Iterator[int]:
+    """Yield the process, its parent and so on, up to the first process of this pid namespace."""
+    while pid > 0:
+        yield pid
+        pid = int(next(iter(_status(pid, "PPid")), 0))
 
 
 def is_deeper(pid: int) -> bool:

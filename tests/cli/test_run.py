@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -216,30 +217,57 @@ from gadei_ps.learners.client import Client
 
 lives = pathlib.Path("lives")
 lives.write_text((lives.read_text() if lives.exists() else "") + "x")
+how = sys.argv[3]
+if how == "idle":
+    os.kill(os.getpid(), signal.SIGKILL)
 with Client(tensors={"w": np.zeros(8)}) as client:
     client.push({"w": np.ones(8)})
     client.wait_applied()
     if len(lives.read_text()) <= int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, how))
+    while how == "SIGUSR1":
+        signal.pause()
 raise SystemExit(int(sys.argv[2]))
 """
 
 
 def test_restarts_by_default(cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a learner is killed again and again; not after an error of its own."""
-    monkeypatch.setattr(run, "POLICY", Policy(limit=3))  # the command is a fork
+    """Until a learner is killed again and again; not after an error or a fault of its own."""
+    monkeypatch.setattr(run, "POLICY", Policy(limit=3, within_s=math.inf))  # commands are forks
     (cli.directory / "dies.py").write_text(DIES)
     command = ("run", job_name, "--fresh", "--json", "--", sys.executable, "dies.py")
-    for kills, code, restarts in ((2, 0, 2), (9, 0, 2), (1, 3, 1)):
+    for useful_s, how, kills, code, restarts, kept in (
+        (math.inf, "SIGKILL", 2, 0, 2, None),
+        (math.inf, "SIGKILL", 9, 0, 2, 3),
+        (math.inf, "SIGKILL", 1, 3, 1, 2),
+        (0.0, "idle", 9, 0, 2, None),
+        (0.0, "SIGABRT", 9, 0, 0, 1),
+    ):
+        monkeypatch.setattr(run, "USEFUL_S", useful_s)
         (cli.directory / "lives").unlink(missing_ok=True)
-        ran = cli(*command, kills, code)
-        lost = code or kills == 9
-        assert (ran.code, ran.json["restarts"]) == (int(bool(lost)), restarts), ran
-        assert ("3 times within 5 s of its start: given up; none is left" in ran.err) == (
-            kills == 9
-        )
-        assert ran.json["kept_version"] == (2 if code else 3 if lost else None)
+        ran = cli(*command, kills, code, how)
+        lost = bool(code) or kills == 9
+        assert (ran.code, ran.json["restarts"], ran.json["kept_version"]) == (
+            int(lost),
+            restarts,
+            kept,
+        ), ran
+        assert ("; not restarted: 3 deaths in a row within" in ran.err) == (restarts == 2 and lost)
+        assert ("; not restarted: a fault of the program" in ran.err) == (how == "SIGABRT")
     cli("gc", job_name)
+
+
+def test_ctrl_c_after_restarts(cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier deaths are not the reason why the learner is not restarted then."""
+    monkeypatch.setattr(run, "POLICY", Policy(limit=1, within_s=-1.0))
+    (cli.directory / "dies.py").write_text(DIES)
+    command = ("run", job_name, "--", sys.executable, "dies.py", 1, 0, "SIGUSR1")
+    running = cli.start(*command)
+    support.eventually(lambda: "by SIGUSR1; started again" in running.err)
+    support.eventually(lambda: support.status(job_name)["version"] == 2)
+    ended = running.signal(signal.SIGTERM)
+    assert ended.code == 128 + signal.SIGTERM
+    assert "was killed by SIGTERM; none is left" in ended.err
 
 
 def test_a_full_disk(cli: Cli, job_name: str, learner: list[str]) -> None:
@@ -478,6 +506,8 @@ def test_watchdog_of_anothers_job(
     daemon.process.send_signal(signal.SIGSTOP)
     support.eventually(lambda: "no watchdog answers" in running.err, what=lambda: running.err)
     assert daemon.signal(signal.SIGKILL).code == -signal.SIGKILL
+    refused = cli("run", job_name, "--", *learner, 5).err.splitlines()
+    assert "serve it again (gadei-ps serve)" in refused[-1], "it is not the job of `run`"
     daemon = cli.serve(job_name)
     assert support.learner(job_name, one["pid"])
     support.eventually(learning(job_name, running, 1))
@@ -557,6 +587,9 @@ def test_learners_that_join_others(
     assert (joined.code, joined.json["gradients_applied"]) == (0, 14), joined
     assert [one["learner"] for one in joined.json["ended"]] == [2, 3]
     assert "[3] 3 4 1\n" in joined.err
+    session = ("--", "setsid", "--wait", *program[1:], 7)
+    joined = cli("run", job_name, "--join", "--json", *session)
+    assert (joined.code, joined.json["gradients_applied"]) == (0, 7), joined
     again = cli.start("run", job_name, *program, FOREVER)
     support.eventually(lambda: len(support.status(job_name)["learners"]) == 3)
     assert "and has 2 learners: joining it; another name starts another job" in again.err
