@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import re
@@ -247,14 +248,15 @@ class Life:
                 (["trace", self.job, "--out", out, "--for", "1ms"], "0 run times"),
                 (["kill", self.job, "--server", "--signal", "CONT"], "server"),
                 (["attach", self.job, "--", "true"], ""),
-                (["run", self.job, "--", "true"], ""),
+                (["run", self.job, "--", "true"], "no learner joined"),
                 (["checkpoint", self.job], "checkpoint of version"),
                 (["export", self.job, f"{out}.npz"], "out.npz"),
                 (["gc"], ""),
                 (["gc", self.job], ""),
                 (["stop", self.job, "--drain"], self.job),
             ):
-                self.twice(words[0], lambda words=words, says=says: self._command(words, 0, says))
+                wanted = int(words[0] == "run")  # the program makes no learner
+                self.twice(words[0], functools.partial(self._command, words, wanted, says))
         else:
             self.twice("checkpoint", lambda: jobs.checkpoint(self.job))
             self._settle()

@@ -109,6 +109,7 @@ class Job:
         else:
             told = {"config": json.loads(self.config.model_dump_json()), "verbose": True}
             told |= {"fresh": "--fresh" in flags, "keep": "--keep" in flags, "learners": 1}
+            told["survives"] = False
             os.write(read, json.dumps(told).encode() + b"\n")
         with open(self._log, "ab") as log:
             self._process = process.spawn(
@@ -276,13 +277,13 @@ class Job:
     def _counted(self) -> bool:
         now = self.status
         done = now["gradients_applied"] + now["gradients_dropped"]
-        return bool(done == self.published)
+        return bool(done + self.assigned == self.published)
 
     def _check(self) -> None:
         now = self.status
         steps = self._state()["record"]["steps"][: int(self.control["shards"])]
         weights = live_weights(self.name)[:VALUES]
-        applied = now["gradients_applied"]
+        applied = now["gradients_applied"] + self.assigned
         wrong = {
             "refused": now["gradients_refused"] > self.damaged or now["parts_torn"],
             "counts": len({now["version"], applied, now["samples"] + self.assigned}) > 1,

@@ -235,7 +235,7 @@ def test_an_orphan_of_another_build_is_stopped(cli: Cli, job_name: str) -> None:
             said = cli(command, job_name).error
             assert difference in said and "with its own gadei-ps" in said and discard in said
         said = cli("serve", f"{job_name}.toml").err
-        assert difference in said and "serve it with its own gadei-ps, or drop it" in said
+        assert difference in said and "start it with its own gadei-ps, or drop it" in said
         assert servers and not any(gone(pid) for pid in servers)
         stopped = cli("stop", job_name, "--discard", "--json").json
         assert stopped["gradients_applied"] == 1

@@ -205,7 +205,7 @@ def test_train(run: Run, nodes: Nodes, place: Path) -> None:
     assert ended.code == 0, ended.err
     assert (ended.json["epochs"], ended.json["machines"], ended.json["rows"]) == (EPOCHS, 2, 80)
     assert ended.json["gradients_applied"] > 36 and ended.json["rounds"] > 1
-    assert (run.cli.directory / "model" / "weights.safetensors").exists()
+    assert (run.cli.directory / "model-1" / "weights.safetensors").exists()
     assert not [one.name for one in place.iterdir() if one.name != "state"]
 
 
