@@ -24,17 +24,18 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
+from gadei_ps.errors import JobNotFound, JobStopped, ModelMismatch, UsageError
 from gadei_ps.job import here
 from gadei_ps.job.control import Lasting
 from gadei_ps.learners import endings
-from gadei_ps.learners.attach import Arrays, Place, attach, detach, listener, offer
+from gadei_ps.learners.attach import Arrays, Place, attach, detach, listener, number, offer
 from gadei_ps.learners.frame import (
     NONE,
     UNKNOWN,
@@ -134,7 +135,10 @@ class Client(Work, Stands, OptimizerState):
         except JobNotFound as error:
             from gadei_ps.job.absence import explained  # only for this, and not small
 
-            raise explained(error) from None
+            if (why := explained(error)) is error and job is None and number() >= 0:
+                ended = Path(str(target)).stem
+                raise JobStopped(f"job {ended!r} ended before this learner joined it") from None
+            raise why from None
         place = None
         try:
             heard = listener()

@@ -15,6 +15,7 @@ from gadei_ps.classifier import words
 from gadei_ps.classifier.inference import ModelDirectoryError
 from gadei_ps.classifier.plan import Plan
 from gadei_ps.errors import JobFailed, JobStopped
+from gadei_ps.job import paths
 from gadei_ps.job.config import state_directory
 from gadei_ps.memory.weights import FloatArray
 from gadei_ps.show.display import Display
@@ -188,10 +189,12 @@ class Measuring:
         try:
             self._save({"finished": False})
         except ModelDirectoryError as error:
-            rescue = state_directory() / f"{job}.model"
-            with contextlib.suppress(ModelDirectoryError):
-                self._write(rescue, {"finished": False})
-                self.directory = rescue
+            for directory in (state_directory(), paths.directory()):
+                rescue = directory / f"{job}.model"
+                with contextlib.suppress(ModelDirectoryError):
+                    self._write(rescue, {"finished": False})
+                    self.directory = rescue
+                    break
             raise error
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:

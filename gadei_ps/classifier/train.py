@@ -20,7 +20,7 @@ from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
 from gadei_ps.classifier.plan import Plan
 from gadei_ps.classifier.settings import Settings
 from gadei_ps.commands.daemon import Daemon, kept_version
-from gadei_ps.errors import DeviceError, JobFailed, JobStopped
+from gadei_ps.errors import DeviceError, JobFailed, JobInUse, JobStopped
 from gadei_ps.job.config import check_sync, from_mapping
 from gadei_ps.job.control import Measured, SetWork, Status, StopJob
 from gadei_ps.machine import interrupts, process
@@ -70,8 +70,14 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     display.event(f"job {config.name}; its history is in {config.history_file()}")
     threads = max(1, process.cores() // settings.learners)
     measuring = Measuring(plan, display, compute.device or "host")
+    if (version := kept_version(config.name)) is not None:
+        raise JobInUse(_kept(config.name, version))
     daemon = Daemon(
-        config, verbose=settings.verbose, learners=settings.learners, fresh=True, survives=True
+        config,
+        verbose=settings.verbose,
+        learners=settings.learners,
+        fresh=True,
+        survives=True,
     )
     try:
         with (
@@ -88,9 +94,13 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     except BaseException as error:
         version = kept_version(config.name)
         if not measuring.note(error) and daemon.keeps and version is not None:
-            kept = {"job": config.name, "kept_in": "memory", "kept_version": version}
-            error.add_note(view.kept(kept, "gadei-ps train starts from zero"))
+            error.add_note(_kept(config.name, version))
         raise
+
+
+def _kept(job: str, version: int) -> str:
+    kept = {"job": job, "kept_in": "memory", "kept_version": version}
+    return view.kept(kept, "gadei-ps train does not continue it")
 
 
 def _compute(settings: Settings) -> Compute:

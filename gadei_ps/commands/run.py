@@ -436,12 +436,18 @@ class _Run:
         except (GadeiError, OSError) as error:
             self.unsaved = f"{out} is not written: {in_words(error)}"
             if is_over and self.held is not None:
-                rescue = config.state_directory() / f"{self.last['job']}.safetensors"
-                with contextlib.suppress(GadeiError, OSError):
-                    rescue.parent.mkdir(parents=True, exist_ok=True)
-                    self._export(rescue)
-                    self.unsaved += f"; the weights are in {rescue}"
+                self.unsaved += self._rescue()
             _say(self.unsaved)
+
+    def _rescue(self) -> str:
+        """Writes the weights elsewhere: to the disk, else to the runtime directory."""
+        for directory in (config.state_directory(), paths.directory()):
+            path = directory / f"{self.last['job']}.safetensors"
+            with contextlib.suppress(GadeiError, OSError):
+                directory.mkdir(parents=True, exist_ok=True)
+                self._export(path)
+                return f"; the weights are in {path}"
+        return ""
 
     def _export(self, out: Path) -> None:
         job = str(self.last.get("job"))

@@ -286,6 +286,12 @@ def test_a_full_disk(cli: Cli, job_name: str, learner: list[str]) -> None:
         cli("stop", job_name)
         stopped = running.wait()
         assert f"the weights are in {cli.directory}/state/{job_name}.safetensors" in stopped.err
+        running = cli.start(*command, FOREVER, GADEI_PS_STATE_DIR=str(full / "state"))
+        support.eventually(learning(job_name, running, 1))
+        cli("stop", job_name)
+        rescued = Path(os.environ["GADEI_PS_RUNTIME_DIR"], f"{job_name}.safetensors")
+        assert f"the weights are in {rescued}" in running.wait().err
+        assert rescued.stat().st_size
     for path in ("w.npz", f"state/{job_name}.safetensors"):
         assert (cli.directory / path).stat().st_size
 

@@ -268,4 +268,6 @@ def test_launcher_killed(cli: Cli, job_name: str) -> None:
     support.eventually(lambda: cli("export", job_name, "w.npz").code == 0)
     assert not list(temporary.glob("gadei-ps*"))
     support.eventually(lambda: not is_running(job_name))
+    refused = cli("train", "data.csv", "--job", job_name)
+    assert (refused.code, "stays in memory" in refused.err) == (1, True), refused
     support.eventually(lambda: cli("gc", job_name) and not support.segments(job_name))
