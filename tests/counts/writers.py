@@ -117,7 +117,7 @@ def results(root: Path) -> None:
         mark(f"end {name}")
     table = Table(["text"], [[f"{number}"] for number in range(3000)], [])
     mark("begin labels.csv")
-    predict.write_csv(table, [predict.Prediction("x", "y", 1.0)] * 3000, root / "labels.csv")
+    predict.write_csv(table, [predict.Prediction("x", "y", 1.0, 1)] * 3000, root / "labels.csv")
     mark("end labels.csv")
 
 

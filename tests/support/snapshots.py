@@ -26,6 +26,7 @@ TENSORS = [
     Tensor("mean", (5,), Role.BUFFER),
 ]
 MODEL = place(TENSORS)
+KINDS = ("sgd", "adagrad", "adam")  # optimizers by their number of slots
 
 tensor_names = st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=weights.NAME_BYTES
@@ -75,7 +76,8 @@ def make_sums(path: Path) -> None:
 
 
 def one(version: int, model: Model = MODEL, slots: int = 2, requeued: int = 5) -> Snapshot:
-    config = from_mapping({"name": "a-job"}, "test")
+    optimizer = {"kind": KINDS[slots]}
+    config = from_mapping({"name": "a-job", "optimizer": optimizer}, "test")
     counts = {"optimizer": config.optimizer.filled(NOTHING)}
     flat, end = values_of(model, 3 * version), model.elements
     return Snapshot(
