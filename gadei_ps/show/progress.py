@@ -71,27 +71,27 @@ class Training:
 
     def __init__(self) -> None:
         self._begin = 0.0
-        self._before: tuple[float, int, int] | None = None  # when; samples and version then
+        self._before: tuple[float, int, int] | None = None  # when; samples and gradients then
         self._told = False  # that no loss is reported
 
     def __call__(self, report: Mapping[str, Any], now: float, width: int = WIDTH) -> list[str]:
         """Lines that are due. report: a status. now: seconds of a clock. width: of a line."""
-        if report["watchdog_pid"] is None or not report["version"]:
+        if report["watchdog_pid"] is None or not report["gradients_applied"]:
             return []
         here = now, int(report["samples"]), int(report["gradients_applied"])
         if self._before is None:
             self._begin, self._before = now, here
             return []
-        then, samples, version = self._before
+        then, samples, gradients = self._before
         if now - then < min(max(LEAST_S, (now - self._begin) * SHARE), MOST_S):
             return []
         self._before = here
-        if here[2] == version:
+        if here[2] == gradients:
             return [f"no gradient has been applied for {now - then:.0f} s"]
         if samples_more := here[1] - samples:
             speed = f"{rate(samples_more / (now - then))} samples/s"
         else:
-            speed = f"{rate((here[2] - version) / (now - then))} gradients/s"
+            speed = f"{rate((here[2] - gradients) / (now - then))} gradients/s"
         lines = [_fitting(_parts(report, speed), width)]
         if no_loss(report["learners"]) and not self._told:
             self._told = True

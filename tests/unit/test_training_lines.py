@@ -23,8 +23,13 @@ def _report(version: int, samples: int, **more: Any) -> dict[str, Any]:
         {"loss": 0.5, "applied": 3, "refused": 0, "staleness_mean": 1.0},
         {"loss": None, "applied": 1, "refused": 0, "staleness_mean": 5.0},
     ]
-    known = {"watchdog_pid": 1, "version": version, "samples": samples, "learners": learners}
-    return known | more
+    return {
+        "watchdog_pid": 1,
+        "version": version,
+        "gradients_applied": version,
+        "samples": samples,
+        "learners": learners,
+    } | more
 
 
 def test_lines_come_now_and_then() -> None:
@@ -47,6 +52,11 @@ def test_what_is_not_known() -> None:
         "60 gradients, 1.0 gradients/s, staleness 0.0, 0 learners"
     ]
     assert training(_report(60, 0), 75.0) == ["no gradient has been applied for 15 s"]
+
+
+def test_an_assignment_is_not_a_gradient() -> None:
+    training = Training()
+    assert not any(training(_report(1, 0, gradients_applied=0), now) for now in (0.0, 20.0))
 
 
 def test_no_loss_is_named_once() -> None:
