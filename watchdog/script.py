@@ -61,7 +61,7 @@ class Script:
         mine, now = getattr(self.settings, name), config.optimizer.filled(self.settings)
         if mine is None or getattr(now, name) != mine:
             return "default"
-        if name == "weight_decay" and mine == 0 and now.kind != self.settings.kind:
+        if name == "weight_decay" and mine == 0 and self.settings.kind not in (None, now.kind):
             return "default"  # of another optimizer, where it means nothing
         return "checkpoint" if self.saved else "script"
 

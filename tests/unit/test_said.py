@@ -226,3 +226,5 @@ def test_a_default_of_another_optimizer_is_not_the_scripts() -> None:
         *("job", "script", "default")
     ]
     assert spoken.source(JobConfig(name="a"), "weight_decay") == "script"
+    for_any = Script(Said(weight_decay=0.0))
+    assert for_any.source(job, "weight_decay") == "script"
