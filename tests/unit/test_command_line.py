@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support import eventually
 
 from gadei_ps.machine import command_line
 from gadei_ps.storage import history
@@ -27,7 +28,7 @@ WAIT = "import time; time.sleep(60)"
 def test_what_a_process_runs(arguments: list[str], shown: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", WAIT, *arguments])
     try:
-        said = command_line.of(child.pid)
+        said = eventually(lambda: command_line.of(child.pid))  # empty while exec() is not done
     finally:
         child.kill()
         child.wait()

@@ -137,19 +137,20 @@ def test_a_child_that_keeps_the_pipe() -> None:
     """It outlives its learner, and prints without end."""
     with shown() as to:
         lines = Output(2, stdout=to.fd)
-        left = "import os, time\nwhile True: os.write(1, b'left behind' * 100)"
+        left = "import os\nos.read(0, 1)\nwhile True: os.write(1, b'left behind' * 100)"
         learner = started(
             lines,
             0,
             f"""
             import subprocess, sys
-            child = subprocess.Popen([sys.executable, "-c", {left!r}], start_new_session=True)
+            child = subprocess.Popen(
+                [sys.executable, "-c", {left!r}], start_new_session=True, stdin=subprocess.PIPE
+            )  # it prints once this process has ended: their lines do not mix
             print("child", child.pid)
-            print("learner's last")
             """,
         )
         assert learner.wait() == 0
-        support.eventually(lambda: b"learner's last" in to.text)
+        support.eventually(lambda: b"left behind" in to.text)
         lines.close()
         text = to.close()
     pid = int(text.partition(b"[0] child ")[2].split()[0])
