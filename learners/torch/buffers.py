@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from multiprocessing import util
 
 import numpy as np
 import torch
@@ -76,6 +77,9 @@ class Buffers:
         self.take()
         self._exit = _leaving(weakref.ref(self))
         atexit.register(self._exit)  # before the client's own, which leaves the job
+        # A process of multiprocessing ends by these, and not by those of atexit. This comes before
+        # HostBackend's own, which writes to memory that other processes see.
+        self._ending = util.Finalize(None, self._exit, exitpriority=1)
 
     def warn_of_frozen(self, names: Iterable[str]) -> None:
         """Of frozen parameters that were loaded and are not the job's, which nothing writes."""
@@ -159,6 +163,7 @@ class Buffers:
     def end(self, *, write: bool = True) -> None:
         """The learner leaves. write: whether the job's copy is written once more."""
         atexit.unregister(self._exit)
+        self._ending.cancel()
         if write and not self._client.left:
             with contextlib.suppress(GadeiError):  # the job has ended
                 self.write(LAST_S)
