@@ -191,7 +191,7 @@ def test_a_kernel_is_restarted(kernel: Kernel, now: bool, job_name: str) -> None
     assert [status(kept)["watchdog_pid"], *presence.server_pids(kept)] == pids
     assert "Error" not in kernel.run(BEGIN)
     assert "Error" not in kernel.run(f"{serve_kept}\noptimizer = Optimizer(model)\ntrain(5)")
-    assert status(kept)["version"] == 10
+    assert status(kept)["gradients_applied"] == 10
     assert "Error" not in kernel.run("job.stop()")
     assert ended(kept)
 
