@@ -155,6 +155,8 @@ def test_one_of_two_learners_dies(
         2,
         "--sync",
         "bsp",
+        "--restart",
+        0,
         "--json",
         "--",
         *script,
