@@ -129,16 +129,23 @@ def rows_payload(
     wire: WireType = WireType.FLOAT32,
 ) -> tuple[np.ndarray, int]:
     """Payload of a frame of rows, uint8, and how many blocks it has."""
-    if any(isinstance(given, tuple) for given in gradients.values()):
-        payload, _, blocks, _ = payload_of(model, gradients, wire)
-        return payload, blocks
-    # A client makes a dense frame of these; a frame of rows may also hold whole tensors only.
-    at = layout.rounded(len(model.tensors) * layout.BLOCK.itemsize, 64)
+    # A client writes no frame of rows without rows, nor one with rows that also has a buffer; an
+    # assignment may have both.
     room = np.zeros(payload_bytes(model) + 64, np.uint8)
-    for block, (number, given) in enumerate(sorted(gradients.items())):
+    further, blocks = gradients, 0
+    at = layout.rounded(len(model.tensors) * layout.BLOCK.itemsize, 64)
+    if any(isinstance(given, tuple) for given in gradients.values()):
+        trained = {key: one for key, one in gradients.items() if key < len(model.trained)}
+        payload, _, blocks, _ = payload_of(model, trained, wire)
+        further = {key: one for key, one in gradients.items() if key not in trained}
+        at = payload.size
+        room[:at] = payload
+    for number, given in sorted(further.items()):
+        at = layout.rounded(at, 64)
         values = np.ascontiguousarray(given, np.float32)
-        entry = room[block * layout.BLOCK.itemsize :][: layout.BLOCK.itemsize].view(layout.BLOCK)
+        entry = room[blocks * layout.BLOCK.itemsize :][: layout.BLOCK.itemsize].view(layout.BLOCK)
         entry["tensor"], entry["form"], entry["values_at"] = number, FrameKind.DENSE, at
         _native.copy(wire, room.ctypes.data + at, values.ctypes.data, values.size, 0)
-        at += layout.rounded(values.size * layout.WIRE_BYTES[wire], 64)
-    return room[:at].copy(), len(gradients)
+        at += values.size * layout.WIRE_BYTES[wire]
+        blocks += 1
+    return room[:at].copy(), blocks
