@@ -100,7 +100,8 @@ static int read_model(gadei_learner *learner)
     const struct ps_weights *head = map->at;
     if (!inside(map, head->table_at, head->tensors, sizeof(struct ps_tensor)) ||
         !inside(map, head->data_at, head->elements, sizeof(float)) ||
-        head->table_at % 8 || head->data_at % 64 || head->tensors > INT32_MAX)
+        head->table_at % 8 || head->data_at % 64 || head->tensors > INT32_MAX ||
+        head->trained > head->tensors || head->parameters > head->elements)
         return ps_fail(learner, GADEI_ERROR, "the weights segment is damaged");
     const struct ps_tensor *row = (const struct ps_tensor *)((char *)map->at + head->table_at);
     learner->weights = (const float *)((char *)map->at + head->data_at);
@@ -114,8 +115,11 @@ static int read_model(gadei_learner *learner)
         return ps_fail(learner, GADEI_ERROR, "out of memory");
     uint64_t end = 0;
     for (uint32_t i = 0; i < learner->tensor_count; end = row->start + row->count, i++, row++) {
-        if (row->count > learner->elements || row->start > learner->elements - row->count ||
-            row->start < end || row->dims > PS_MAX_DIMS ||
+        /* Gradients are of the parameters, which come first: frames have no room for others. */
+        int trained = i < head->trained;
+        uint64_t limit = trained ? head->parameters : head->elements;
+        if (row->count > limit || row->start > limit - row->count || row->start < end ||
+            trained != (row->role == PS_PARAMETER) || row->dims > PS_MAX_DIMS ||
             !memchr(row->name, 0, sizeof row->name) ||
             !memchr(row->dtype, 0, sizeof row->dtype) ||
             (row->dims && !strcmp(row->dtype, "F32") &&
