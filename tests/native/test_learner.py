@@ -73,7 +73,7 @@ def test_assignments(programs: Any, job: Callable[..., Any]) -> None:
         f"none {ERROR} the learner is NULL",
     ]
     running.gone()
-    assert running.status()["gradients_applied"] == 3
+    assert running.status()["gradients_applied"] == 2
 
 
 def test_model_and_weights(small: Any, learner: Callable[[], Any]) -> None:
