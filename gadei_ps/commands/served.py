@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from gadei_ps.errors import ControlError, GadeiError, JobNotFound, JobStopped
 from gadei_ps.job import control
 from gadei_ps.job.control import Connection, Launch, LeaveOut, Status, StopJob
 from gadei_ps.job.processes import Processes
+from gadei_ps.machine import command_line
 from gadei_ps.machine.launch import Numbers
 from gadei_ps.memory import shm, totals
 from gadei_ps.memory.layout import MAX_LEARNERS, Phase
@@ -27,11 +27,11 @@ TEXT = 4000  # of a command, that tells it from others
 
 def launch(count: int, command: Sequence[str]) -> Launch:
     """The message with which a command reserves numbers for its learners."""
-    command_line, directory = (
+    text_of_command, directory = (
         text.encode(errors="backslashreplace").decode()[:TEXT]
-        for text in (shlex.join(command), str(Path.cwd()))
+        for text in (command_line.shown(command), str(Path.cwd()))
     )
-    return Launch(count=count, command=command_line, directory=directory)
+    return Launch(count=count, command=text_of_command, directory=directory)
 
 
 class _Job(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 MOST = 300
@@ -28,8 +29,12 @@ def of(pid: int) -> str:
         return ""
     if len(words) > 1 and Path(words[1]).name == "gadei-ps":  # a script of the interpreter
         words = words[1:]
-    text = shlex.join(_without_secrets([Path(words[0]).name, *words[1:]]))
-    return " ".join(PASSWORD.sub(f"://{HIDDEN}@", text).split())[:MOST]
+    return " ".join(shown([Path(words[0]).name, *words[1:]]).split())[:MOST]
+
+
+def shown(words: Sequence[str]) -> str:
+    """Return a command line without secrets."""
+    return PASSWORD.sub(f"://{HIDDEN}@", shlex.join(_without_secrets(words)))
 
 
 def _words(pid: int) -> list[str]:
@@ -49,14 +54,14 @@ def _parent(pid: int) -> int:
     return int(found[1]) if found else 0
 
 
-def _without_secrets(words: list[str]) -> list[str]:
-    shown, hide = [], False
+def _without_secrets(words: Sequence[str]) -> list[str]:
+    safe, hide = [], False
     for word in words:
         name, equals, _ = word.partition("=")
         secret = bool(SECRET.search(name))
         if hide and not word.startswith("-"):
-            shown.append(HIDDEN)
+            safe.append(HIDDEN)
         else:
-            shown.append(f"{name}={HIDDEN}" if secret and equals else word)
+            safe.append(f"{name}={HIDDEN}" if secret and equals else word)
         hide = secret and not equals and word.startswith("-")
-    return shown
+    return safe
