@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from gadei_ps.learners.attach import LEARNER_VARIABLE, to_the_script
 from gadei_ps.learners.client import Client
+from gadei_ps.learners.torch.hooks import Hooks
 
 SAME = (
     "another learner has the same seed as this one, {seed}, and has begun with the same "
@@ -19,6 +21,7 @@ SAME = (
     "a part of the data by {variable} and {variable}S, or take the mini-batches from "
     "optimizer.sampler(dataset), or add int(os.environ.get({variable!r}, 0)) to the seed"
 )
+PRE_FORWARD = "_forward_pre_hooks"
 MOST = 1 << 16  # values of a tensor that are compared
 
 
@@ -29,7 +32,13 @@ class FirstBatch:
         self._digest: int | None = None
         self._hook: Any = None
         if not isinstance(model, torch.jit.ScriptModule):
+            self._kept = vars(model)
+            if isinstance(own := self._kept[PRE_FORWARD], Hooks):  # of one that did not end it
+                own = own.before()
+            # A file of the model must not need gadei-ps.
+            self._hooks = self._kept[PRE_FORWARD] = Hooks(own, weakref.ref(self))
             self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
+            self._hooks.ours.add(self._hook.id)
 
     def _look(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -49,6 +58,8 @@ class FirstBatch:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            if self._kept[PRE_FORWARD] is self._hooks:
+                self._kept[PRE_FORWARD] = self._hooks.before()
 
 
 def _digest(value: Any, digest: int) -> int:
