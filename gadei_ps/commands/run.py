@@ -24,7 +24,15 @@ from gadei_ps.commands.daemon import Daemon, kept_version
 from gadei_ps.commands.early import Child
 from gadei_ps.commands.own import OwnLearners
 from gadei_ps.commands.served import DRAIN_S, Attached, Served, launch
-from gadei_ps.errors import GadeiError, JobDiffers, JobStopped, UsageError, in_words, reason_of
+from gadei_ps.errors import (
+    GadeiError,
+    JobDiffers,
+    JobStopped,
+    NoAnswer,
+    UsageError,
+    in_words,
+    reason_of,
+)
 from gadei_ps.job import config, paths
 from gadei_ps.job.absence import locked
 from gadei_ps.job.config import JobConfig
@@ -189,13 +197,19 @@ def joining(report: Mapping[str, Any], wanted: Launch) -> str:
 
 
 def _await_end(job: str) -> None:
-    """Waits while a job ends, such as one whose launcher was just killed."""
+    """Waits while a job starts or ends, such as one whose launcher was just killed."""
     until = time.monotonic() + ENDING_S
-    with contextlib.suppress(GadeiError):
-        ends = jobs.status(job)["phase"] == "draining"
-        while ends and time.monotonic() < until:
-            time.sleep(POLL_S)
-            ends = daemon.running(job) or locked(paths.lock_path(job))
+    while _starts_or_ends(job) and time.monotonic() < until:
+        time.sleep(POLL_S)
+
+
+def _starts_or_ends(job: str) -> bool:
+    try:
+        return bool(jobs.status(job)["phase"] == "draining")
+    except NoAnswer:  # a watchdog that hangs; the request that follows says so
+        return False
+    except GadeiError:  # at its start and its end, a watchdog holds its lock and has no socket
+        return locked(paths.lock_path(job))
 
 
 def _check_continues(served: Daemon, options: RunOptions) -> None:

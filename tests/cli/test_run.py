@@ -432,7 +432,9 @@ def test_launcher_killed(cli: Cli, job_name: str, learner: list[str]) -> None:
     support.eventually(learning(job_name, running, 2))
     assert running.signal(signal.SIGKILL).code == -signal.SIGKILL
     again = cli.start("run", job_name, "--json", "--out", "w.npz", "--", *learner, FOREVER)
-    support.eventually(lambda: f"job '{job_name}' continues at version" in again.err)
+    support.eventually(
+        lambda: f"job '{job_name}' continues at version" in again.err, what=lambda: again.err
+    )
     support.eventually(learning(job_name, again, 1))
     assert again.signal(signal.SIGTERM).code == 128 + signal.SIGTERM
     assert (cli.directory / "w.npz").exists()
