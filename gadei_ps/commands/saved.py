@@ -188,7 +188,8 @@ def _find_named(job: str, version: int | None) -> Saved:
     """As find(), but the error says whose job it may be."""
     try:
         return find(job, version)
-    except CheckpointError:
+    except CheckpointError as found:
+        error = found
         place, why = config.state_directory() / job, unseen(job)
         if not place.is_dir():  # also for the shell's user who has just seen `run` end
             error = CheckpointMistake(

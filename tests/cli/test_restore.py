@@ -31,6 +31,7 @@ from saved_jobs import (
 from shell import Cli, is_running
 
 from gadei_ps.commands import saved
+from gadei_ps.errors import CheckpointError
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import segment
 
@@ -223,22 +224,23 @@ def test_export(cli: Cli, job_name: str) -> None:
     cli.serve(job_name, text)
     random = np.random.default_rng(1)
     with Client(job_name) as client:
-        client.push({"w": random.standard_normal(VALUES), "m.b": np.arange(6).reshape(2, 3)})
+        client.assign({"m.b": np.arange(6).reshape(2, 3)})
+        client.push({"w": random.standard_normal(VALUES)})
         client.wait_applied()
         expected = {name: values.copy() for name, values in client.weights.items()}
         live = [cli("export", job_name, f"live{suffix}", "--json").json for suffix in SUFFIXES]
         path = Path(take(job_name)["path"])
         client.push({"w": random.standard_normal(VALUES)})
         client.wait_applied()
-    assert [one["version"] for one in live] == [1, 1, 1]
+    assert [one["version"] for one in live] == [2, 2, 2]
     assert (live[0]["job"], live[0]["tensors"], live[0]["values"]) == (job_name, 2, VALUES + 6)
     stop(job_name)
     said = cli("export", path, "one.npz").out
-    assert said.startswith("2 tensors of version 1 written: one.npz")
+    assert said.startswith("2 tensors of version 2 written: one.npz")
     (cli.directory / "one.npz").unlink()
     for suffix in SUFFIXES:
         saved.export(str(path), cli.directory / f"one{suffix}")
-        saved.export(job_name, cli.directory / f"name{suffix}", 1)
+        saved.export(job_name, cli.directory / f"name{suffix}", 2)
         saved.export(str(path.parent), cli.directory / f"directory{suffix}")
     for name in ("live", "one", "name", "directory"):
         file = cli.directory / name
@@ -252,6 +254,8 @@ def test_export(cli: Cli, job_name: str) -> None:
                 np.testing.assert_array_equal(loaded[key], values, strict=True)
     assert "ends in .safetensors" in cli("export", path, "out.onnx").error
     assert "no such directory" in cli("export", "no-such-job", "out.npz").error
+    with pytest.raises(CheckpointError, match="no checkpoint of version 7; there are: 2"):
+        saved.export(job_name, cli.directory / "out.npz", 7)
 
 
 def test_export_tells_where_from(cli: Cli, job_name: str) -> None:
