@@ -57,8 +57,8 @@ class Keeper(threading.Thread):
         self.told |= _NOWHERE
         self.why: str | None = None
         """The last words of the life before, or of this one."""
-        self.lives = self.additions = 0
-        """Lives, and what they have written to the job: its servers count that as gradients."""
+        self.lives = 0
+        """Agent processes that were started."""
         self.since: float | None = None
         """When the last round was written, by time.monotonic()."""
 
@@ -215,7 +215,6 @@ class Keeper(threading.Thread):
                 self._joins_from_now(told["address"])
             if "rounds" in told:
                 self.state, self.why, self.since = "member", None, time.monotonic()
-                self.additions += 1
             self.told |= {name: told[name] for name in self.told if name in told}
         if told.get("waits"):
             _log(str(_waiting(self.told)))

@@ -126,7 +126,7 @@ class Machine:
         elif self._summary["exit_code"] and "error" not in self._summary:
             killed = _killed(self._summary)
             self._summary |= {"said": killed or _last_words(self.settings.log)}
-        self._summary |= {"log": self.settings.log} | self._of_learners(self._summary)
+        self._summary |= {"log": self.settings.log}
         self._ended.set()
         self._door.shutdown()
         self._door.server_close()  # whoever waits for the end has its answer
@@ -221,7 +221,6 @@ class Machine:
         job = None
         try:
             job = jobs.status(settings.job)
-            job |= self._of_learners(job)
             self._is_seen = True
         except (GadeiError, OSError):  # also for a moment while another watchdog takes over
             state = state if self._is_seen else "starting"
@@ -238,12 +237,6 @@ class Machine:
             "agent": agent,
             "job": job,
         }
-
-    def _of_learners(self, counts: dict[str, Any]) -> dict[str, Any]:
-        """Gradients among what the job has applied: without what its agent has written."""
-        if "gradients_applied" not in counts:
-            return {}
-        return {"gradients_applied": max(0, counts["gradients_applied"] - self._keeper.additions)}
 
 
 class _Log(io.RawIOBase):

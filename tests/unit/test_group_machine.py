@@ -106,7 +106,7 @@ def test_a_machine_that_is_taken_back_has_left(
     begun._over.set()
     begun.abandon()
     assert made.facts()["state"] == "leaving"
-    monkeypatch.setattr(made, "_keeper", SimpleNamespace(end=lambda: None, additions=0))
+    monkeypatch.setattr(made, "_keeper", SimpleNamespace(end=lambda: None))
     made._close()
     assert asked == ["stop"] and made._summary["asked"] == "leave"
 
