@@ -47,7 +47,7 @@ def test_it_takes_the_place_of_the_first(make: Any, how: dict[str, Any], job_nam
         second = make(model, job=job_name, **how)
         for _ in range(3):
             step(model, second)
-        assert status(job_name)["gradients_applied"] == 4
+        eventually(lambda: status(job_name)["gradients_applied"] == 4)
         assert len(status(job_name)["learners"]) == 1
         with pytest.raises(UsageError, match="this learner has detached from its job"):
             step(model, first)
