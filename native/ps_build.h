@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xefb80bd749c12d14ull
+#define PS_BUILD 0x43ecee10882cfadcull
 
 #endif

@@ -1,4 +1,5 @@
 /* See ps_lease.h. */
+#define _GNU_SOURCE /* pthread_mutex_clocklock */
 #include "ps_lease.h"
 
 #include <errno.h>
@@ -9,6 +10,16 @@
 #include "ps_ring.h"
 
 static_assert(sizeof(pthread_mutex_t) <= 64, "a lease has one line");
+
+/* A wait by the time of day would last longer by what the clock is set back meanwhile. The C
+ * libraries without pthread_mutex_clocklock() have nothing better. */
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
+#define CLOCK CLOCK_MONOTONIC
+#define lock_until(mutex, until) pthread_mutex_clocklock(mutex, CLOCK, until)
+#else
+#define CLOCK CLOCK_REALTIME
+#define lock_until(mutex, until) pthread_mutex_timedlock(mutex, until)
+#endif
 
 int ps_lease_make(uint64_t lease)
 {
@@ -32,13 +43,12 @@ int ps_lease_take(uint64_t lease, uint64_t timeout_ns)
     pthread_mutex_t *mutex = (pthread_mutex_t *)lease;
     int error = pthread_mutex_trylock(mutex);
     if (error == EBUSY && timeout_ns) {
-        /* The portable call takes a time of day. If the clock is set, the caller retries. */
         struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
+        clock_gettime(CLOCK, &until);
         uint64_t ns = (uint64_t)until.tv_nsec + timeout_ns;
         until.tv_sec += (time_t)(ns / 1000000000ull);
         until.tv_nsec = (long)(ns % 1000000000ull);
-        error = pthread_mutex_timedlock(mutex, &until);
+        error = lock_until(mutex, &until);
     }
     switch (error) {
     case 0:

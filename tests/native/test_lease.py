@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 from support import PATIENCE_S, Child, eventually
@@ -112,3 +116,35 @@ def test_who_sleeps_for_it_is_woken(lease: Lease, other: Child, waiting: Child) 
     other.send(("release",))
     other.receive()
     assert waiting.receive() == CLEAN
+
+
+def test_a_clock_that_is_set_back_does_not_prolong_a_wait(tmp_path: Path) -> None:
+    if not shutil.which("cc"):
+        pytest.skip("needs a C compiler")
+    name, _, version = os.confstr("CS_GNU_LIBC_VERSION").partition(" ")
+    if name != "glibc" or tuple(map(int, version.split("."))) < (2, 30):
+        pytest.skip("needs pthread_mutex_clocklock()")
+    library = tmp_path / "clock_set_back.so"
+    source = Path(__file__).with_name("clock_set_back.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    script = (
+        "import mmap, threading\n"
+        "from gadei_ps import _native\n"
+        "memory = mmap.mmap(-1, mmap.PAGESIZE)\n"
+        "lease, taken, done = _native.address(memory), threading.Event(), threading.Event()\n"
+        "_native.lease_make(lease)\n"
+        "def hold(): _native.lease_take(lease, 0), taken.set(), done.wait()\n"
+        "threading.Thread(target=hold, daemon=True).start()\n"
+        "taken.wait()\n"
+        "print(_native.lease_take(lease, 50_000_000) == _native.PS_TIMEOUT)\n"
+        "done.set()\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert (told.stdout, told.stderr) == ("True\n", "")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import resource
 import threading
-import time
 
+from gadei_ps import _native
 from gadei_ps.commands.doctor.result import Found, Level
 
 # A watchdog holds for each learner a pidfd, its ring and its connection, and for itself some more.
@@ -20,10 +21,8 @@ LONGEST_SOCKET_PATH = 107  # of sockaddr_un, without its closing zero
 SOCKET_NAME_BYTES = len("/..sock.") + 7  # in the directory, without the job's name; 7: a pid
 LONGEST_JOB_NAME = 48
 SYS_FUTEX_WAITV = 449
-MUTEX_WORDS = 16  # room for a pthread_mutex_t, and for its attributes, on any machine
-PTHREAD_PROCESS_SHARED = 1
-PTHREAD_MUTEX_ROBUST = 1
-OWNER_DIES_WITHIN_S = 1.0
+DIED = 1  # what lease_take() returns to the next owner
+OWNER_DIES_WITHIN_NS = 1_000_000_000
 
 
 def cores() -> Found:
@@ -60,28 +59,25 @@ def pidfd() -> Found:
 
 
 def robust_mutex() -> Found:
-    """A thread ends with the mutex locked; the next one must be told."""
-    libc = ctypes.CDLL(None)
-    attributes, mutex = ((ctypes.c_uint64 * MUTEX_WORDS)() for _ in range(2))
-    libc.pthread_mutexattr_init(attributes)
-    libc.pthread_mutexattr_setpshared(attributes, PTHREAD_PROCESS_SHARED)
-    libc.pthread_mutexattr_setrobust(attributes, PTHREAD_MUTEX_ROBUST)
-    told = libc.pthread_mutex_init(mutex, attributes)
-    if not told:
-        owner = threading.Thread(target=libc.pthread_mutex_lock, args=(mutex,))
+    """Whether the next thread gets a lease, and the news, after a thread that ended with it."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    lease = _native.address(memory)
+    try:
+        _native.lease_make(lease)
+        owner = threading.Thread(target=_native.lease_take, args=(lease, 0))
         owner.start()
         owner.join()
         # Python's join does not wait for the kernel's end of the thread.
-        seconds, part = divmod(time.time() + OWNER_DIES_WITHIN_S, 1)
-        until = (ctypes.c_long * 2)(int(seconds), int(part * 1e9))
-        told = libc.pthread_mutex_timedlock(mutex, until)
-    if told == errno.EOWNERDEAD:
-        libc.pthread_mutex_consistent(mutex)
-        libc.pthread_mutex_unlock(mutex)
+        found = _native.lease_take(lease, OWNER_DIES_WITHIN_NS)
+        reason = "" if found == DIED else "no news of it"
+    except OSError as error:
+        reason = str(error.strerror)
+    if not reason:
+        _native.lease_release(lease)
         return Level.OK, "work", ""
     return (
         Level.ERROR,
-        f"do not work ({os.strerror(told)}): the death of a server cannot be told",
+        f"do not work ({reason}): the death of a server cannot be told",
         "use an ordinary Linux kernel, and a sandbox that allows set_robust_list",
     )
 
