@@ -27,9 +27,10 @@ def _outlive() -> None:
     if not child:
         os.setsid()
         return
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
+    # It is not reaped: a SIGTERM of this moment must not be passed on to another process.
+    end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    os._exit(end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status)
 
 
 def main() -> None:

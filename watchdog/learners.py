@@ -19,7 +19,7 @@ import psutil
 
 from gadei_ps.errors import JobStopped
 from gadei_ps.job.config import LearnersConfig
-from gadei_ps.machine import process
+from gadei_ps.machine import own, process
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
 from gadei_ps.memory import finished
 from gadei_ps.memory.layout import CONTROL, Stop, Work
@@ -34,11 +34,15 @@ END_S = 1.0
 
 @dataclass(eq=False)
 class One:
-    """The learner of an index; it has one process after another."""
+    """The learner of an index; it has one process after another.
+
+    child: its process. An adopted one has a pidfd and its start time instead.
+    """
 
     index: int
     child: subprocess.Popen[bytes] | None = None
     pid: int = 0
+    pidfd: int = -1
     start: int = 0
     since: float = 0.0
     exits: tuple[Exit, ...] = ()
@@ -68,8 +72,7 @@ class JobLearners:
                 if os.getpgid(found.pid) == found.pid and found.uids().real == os.getuid():
                     start = process.start_ticks(found.pid)
                     environ = found.environ()
-                    if process.alive(found.pid, start):  # else it may be another process' by now
-                        self._adopt(found.pid, start, environ)
+                    self._adopt(found.pid, start, environ)
         control = self.memory.control.view(CONTROL)
         for one in self.all:
             one.finished = finished.has(control, one.index)
@@ -77,8 +80,11 @@ class JobLearners:
     def _adopt(self, pid: int, start: int, environ: Mapping[str, str]) -> None:
         name = NAME.fullmatch(environ.get(NAME_VARIABLE, ""))
         if name and environ.get(JOB_VARIABLE) == self.socket and int(name[1]) < len(self.all):
+            pidfd = own.open_process(pid, start)  # None if the pid is another process' by now
+            if pidfd is None:
+                return
             one = self.all[int(name[1])]
-            one.pid, one.start = pid, start
+            one.pid, one.pidfd, one.start = pid, pidfd, start
             one.since = time.monotonic()
             self.log.info("learner's process adopted", learner=one.index, pid=pid)
 
@@ -103,12 +109,20 @@ class JobLearners:
 
     def _runs(self, one: One) -> bool:
         if one.child is not None:
-            return one.child.poll() is None
-        return process.alive(one.pid, one.start)
+            return not process.has_ended(one.child)
+        return not process.gone(one.pidfd, 0.0)
+
+    def _reap(self, one: One) -> int | None:
+        """Kills a learner and its children. Returns its exit code, if it is known."""
+        if one.child is not None:
+            return process.end_group(one.child)
+        process.kill_group_of(one.pidfd, one.pid, one.start)
+        os.close(one.pidfd)
+        one.pidfd = -1
+        return None
 
     def _ended(self, one: One, now: float) -> None:
-        process.kill_group(one.pid)  # children of the learner may still run
-        code = None if one.child is None else one.child.returncode
+        code = self._reap(one)
         # The exit code of an adopted learner is not known.
         done = int(self.memory.control.view(CONTROL)["work"]) == Work.DONE
         one.finished = code == 0 if code is not None else done
@@ -148,11 +162,12 @@ class JobLearners:
         running = [one for one in self.all if one.pid and self._runs(one)]
         for one in running:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGTERM)
+                if one.child is not None:
+                    process.send_signal(one.child, signal.SIGTERM)
+                else:
+                    signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
         until = time.monotonic() + END_S
         while time.monotonic() < until and any(self._runs(one) for one in running):
             time.sleep(0.01)
         for one in running:
-            process.kill_group(one.pid)
-            if one.child is not None:
-                one.child.wait()
+            self._reap(one)

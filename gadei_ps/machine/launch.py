@@ -28,6 +28,7 @@ NAME_VARIABLE = "GADEI_PS_NAME"
 DEVICE_VARIABLE = "GADEI_PS_DEVICE"
 DEVICES_VARIABLE = "GADEI_PS_DEVICES"
 GRACE_S = 5.0
+POLL_S = 0.01
 QUICK_S = 5.0  # a learner that dies sooner than this has not worked
 MAX_QUICK_DEATHS = 3
 
@@ -236,15 +237,14 @@ class Learners:
         """Learners that have ended since the last call."""
         gone = []
         for index, (child, since) in list(self._running.items()):
-            with interrupts.held():
-                code = child.poll()
-            if code is None:
+            if not process.has_ended(child):
                 self._foreground.look(child.pid)
                 continue
+            with interrupts.held():
+                code = process.end_group(child)
             typed = code == -signal.SIGINT and self._foreground.has(child.pid)
             self._foreground.take_back(child.pid)
             del self._running[index]
-            process.kill_group(child.pid)
             seconds = time.monotonic() - since
             quick = code != 0 and seconds < QUICK_S
             self._quick_deaths = self._quick_deaths + 1 if quick else 0
@@ -272,23 +272,21 @@ class Learners:
         """Waits for learners that are ending by themselves, then terminates, then kills."""
         self._wait(grace_s)
         for child, _ in self._running.values():
-            child.terminate()
+            process.send_signal(child, signal.SIGTERM)
         self._wait(1.0)
         self.kill()
 
     def _wait(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         for child, _ in self._running.values():
-            try:
-                child.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                return
+            while not process.has_ended(child):
+                if time.monotonic() >= until:
+                    return
+                time.sleep(POLL_S)
 
     def kill(self) -> None:
         """At once."""
         for child, _ in self._running.values():
-            child.kill()
-            child.wait()
+            process.end_group(child)
             self._foreground.take_back(child.pid)
-            process.kill_group(child.pid)
         self._running.clear()

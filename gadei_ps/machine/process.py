@@ -18,6 +18,7 @@ from gadei_ps.errors import UsageError
 
 MANY_FILES = 4096  # 256 learners and 512 clients need more than the usual 1024
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PIDFD_SIGNAL_PROCESS_GROUP = 4  # of pidfd_send_signal(), Linux 6.9
 
 
 def cores() -> int:
@@ -183,12 +184,47 @@ def end_last() -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Kills the process group that a child leads, such as a learner with its data loader's workers.
+    """Kill the process group that a child leads, such as a learner with its data loader's workers.
 
-    What has ended, or is another user's, is left alone.
+    The child must not have been reaped: after that, another process may have its pid. What has
+    ended, or is another user's, is left alone.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def kill_group_of(pidfd: int, pid: int, start: int) -> None:
+    """Kill the process group that a process leads or has led which is not our child."""
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL, None, PIDFD_SIGNAL_PROCESS_GROUP)
+    except (ProcessLookupError, PermissionError):
+        pass
+    except OSError:  # Linux before 6.9. As long as the group exists, no other process has the pid.
+        if start_ticks(pid) in (0, start):
+            kill_group(pid)
+
+
+def has_ended(child: subprocess.Popen[bytes]) -> bool:
+    """Whether a child has ended. It is not reaped: its pid remains its own."""
+    if child.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # this program reaps all its children itself, or ignores SIGCHLD
+        return child.poll() is not None
+
+
+def send_signal(child: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a child. Popen's own methods would reap a child that has ended."""
+    if child.returncode is None:
+        os.kill(child.pid, number)
+
+
+def end_group(child: subprocess.Popen[bytes]) -> int:
+    """Kill the process group that a child leads, ended or not; return the child's exit code."""
+    if child.returncode is None:
+        kill_group(child.pid)
+    return child.wait()
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -177,3 +179,50 @@ def test_a_learner_that_ends_while_it_is_found_is_not_adopted(
         learners = JobLearners(LearnersConfig(command=["x"]), memory, "job.sock", log.get())  # type: ignore[arg-type]
         learners.adopt()
         assert learners.all[0].pid == 0
+
+
+def test_a_process_with_the_pid_of_an_adopted_learner_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pid may become another process' at any time: nobody here waits for an adopted process."""
+    control = np.zeros(1, CONTROL)[0]
+    memory = SimpleNamespace(control=SimpleNamespace(view=lambda _: control))
+    learners = JobLearners(LearnersConfig(command=["x"]), memory, "job.sock", log.get())  # type: ignore[arg-type]
+    with process.spawn(["sleep", "60"]) as learner, process.spawn(["sleep", "60"]) as other:
+        environ = {JOB_VARIABLE: "job.sock", NAME_VARIABLE: "learner-0"}
+        monkeypatch.setattr(psutil.Process, "environ", lambda _: environ)
+        monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process(learner.pid)])
+        learners.adopt()
+        assert learners.all[0].pid == learner.pid
+        learner.kill()
+        learner.wait()
+        learners.all[0].pid = other.pid
+        monkeypatch.setattr(process, "alive", lambda pid, start: True)  # as just before its end
+        learners.end()
+        assert other.poll() is None
+        other.kill()
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_children_of_a_learner_end_with_it(monkeypatch: pytest.MonkeyPatch, adopted: bool) -> None:
+    control = np.zeros(1, CONTROL)[0]
+    memory = SimpleNamespace(control=SimpleNamespace(view=lambda _: control))
+    script = "sleep 60 & echo $!; read stop; exit 1"
+    learners = JobLearners(LearnersConfig(command=["x"]), memory, "job.sock", log.get())  # type: ignore[arg-type]
+    with process.spawn(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:
+        assert one.stdin
+        assert one.stdout
+        child = int(one.stdout.readline())
+        if adopted:
+            environ = {JOB_VARIABLE: "job.sock", NAME_VARIABLE: "learner-0"}
+            monkeypatch.setattr(psutil.Process, "environ", lambda _: environ)
+            monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process(one.pid)])
+            learners.adopt()
+        else:
+            learners.all[0].child, learners.all[0].pid = one, one.pid
+        one.stdin.close()
+        os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+        learners.all[0].exits = ()
+        learners.look(time.monotonic(), stopping=True)
+        assert learners.all[0].pid == 0
+        eventually(lambda: not process.start_ticks(child))

@@ -1,4 +1,4 @@
-"""Learners that cannot be started."""
+"""Learners that cannot be started, and the process groups of those that have ended."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import resource
 
 import pytest
+from support import eventually
 
 from gadei_ps.errors import UsageError
+from gadei_ps.machine import process
 from gadei_ps.machine.launch import Learners
 
 
@@ -25,3 +27,23 @@ def test_no_descriptor_is_free() -> None:
     assert str(said.value) == (
         "cannot start '/bin/true': Too many open files; raise the limit of open files (ulimit -n)"
     )
+
+
+@pytest.mark.parametrize("end", ["ended", "kill"])
+def test_groups_are_killed_before_their_leaders_are_reaped(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """After that, another process group may have the number."""
+    killed: list[int] = []
+
+    def kill(leader: int, number: int) -> None:
+        assert process.owner(leader) is not None
+        killed.append(leader)
+
+    monkeypatch.setattr(os, "killpg", kill)
+    learners = Learners(["/bin/true"], 1, "none")
+    (pid,) = learners.pids
+    eventually(lambda: process.start_ticks(pid) == 0)
+    assert getattr(learners, end)() is None or end == "ended"
+    assert killed == [pid]
+    assert not learners.pids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,30 @@ def test_groups_are_killed_with_their_leader() -> None:
     leader.communicate()
     eventually(lambda: not process.start_ticks(follower))
     process.kill_group(leader.pid)  # it is gone: no error
+
+
+BY_PID = {  # files that signal by number: their own process, or children that they have not reaped
+    "gadei_ps/machine/foreground.py",
+    "gadei_ps/machine/launch.py",
+    "gadei_ps/machine/process.py",
+    "gadei_ps/server/nursery.py",
+    "watchdog/__main__.py",
+}
+OLD = {"gadei_ps/agents", "gadei_ps/cluster"}
+
+
+def test_other_processes_are_signalled_through_pidfds() -> None:
+    """A pid may be another process' by then."""
+    root = Path(__file__).resolve().parents[2]
+    product = [
+        one for name in ("gadei_ps", "watchdog", "learners") for one in (root / name).rglob("*.py")
+    ]
+    found = {
+        str(one.relative_to(root))
+        for one in product
+        if re.search(r"\bos\.kill(pg)?\(|\bpsutil\.Process\(.*\.kill\(", one.read_text())
+    }
+    assert {one for one in found if not one.startswith(tuple(OLD))} == BY_PID
 
 
 def test_processor_time() -> None:
