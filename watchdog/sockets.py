@@ -25,7 +25,7 @@ MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
 RESERVED = 24  # descriptors that clients leave to the watchdog: pidfds, starts of servers, a saver
 OPERATORS = 4  # that learners leave besides, so that a status or a stop is still heard
 MAX_UNSENT = 4 << 20
-READ = 4096  # bytes at a time; requests in them are served before the next client's
+READ = 4096  # bytes at a time
 MAX_FDS = 4
 MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
 LAST_WORDS_S = 1.0  # for all clients together, at the end
@@ -187,7 +187,9 @@ class ControlServer:
 
     def _read(self, client: Client) -> None:
         data, ancillary, _flags, _address = client.socket.recvmsg(
-            READ, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+            READ if client.waiting else min(READ, _missing(client.received)),
+            socket.CMSG_SPACE(MAX_FDS * 4),
+            socket.MSG_CMSG_CLOEXEC,
         )
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -337,6 +339,17 @@ def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
             passing.unlink(missing_ok=True)
         raise ControlError(f"cannot listen at {path}: {error.strerror or error}") from None
     return listener, status
+
+
+def _missing(received: bytearray) -> int:
+    """Bytes to the end of the message that has begun.
+
+    No more are read at once: each client has one request served in its turn, even if it sends many.
+    """
+    if len(received) < control.LENGTH.size:
+        return control.LENGTH.size - len(received)
+    (length,) = control.LENGTH.unpack_from(received)
+    return max(1, control.LENGTH.size + length - len(received))
 
 
 def _files() -> int:
