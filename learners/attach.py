@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, JobFailed, SegmentError, UsageError, in_words
-from gadei_ps.job import numbers
 from gadei_ps.job.control import (
     Attach,
     Detach,
@@ -27,7 +26,7 @@ from gadei_ps.job.control import (
 from gadei_ps.job.groups import group_numbers, without
 from gadei_ps.learners.said import Says
 from gadei_ps.memory import layout, segment, weights
-from gadei_ps.memory.layout import CONTROL, SHARD, Mode, Phase, Role, SegmentKind
+from gadei_ps.memory.layout import CONTROL, Phase, Role, SegmentKind
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.show.progress import Lines
@@ -49,75 +48,6 @@ class Place:
     control: Segment
     weights: Segment
     ring: Segment
-
-
-class Told:
-    """What a job tells its learners: words of the control segment."""
-
-    _control: np.void
-    _control_at: int
-    _version_at: int
-    _numbers_at: int
-    _writes_at: list[int]
-
-    def _see(self, control: Segment) -> None:
-        self._control = control.view(CONTROL)
-        self._control_at = at = control.address
-        self._version_at = at + layout.offset(CONTROL, "version")
-        self._numbers_at = at + layout.offset(CONTROL, "numbers_done")
-        shard = at + layout.offset(CONTROL, "shard") + layout.offset(SHARD, "sequence")
-        shards = int(self._control["shards"])
-        self._writes_at = [shard + SHARD.itemsize * number for number in range(shards)]
-
-    @property
-    def current_version(self) -> int:
-        """Gradients that the job has applied so far."""
-        return _native.load(self._version_at)
-
-    @property
-    def writes(self) -> int:
-        """Grows with every write to the weights, and once more when a gradient counts as applied.
-
-        Unlike current_version, which one shard counts, it tells whether another shard has written
-        since; and the one that counts does so after its write, so a copy may lie between the two.
-        """
-        return sum(map(_native.load, self._writes_at)) + self.current_version
-
-    def rows_with_buffers(self) -> list[int]:
-        """Rows of the attached learners that may write the job's buffers; the first one does."""
-        here = (self._control["roster"]["wanted"] != 0) & (self._control["has_buffers"] != 0)
-        return [int(row) for row in np.flatnonzero(here)]
-
-    @property
-    def hyper(self) -> npt.NDArray[np.float64]:
-        """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack): float64
-        of shape (groups, HYPER). The last group has the parameters that no other one names."""
-        return numbers.read(self._control, self._control_at)[1]
-
-    @property
-    def hyper_changes(self) -> int:
-        """How often `gadei-ps set` or a changed job file has changed the optimizer's numbers."""
-        return _native.load(self._numbers_at)
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether the job's synchronization model makes learners wait for one another."""
-        return bool(int(self._control["report"]))
-
-    @property
-    def drops(self) -> bool:
-        """Whether the job's synchronization model may go on without a learner that computes."""
-        return int(self._control["mode"]) & 3 == Mode.COLLECT
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the job wants its learners to end."""
-        return bool(int(self._control["stop"]))
-
-    @property
-    def wave(self) -> int:
-        """Mini-batches whose gradients are to be added up and pushed as one; above 1 under WSP."""
-        return max(1, int(self._control["wave"]))
 
 
 def number() -> int:

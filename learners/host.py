@@ -63,7 +63,7 @@ class HostLink:
         ]
         for thread in self._threads:
             thread.start()
-        client.carried_by(self)
+        client.set_publisher(self)
 
     def buffer(self) -> FloatArray:
         return np.zeros(self._client.model.elements, np.float32)
@@ -138,7 +138,7 @@ class HostLink:
         self._closing.set()
         for thread in self._threads:
             thread.join()
-        self._client.not_carried_by(self)
+        self._client.clear_publisher(self)
 
     def _run(self, loop: Any) -> None:
         try:

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gadei_ps.errors import ModelMismatch, UsageError
-from gadei_ps.learners.client import Client
+from gadei_ps.learners.client import DRAIN_S, Client
 from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.waves import Waves
-from gadei_ps.learners.work import DRAIN_S
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Learner:
         changes, to = gradients, self.waves.weights
         if isinstance(self.waves, GradientWaves):
             to = self.waves.gradients
-        elif self.client.refuses_nonfinite and not _finite(gradients):
+        elif self.client.rejects_nonfinite and not _finite(gradients):
             changes = {}  # else it would stay in the state of the learner's optimizer
         else:
             changes, self.state = self._update(gradients, self.state, self._pytree(to))

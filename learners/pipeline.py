@@ -24,9 +24,8 @@ from itertools import chain
 from typing import Any, Self
 
 from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
-from gadei_ps.learners.client import Batch, Client, Rows
+from gadei_ps.learners.client import REST_FIRST, Batch, Client, Rows
 from gadei_ps.learners.device_interface import Device
-from gadei_ps.learners.work import OTHERS
 
 
 class Pipeline:
@@ -149,7 +148,7 @@ class Pipeline:
         are given as whole arrays. The mean loss and all samples go with it.
         """
         if self._rest and not self._handed:
-            raise UsageError(OTHERS)
+            raise UsageError(REST_FIRST)
         wave = self._begin_wave()
         self._ready = False
         if wave == 1:

@@ -30,7 +30,7 @@ import torch
 
 from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.learners import checks, cutting, places, stages
-from gadei_ps.learners.client import Batch
+from gadei_ps.learners.client import REST_FIRST, Batch
 from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
@@ -42,7 +42,6 @@ from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.torch.sums import Elsewhere, Sums
 from gadei_ps.learners.unused import Unused
 from gadei_ps.learners.waves import WaveOrder, Waves
-from gadei_ps.learners.work import OTHERS
 
 
 class VirtualWorker:
@@ -134,7 +133,7 @@ class VirtualWorker:
                 stage.begin()
             owners.own(trained.parameters.values(), self)
             self._buffers = Buffers(self.client, trained, FIRST)
-            self.client.used_by(self)
+            self.client.set_owner(self)
         except BaseException:
             self._leave()
             raise
@@ -173,7 +172,7 @@ class VirtualWorker:
         checks.loss(loss_function)
         self._check_usable()
         if self.waves.has_part_of_a_batch:
-            raise UsageError(OTHERS)
+            raise UsageError(REST_FIRST)
         with self._or_leave():
             ended = self._make_room()
             self._begin()

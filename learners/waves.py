@@ -31,9 +31,8 @@ import numpy as np
 from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.kernels import optimizers
 from gadei_ps.kernels.optimizers import Kind
-from gadei_ps.learners.assign import Values
-from gadei_ps.learners.client import Client
-from gadei_ps.learners.work import OTHERS, Batch
+from gadei_ps.learners.client import REST_FIRST, Batch, Client
+from gadei_ps.learners.gradients import Values
 from gadei_ps.memory.weights import FloatArray
 
 NO_LIMIT = 2**31
@@ -117,7 +116,9 @@ class WaveOrder(ABC):
         self._settle()
         wave, ends, ahead = self._next_wave(last, batch)
         if wave.batch != batch or (batch is None and self._rest):
-            raise UsageError(OTHERS if batch is None else "a wave of other data: flush() it first")
+            raise UsageError(
+                REST_FIRST if batch is None else "a wave of other data: flush() it first"
+            )
         if self.in_flight >= self._room or (ends and ahead):
             raise UsageError(
                 f"mini-batches that have begun: {self.in_flight} of {self._room}; end() the oldest "

@@ -223,7 +223,7 @@ class StandingTraining(JobTraining):
 
     def check(self) -> None:
         """See Training."""
-        self._client.keep_standing()
+        self._client.heartbeat()
 
     def _copy(self, into: Floats) -> int:
         self._client.pull(into)
@@ -233,7 +233,7 @@ class StandingTraining(JobTraining):
     def _stand_still(self) -> None:
         if self._stand is None:
             stand = contextlib.ExitStack()
-            stand.enter_context(self._client.stand())
+            stand.enter_context(self._client.exclusive())
             self._stand = stand
 
     def _let_go(self) -> None:

@@ -23,7 +23,7 @@ from gadei_ps.learners.cuda.driver import launch_host_function
 from gadei_ps.learners.cuda.guard import Guard
 from gadei_ps.learners.cuda.kernels import BAD, Kernels, blocks_for
 from gadei_ps.learners.cuda.staging import Outgoing, Staged, Staging
-from gadei_ps.learners.frame import no_gradient
+from gadei_ps.learners.gradients import no_gradient
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Role
 
@@ -74,7 +74,7 @@ class CudaLink:
         self._room: list[cupy.ndarray] = []
         self._finalizer = weakref.finalize(self, _release, index, self._cleanup)
         atexit.register(self._finalizer)  # before the client's own, which leaves the job
-        client.carried_by(self)
+        client.set_publisher(self)
 
     @property
     def streams(self) -> tuple[int, int]:
@@ -233,14 +233,18 @@ class CudaLink:
             self._transfer(frame, payload, outgoing)
             client.publish_landed(
                 outgoing.landing,
-                outgoing.landed,
-                staging.squares,
-                (int(frame.kind), len(frame.blocks), frame.size),
+                (
+                    outgoing.landed,
+                    staging.squares,
+                    int(bool(loss_at)),
+                    int(frame.kind),
+                    len(frame.blocks),
+                    frame.size,
+                ),
                 functools.partial(
                     launch_host_function, self._push.ptr, _native.LAND, outgoing.landing
                 ),
                 facts,
-                loss_there=bool(loss_at),
             )
             runtime.eventRecord(self._published.ptr, self._push.ptr)
             self._kept = kept or []

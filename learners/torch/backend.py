@@ -11,10 +11,9 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
 from gadei_ps.learners.attach import to_the_script
-from gadei_ps.learners.client import Client, Where, rows_at, whole_at
+from gadei_ps.learners.client import DETACHED, Client, Where, rows_at, whole_at
 from gadei_ps.learners.torch import casts
 from gadei_ps.learners.torch.model import Trained
-from gadei_ps.learners.waits import LEFT
 
 MOVED = (
     "parameter {!r} is {} of shape {} on {} now, since model.to(), half(), an assignment to its "
@@ -132,7 +131,7 @@ class Places:
         if not self.moved:
             return found
         if client.left:
-            raise UsageError(LEFT)
+            raise UsageError(DETACHED)
         for name, one, at, kind in zip(
             self._names, self._parameters, self._at, self._kinds, strict=True
         ):

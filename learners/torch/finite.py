@@ -24,7 +24,7 @@ class FiniteGradients:
     """
 
     def __init__(self, client: Client) -> None:
-        self._refuses = client.refuses_nonfinite
+        self._refuses = client.rejects_nonfinite
         self._told = False
 
     def are_good(self, parameters: Iterable[torch.Tensor]) -> bool:

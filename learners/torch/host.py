@@ -239,7 +239,7 @@ class HostBackend:
     def refresh(self) -> None:
         if self._wait:
             wait_for_own(self._client)
-            self._client.sees_current()
+            self._client.mark_current()
         self._pull()
 
     def _pull(self) -> None:

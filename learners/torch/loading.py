@@ -97,7 +97,7 @@ class Loads:
     def go_on(self, earlier: Earlier) -> None:
         """With what the Optimizer before has left."""
         if earlier.job == self._client.job:
-            self._client.goes_on = True
+            self._client.is_successor = True
         tensors = self._tensors()
         if names := [name for name in earlier.values if name in tensors]:
             self._begin(names)
@@ -140,7 +140,7 @@ class Loads:
 
     def _begin(self, names: Iterable[str]) -> None:
         if self._before is None:
-            if not self._client.begins:
+            if not self._client.is_new:
                 self._buffers.write()  # what was trained, and not what is loaded
             self._backend.own()
             self._before = {name: one.detach().clone() for name, one in self._tensors().items()}
@@ -152,7 +152,7 @@ class Loads:
         if module is self.trained.module:
             self._buffers.warn_of_frozen(self._fixed)
             self._fixed = set()
-        if module is self.trained.module and self._client.begins and not self._errors:
+        if module is self.trained.module and self._client.is_new and not self._errors:
             self.write()
 
     def _note_buffers(self, names: Iterable[str]) -> None:
@@ -172,7 +172,7 @@ class Loads:
         }
         changed = {name for name, one in now.items() if not _same(one, before[name])}
         kept = False
-        if self._client.begins and changed:
+        if self._client.is_new and changed:
             kinds = {tensor.name: tensor.dtype for tensor in self._client.model.tensors}
             values = {name: copy(one, kinds[name]) for name, one in now.items()}
             kept = not self._client.load_weights(values)

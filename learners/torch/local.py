@@ -11,15 +11,13 @@ from typing import Any, NoReturn
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.client import Batch
+from gadei_ps.learners.client import DRAIN_S, Batch, not_copied
 from gadei_ps.learners.torch import assign, gpu, owners
 from gadei_ps.learners.torch.backend import own_copy
 from gadei_ps.learners.torch.buffers import OWN, Buffers, check
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
-from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import Waves
-from gadei_ps.learners.work import DRAIN_S
 
 # Without torch's wrapper, as in optimizer.py.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -100,7 +98,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             self._show()
             self._made = True
             self._finite = FiniteGradients(self.client)
-            self.client.used_by(self)
+            self.client.set_owner(self)
         except BaseException:
             owners.disown(trained.parameters.values(), self)
             self.client.detach()
@@ -120,7 +118,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         _ADD_PARAM_GROUP(self, param_group)
 
     def __reduce__(self) -> NoReturn:
-        raise stays(self)
+        raise not_copied(self)
 
     def _begin_if_it_trains(self) -> None:
         if self._trained.module.training and torch.is_grad_enabled():

@@ -16,7 +16,7 @@ import torch
 from gadei_ps.errors import JobNotFound, UsageError
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.learners.attach import to_the_script
-from gadei_ps.learners.client import Batch
+from gadei_ps.learners.client import DRAIN_S, REST_FIRST, Batch, not_copied
 from gadei_ps.learners.torch import assign, casts, gpu, host, loading, owners, seeds
 from gadei_ps.learners.torch import like as like_torch
 from gadei_ps.learners.torch.backend import Backend
@@ -28,9 +28,7 @@ from gadei_ps.learners.torch.job_settings import JobSettings
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.torch.sampler import Samples
 from gadei_ps.learners.torch.state import Saves, State
-from gadei_ps.learners.waits import stays
 from gadei_ps.learners.waves import adds
-from gadei_ps.learners.work import DRAIN_S, OTHERS
 
 # Hooks on every optimizer's step; under these names in every torch since 2.0.
 _MODULE = sys.modules[torch.optim.Optimizer.__module__]
@@ -218,7 +216,7 @@ class Optimizer(Saves, Samples):
             super().__init__(self._job.groups, self._job.defaults)
             self.state = State(self.client, trained, self._parameters())
             self._made = True
-            self.client.used_by(self)
+            self.client.set_owner(self)
             # Of one that is dropped without close(): the model gets memory of its own all the same.
             self._dropped = weakref.finalize(self, _end, self._buffers, self.backend)
             self._dropped.atexit = False
@@ -244,7 +242,7 @@ class Optimizer(Saves, Samples):
         _ADD_PARAM_GROUP(self, param_group)
 
     def __reduce__(self) -> NoReturn:
-        raise stays(self)
+        raise not_copied(self)
 
     def share_memory(self) -> None:
         """Does nothing; scripts of Hogwild call it of an optimizer whose state is to be shared."""
@@ -312,7 +310,7 @@ class Optimizer(Saves, Samples):
     def _wave_goes_on(self) -> bool:
         """Counts a mini-batch of a wave; whether more of them are to come."""
         if self._own_data and self._of_batch and self._wave > 1:
-            raise UsageError(OTHERS)
+            raise UsageError(REST_FIRST)
         if self._own_data and not self._steps:
             self._wave = self.client.wave
         self._steps += 1

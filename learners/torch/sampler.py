@@ -108,7 +108,7 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
 
     def in_hand(self) -> int:
         """Samples that the next gradient answers; 0 if none."""
-        return len(self._rows(self._client.in_hand[0])) if self._client.unanswered else 0
+        return len(self._rows(self._client.unanswered_ids[0])) if self._client.unanswered else 0
 
     def __reduce__(self) -> Any:
         return self._client.__reduce__()
@@ -118,7 +118,7 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
 
         A pass that follows a whole one is of a later epoch: passes are no more than epochs.
         """
-        return max(self._client.in_hand[0] >> 32, self._epoch + self._ended)
+        return max(self._client.unanswered_ids[0] >> 32, self._epoch + self._ended)
 
     def _rows(self, batch: int) -> np.ndarray:
         epoch, index = batch >> 32, batch & 0xFFFFFFFF
@@ -134,7 +134,7 @@ class _Pass(Iterator[list[int]]):
 
     def __init__(self, sampler: JobSampler) -> None:
         self._of = sampler
-        self._again = deque(sampler._client.in_hand)
+        self._again = deque(sampler._client.unanswered_ids)
         """Batches that were taken before and not answered."""
         self._lists: deque[list[int]] = deque()  # of the batch in hand
         self._begun = self.over = False
@@ -161,7 +161,7 @@ class _Pass(Iterator[list[int]]):
             batch: int | None = self._again.popleft()
         elif client.unanswered:
             first = False
-            if not client.more_in_hand():
+            if not client.raise_ahead():
                 raise UsageError(TOO_MANY.format(most=layout.AHEAD))
             batch = client.try_batch()
             if batch is None:

@@ -49,7 +49,7 @@ class FirstBatch:
 
     def compare(self, client: Client) -> None:
         """Warns if another learner has begun with the same mini-batch and the same seed."""
-        if self._digest is not None and client.begins_as_another(self._digest):
+        if self._digest is not None and client.shares_first_batch(self._digest):
             text = SAME.format(seed=torch.initial_seed(), variable=LEARNER_VARIABLE)
             warnings.warn(text, stacklevel=to_the_script())
 

@@ -132,7 +132,7 @@ def _load(
     if not steps and saved.get(OURS):
         steps.add(int(saved[OURS]["steps"]))
     if not any(steps) and not any(values):  # it is new
-        if client.begins or not (steps or SLOTS[kind]):
+        if client.is_new or not (steps or SLOTS[kind]):
             return
         steps.add(0)
     if len(steps) > 1:
@@ -275,7 +275,7 @@ class Saves(torch.optim.Optimizer):
         _warn_of_settings(state_dict, self._job.shown)
         # A learner that comes late may be handed back what it has read, as accelerate does, while
         # the job trains on.
-        if not self.client.begins or state_dict.get(OURS, {}) != self._given:
+        if not self.client.is_new or state_dict.get(OURS, {}) != self._given:
             _load(self.client, self._trained, parameters, state_dict)
         for number, (group, one) in enumerate(zip(self.param_groups, saved, strict=True)):
             before = float(group["lr"])

@@ -1,7 +1,7 @@
 /* The paper's learner: a training thread, a push thread and a pull thread around queues of size one.
  *
  * Code: learners/pipeline.py (weights, push, flush, close); learners/host.py (_push_loop, _pull_loop,
- * _copy), Queue(1); `writes` in learners/attach.py; native/ps_ring.c ps_claim, ps_publish; unlock and
+ * _copy), Queue(1); `writes` in learners/client.py; native/ps_ring.c ps_claim, ps_publish; unlock and
  * finish in gadei_ps/server/record.py; GaDei, section 4.1, figure 5 and its lemmas.
  *
  * Processes: the three threads; a server that consumes the ring of N slots: it writes to the weights,

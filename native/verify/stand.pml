@@ -4,7 +4,7 @@
  * Code: gadei_ps/server/stand.py; _come_to_a_stand, _assign, _end_stand, _take_over in
  * gadei_ps/server/driver.py; _all_wait in gadei_ps/server/team.py; _pass_held, _pass_on_arrival in
  * gadei_ps/server/shard.py; catch_up in gadei_ps/server/arrival.py; ps_ask_to_stand, ps_stands in
- * native/ps_ring.c; learners/stand.py.
+ * native/ps_ring.c; learners/client.py.
  *
  * Processes: a learner that pushes K gradients; A that ask for N stands each, and with -DPUSHES push a
  * gradient of their own before the first one; the watchdog; the managers and shard threads of two

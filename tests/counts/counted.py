@@ -58,7 +58,7 @@ def _learn(pipe: Connection, job: str, tensors: bool, stubborn: bool) -> None:
                     client.wait_applied()
                     pipe.send(client.published)
                 elif word == "stand":
-                    with client.stand():
+                    with client.exclusive():
                         copy = client.pull()
                         pipe.send(None)
                         pipe.recv()

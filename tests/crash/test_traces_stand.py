@@ -50,7 +50,7 @@ def _stand(pipe: Connection, job: str) -> None:
     with Client(job) as client:
         pipe.send("here")
         while pipe.recv():
-            with client.stand():
+            with client.exclusive():
                 pipe.send("stands")
                 pipe.recv()
                 client.assign({"w": np.array(client.pull())})

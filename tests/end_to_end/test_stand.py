@@ -55,7 +55,7 @@ def _ask(pipe: Connection, job: str) -> None:
         pipe.send("attached")
         while (timeout_s := pipe.recv()) is not None:
             try:
-                with client.stand(timeout_s):
+                with client.exclusive(timeout_s):
                     copy = client.pull()[:VALUES]
                     pipe.send((client.current_version, copy))
                     while (what := pipe.recv()) != "go":
@@ -66,7 +66,7 @@ def _ask(pipe: Connection, job: str) -> None:
                             client.push({"w": copy})
                         elif what == "keep":
                             while not pipe.poll(0.2):
-                                client.keep_standing()
+                                client.heartbeat()
                 pipe.send("ended")
             except GadeiError as error:
                 pipe.send(f"{type(error).__name__}: {error}")
@@ -136,7 +136,7 @@ def test_all_stand_still_under_each_model(job_name: str) -> None:
         assert end["gradients_refused"] == 0
         asks.send(60.0)
         asks.receive()
-        assert tell(asks, "push").startswith("UsageError: stand: the others stand still")
+        assert tell(asks, "push").startswith("UsageError: exclusive: the other learners are paused")
 
 
 def _kill(job: str, *which: str) -> None:
@@ -228,7 +228,7 @@ def test_who_hangs_is_killed_and_who_waits_gives_up(job_name: str) -> None:
         all_granted([*team, hangs])  # so it has an iteration in hand
         assert asks.receive() == "attached"
         asks.send(0.2)
-        why = "PushTimeout: the other learners did not stand still within 0.2 s"
+        why = "PushTimeout: the other learners did not pause within 0.2 s"
         assert asks.receive() == why
         assert tell(hangs, 1) == "granted"  # all go on
         goes_on(job_name, 5)

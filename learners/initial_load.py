@@ -1,0 +1,105 @@
+"""Loads that the learners of a job share: all run the same script, and one of them writes.
+
+The watchdog decides which (watchdog/loading.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from gadei_ps.errors import GadeiError, PushTimeout
+from gadei_ps.job.control import Lasting, Load
+from gadei_ps.learners.gradients import Assigned
+from gadei_ps.learners.waiting import deadline
+
+POLL_S = 0.02  # between two requests, while another learner writes
+GIVE_UP_S = 3.0  # for another watchdog to receive that this learner does not write
+
+What = Literal["state", "weights"]
+Write = Callable[[float | None], object]
+"""Called with the deadline."""
+
+
+class InitialLoad:
+    """What one learner loads, in agreement with the others."""
+
+    def __init__(self, connection: Lasting, generation: int) -> None:
+        """generation: of the learner."""
+        self._connection = connection
+        self._generation = generation
+        self._last: dict[What, int] = {"state": 0, "weights": 0}
+        """Digests of what this learner has loaded last."""
+
+    def share(
+        self,
+        what: What,
+        digest: int,
+        write: Write,
+        timeout_s: float | None,
+        *,
+        steps: int = 0,
+        gives: int = 0,
+    ) -> bool:
+        """Write, or wait until another learner has written the same.
+
+        steps, gives: as in control.Load. Returns false if the job keeps something else. Raises
+        PushTimeout, and what write() raises.
+        """
+        before = self._last[what]
+        digest = _hash(repr((before, digest)).encode()) if before else digest
+        request = Load(
+            what=what,
+            generation=self._generation,
+            digest=digest,
+            steps=steps,
+            gives=gives,
+            after=before,
+        )
+        done = self._write_when_asked(request, write, timeout_s)
+        self._last[what] = digest
+        return done
+
+    def write_state(self, write: Write, timeout_s: float | None) -> None:
+        """Write the optimizer's state in the middle of training, whatever others have loaded."""
+        request = Load(generation=self._generation, digest=1, steps=0, gives=0, after=0, again=True)
+        self._write_when_asked(request, write, timeout_s)
+
+    def _write_when_asked(self, request: Load, write: Write, timeout_s: float | None) -> bool:
+        """Return false if the job keeps something else. If the write fails or is interrupted, the
+        other learners do not wait for this one."""
+        until = deadline(timeout_s)
+        try:
+            while (answer := self._ask(request)) == "wait":
+                if until is not None and time.monotonic() >= until:
+                    raise PushTimeout(
+                        f"another learner has not loaded the {request.what} within {timeout_s} s"
+                    )
+                time.sleep(POLL_S)
+            if answer == "write":
+                write(until)
+                self._ask(request.model_copy(update={"done": True}))
+        except BaseException:
+            with contextlib.suppress(GadeiError, OSError):
+                self._ask(request.model_copy(update={"gives_up": True}), GIVE_UP_S)
+            raise
+        return answer != "other"
+
+    def _ask(self, request: Load, patience_s: float = 10.0) -> str:
+        return str(self._connection.request(request, patience_s=patience_s)["answer"])
+
+
+def digest_of(assigned: Sequence[Assigned], besides: object) -> int:
+    """Return a digest of what is loaded; never 0."""
+    arrays = (array.data for one in assigned for array in one.arrays)
+    return _hash(repr(besides).encode(), *arrays)
+
+
+def _hash(*parts: bytes | memoryview) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        found.update(part)
+    return int.from_bytes(found.digest(), "big") >> 1 or 1
