@@ -12,7 +12,7 @@ gadei_ps.watchdog and gadei_ps.benchmarks.
 import importlib
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 _LATER = {"serve": "gadei_ps.commands.notebook"}  # the rooms above import this package
 
 
