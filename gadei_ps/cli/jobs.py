@@ -383,7 +383,7 @@ def gc(
     tell(as_json, result, lambda: view.removed(result))
     for why in jobs.foreign(names):
         say(f"gadei-ps: left alone: {plain(why)}")
-    for why in jobs.left_alone(names or (), left):
+    for why in jobs.left_alone(jobs.kept() if names is None else names, left):
         say(f"gadei-ps: {plain(why)}")
     _tell_where(not left and not names, as_json)
     return 0

@@ -377,6 +377,16 @@ def foreign(names: Iterable[str] | None = None) -> list[str]:
     return lines + [line for name in sorted(wanted) for line in paths.foreign(name)]
 
 
+def kept() -> list[str]:
+    """Names of dead jobs whose memory collect() leaves if they are not named."""
+    uid = paths.owner()
+    return [
+        one
+        for one in sorted(_names())
+        if segment.is_kept(one, uid) and not presence.living(one, uid).anyone and not _answers(one)
+    ]
+
+
 def left_alone(names: Iterable[str], removed: Iterable[Leftover]) -> list[str]:
     """Why collect() has removed nothing of these jobs, a line for each of which that is known."""
     lines = []

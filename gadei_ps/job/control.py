@@ -373,10 +373,15 @@ class Connection:
             raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
         except (FileNotFoundError, ConnectionRefusedError):
             self._socket.close()
+            if "/" in job_or_path:
+                raise JobNotFound(
+                    f"no job is running at the socket {path} (a job's name has no '/'); "
+                    "gadei-ps ls shows the jobs there are"
+                ) from None
             raise JobNotFound(
                 f"no job {job_or_path!r} is running (looked at {path}); "
                 "gadei-ps ls shows the jobs there are",
-                None if "/" in job_or_path else job_or_path,
+                job_or_path,
             ) from None
         except OSError as error:
             self._socket.close()

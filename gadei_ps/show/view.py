@@ -44,7 +44,8 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if any(one["state"] == "stale" for one in rows):
         parts.append(
             Text(
-                "serve or run continues with what a stale job has left, gadei-ps gc JOB removes it",
+                "a stale job is still in memory: serve, run or export continues with it, "
+                "gadei-ps gc JOB removes it",
                 style="dim",
             )
         )

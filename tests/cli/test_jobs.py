@@ -240,6 +240,9 @@ def test_gc(cli: Cli, job_name: str, learner: list[str]) -> None:
     everything = cli("gc", "--dry-run", "--json").json
     assert dead not in {one["job"] for one in everything["removed"]}, "serve would go on with it"
     assert living not in {one["job"] for one in everything["removed"]}
+    told = cli("gc", "--dry-run").err
+    assert f"job {dead!r} is still in memory, but its processes are dead" in told
+    assert f"job {living!r}" not in told
     wanted = cli("gc", dead, living, "--dry-run", "--json").json
     assert len(segments) == 4
     assert segments <= set(support.segments(dead)), "a dry run removes nothing"
