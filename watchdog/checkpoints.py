@@ -70,6 +70,7 @@ class Checkpoints:
     _said: bytearray = field(default_factory=bytearray)
     _last_at: float = field(default_factory=time.monotonic)
     _failed_at: float = float("-inf")
+    _written_at: float | None = None
 
     @property
     def _control(self) -> np.void:
@@ -78,6 +79,11 @@ class Checkpoints:
     @property
     def _busy(self) -> bool:
         return self._saver is not None or self._copies
+
+    @property
+    def age_s(self) -> float | None:
+        """Time since a checkpoint was written (s); None if this watchdog has had none written."""
+        return None if self._written_at is None else time.monotonic() - self._written_at
 
     @property
     def moved(self) -> int:
@@ -310,6 +316,7 @@ class Checkpoints:
             control["checkpoints"] += 1
             control["checkpoint_version"] = outcome["version"]
             self.problem, self._newer = "", (0, "")
+            self._written_at = time.monotonic()
             self.log.info(
                 "checkpoint",
                 path=outcome["path"],

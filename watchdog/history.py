@@ -146,13 +146,14 @@ class History:
         if version == self._version:
             self._measure(now)
             return
+        assert self._memory.state is not None
         was = self._before
         samples, staleness, loss = self._measure(now)
         rate = (samples - was[1]) / (now - was[0]) if was and now > was[0] else 0.0
         self._version = version
         self._add(
-            {
-                "samples": samples,
+            totals.in_history(self._control, self._memory.state.view(layout.STATE))
+            | {
                 "samples_per_s": round(rate, 3),
                 "loss": loss,
                 "staleness": staleness,

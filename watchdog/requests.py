@@ -209,6 +209,7 @@ class Requests:
         report["standby_pid"] = self._servers.standby_pid
         report["standby_missing"] = self._servers.why_alone or None
         report["server_stuck"] = self._servers.stuck or None
+        report["checkpoint_age_s"] = self._checkpoints.age_s
         report["last_checkpoint"] = self._checkpoints.last or None
         report["checkpoint_warning"] = self._checkpoints.warning or None
         report["newer_checkpoint"] = self._checkpoints.newer or None

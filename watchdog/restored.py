@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gadei_ps.memory.totals import COUNTED
+from gadei_ps.memory import totals
 from gadei_ps.storage.snapshot import Snapshot
 
 
@@ -20,7 +20,5 @@ def enter(control: np.void, state: np.void, snapshot: Snapshot) -> None:
         control[field_] = snapshot.work[field_]
     control["requeue"][: snapshot.requeue.size] = snapshot.requeue
     control["requeued"] = snapshot.requeue.size
-    for field_ in COUNTED:
-        control[f"past_{field_}"] = snapshot.counts[field_]
-    control["requeued_total"] = snapshot.counts["requeued_total"]
+    totals.restore(control, snapshot.counts)
     control["work"] = snapshot.work["state"]

@@ -29,10 +29,9 @@ from gadei_ps.errors import CheckpointError, CheckpointMistake, GadeiError, in_w
 from gadei_ps.job.changes import read
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
-from gadei_ps.memory import layout, owned, segment, weights
+from gadei_ps.memory import layout, owned, segment, totals, weights
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind, Work
 from gadei_ps.memory.shm import segment_name
-from gadei_ps.memory.totals import COUNTED, total
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.watchdog import model, recorded
@@ -252,7 +251,6 @@ class Saver:
             ]
         )
         self._unanswered = owned.unanswered(control) if owned.is_on(control) else []
-        counts = {name: total(control, name) for name in COUNTED}
         # The watchdog records a change before it takes effect: what is in force is not left out.
         changes = recorded.read_changes(self._segment)
         snapshot = Snapshot(
@@ -267,7 +265,7 @@ class Saver:
             supersteps=int(control["superstep"]),
             work=self._work(),
             requeue=requeue,
-            counts=counts | {"requeued_total": int(control["requeued_total"])},
+            counts=totals.saved(control),
             clocks={
                 str(row): int(roster[row]["clock"]) for row in np.flatnonzero(roster["wanted"])
             },

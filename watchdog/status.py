@@ -6,9 +6,8 @@ import math
 from typing import Any
 
 from gadei_ps.job import modes
-from gadei_ps.memory import layout, owned
+from gadei_ps.memory import layout, owned, totals
 from gadei_ps.memory.layout import Phase, Reason, Work
-from gadei_ps.memory.totals import counts
 from gadei_ps.watchdog import changing, script
 from gadei_ps.watchdog.memory import JobMemory
 
@@ -16,6 +15,7 @@ from gadei_ps.watchdog.memory import JobMemory
 def report(memory: JobMemory) -> dict[str, Any]:
     """The status as plain values; counters only ever grow."""
     control = memory.control.view(layout.CONTROL)
+    state = memory.state.view(layout.STATE) if memory.state is not None else None
     told = script.report(memory.config, memory.script, memory.changes, memory.model)
     in_force, wanted = modes.done(memory.control), modes.wanted(memory.control)
     learners = [_learner(memory, row) for row in sorted(memory.rings)]
@@ -29,14 +29,10 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "settings": told,
         "history": str(memory.config.history_file()) if memory.config.history else None,
         "settings_pending": not changing.is_settled(memory),
-        "settings_version": int(control["numbers_version"]),
         "when_idle": memory.config.when_idle,
-        "shards": int(control["shards"]),
-        "version": int(control["version"]),
-        **counts(control),
-        "parts_torn": _torn(memory),
-        "batches_requeued": int(control["requeued_total"]),
-        "supersteps": int(control["supersteps_done"]),
+        **totals.of_job(control, state),
+        "failovers": max(0, int(control["lease_generation"]) - 1),
+        "learners_attached": len(learners),
         "work": {
             "state": Work(int(control["work"])).name.lower(),
             "batches": int(control["batches"]),
@@ -52,28 +48,12 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "watchdog_pid": int(control["watchdog_pid"]),
         "server_pid": int(control["lease_pid"]),
         "nursery_pid": int(control["nursery_pid"]),
-        "server_generation": int(control["lease_generation"]),
-        "server_deaths": int(control["server_deaths"]),
-        "nursery_deaths": int(control["nursery_deaths"]),
-        "learner_deaths": int(control["learner_deaths"]),
-        "watchdog_starts": int(control["watchdog_starts"]),
-        "checkpoints": int(control["checkpoints"]),
-        "checkpoint_version": int(control["checkpoint_version"]),
-        "checkpoint_failures": int(control["checkpoint_failures"]),
-        "started": int(control["started"]),
         "shared_bytes": sum(
             part.size
             for part in (memory.control, memory.weights, memory.state, *memory.rings.values())
             if part is not None
         ),
     }
-
-
-def _torn(memory: JobMemory) -> int:
-    """Parts of gradients, one for each shard, that were lost with damaged rings."""
-    if memory.state is None:
-        return 0
-    return int(memory.state.view(layout.STATE)["record"]["torn"].sum())
 
 
 def _model(memory: JobMemory) -> dict[str, int] | None:
@@ -99,19 +79,14 @@ def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
         "pid": int(entry["pid"]),
         "leaving": int(entry["wanted"]) != int(entry["generation"]),
         "published": int(ring["head"]),
-        "applied": applied,
-        "dropped": int(entry["dropped"]),
-        "refused": int(entry["refused"]),
+        **totals.of_learner(entry),
         "refused_because": layout.REASON_TEXT[Reason(int(entry["reason"]))],
-        "samples": int(entry["samples"]),
         "gradient_norm": float(entry["norm"]) if applied and math.isfinite(entry["norm"]) else None,
         "loss": float(entry["loss"]) if applied and math.isfinite(entry["loss"]) else None,
         "queue": max(0, int(ring["head"]) - int(ring["tail"]["value"][:shards].min())),
         "staleness_mean": int(entry["staleness_sum"]) / applied if applied else 0.0,
-        "staleness_max": int(entry["staleness_max"]),
         "staleness_histogram": [int(count) for count in entry["histogram"]],
         "outstanding": int((entry["outstanding"] != layout.NO_BATCH).sum()),
-        "unasked": int(entry["unasked"]),
         "paused": bool(int(ring["wants"]) & layout.WANTS_PAUSE),
         "others_stand_still": int(entry["stand"]) != 0,
     }

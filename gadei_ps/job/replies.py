@@ -6,13 +6,17 @@ lacks is ignored. Text is bounded, but may have any characters: what prints it e
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, create_model, model_validator
 
+from gadei_ps import metrics
 from gadei_ps.memory import layout, shm
+from gadei_ps.metrics import Metric, Values
 
 MOST_TEXT: Final = 1 << 14
+M = TypeVar("M", bound=BaseModel)
 Count = Annotated[int, Field(ge=0, lt=2**64)]
 Pid = Annotated[int, Field(ge=0, lt=2**31)]
 Row = Annotated[int, Field(ge=0, lt=layout.MAX_LEARNERS)]
@@ -167,6 +171,28 @@ class Answered(Reply):
     answer: Text
 
 
+_VALUES: Final[dict[Values, tuple[Any, Any]]] = {
+    Values.COUNT: (Count, 0),
+    Values.TIME: (Annotated[int, Field(ge=0, lt=2**40)], 0),
+    Values.AMOUNT: (Number, 0.0),
+    Values.AMOUNT_OR_NONE: (Number | None, None),
+    Values.NUMBER_OR_NONE: (FiniteFloat | None, None),
+}
+
+
+def _with_metrics(table: Iterable[Metric]) -> Callable[[type[M]], type[M]]:
+    """Make a decorator that adds a field for each metric; older releases lack the added ones."""
+    fields: dict[str, Any] = {}
+    for one in table:
+        values, default = _VALUES[one.values]
+        fields[one.name] = values, default if one.added else ...
+
+    def decorate(model: type[M]) -> type[M]:
+        return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
+
+    return decorate
+
+
 class WorkStatus(Checked):
     """The batch ledger."""
 
@@ -180,6 +206,7 @@ class WorkStatus(Checked):
     waits: bool = False
 
 
+@_with_metrics(metrics.LEARNER)
 class LearnerStatus(Checked):
     """A learner of a job."""
 
@@ -188,26 +215,12 @@ class LearnerStatus(Checked):
     name: Text
     pid: Pid
     leaving: bool
-    published: Count
-    applied: Count
-    dropped: Count
-    refused: Count
     refused_because: Text
-    samples: Count
-    gradient_norm: Number | None
-    loss: FiniteFloat | None
-    queue: Count
-    staleness_mean: Number
-    staleness_max: Count
     staleness_histogram: list[Count] = Field(
         min_length=layout.HISTOGRAM, max_length=layout.HISTOGRAM
     )
-    outstanding: Count
-    unasked: Count
     paused: bool
     others_stand_still: bool = False
-    holds_up_s: FiniteFloat | None = None
-    killed_in_s: FiniteFloat | None = None
 
 
 class _Numbers(Checked):
@@ -286,6 +299,7 @@ class LaunchStatus(Checked):
     directory: Text
 
 
+@_with_metrics(metrics.JOB)
 class JobStatus(Reply):
     """The status of a job, and its last one."""
 
@@ -298,34 +312,13 @@ class JobStatus(Reply):
     settings: SettingsStatus
     history: Text | None
     settings_pending: bool
-    settings_version: Count
     when_idle: Field_
-    shards: Count
-    version: Count
-    gradients_applied: Count
-    gradients_dropped: Count
-    gradients_refused: Count
-    samples: Count
-    parts_torn: Count
-    batches_requeued: Count
-    supersteps: Count
     work: WorkStatus
     learners: list[LearnerStatus] = Field(max_length=layout.MAX_LEARNERS)
     model: ModelStatus | None
     watchdog_pid: Pid
     server_pid: Pid
     nursery_pid: Pid = 0
-    server_generation: Count
-    server_deaths: Count
-    nursery_deaths: Count = 0
-    learner_deaths: Count
-    watchdog_starts: Count
-    checkpoints: Count
-    checkpoint_version: Count
-    checkpoint_failures: Count
-    started: Annotated[int, Field(ge=0, lt=2**40)]
-    shared_bytes: Count
-    server_private_bytes: Count = 0
     standby_pid: Pid | None = None
     standby_missing: Text | None = None
     last_checkpoint: LastCheckpoint | None = None

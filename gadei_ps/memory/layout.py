@@ -228,6 +228,11 @@ BLOCK: Final = _struct("ps_block")
 TAIL: Final = _struct("ps_tail")
 RING: Final = _struct("ps_ring")
 
+PAST: Final = tuple(
+    name.removeprefix("past_") for name in CONTROL.names or () if name.startswith("past_")
+)
+"""Words of ENTRY that are added to `past_...` of CONTROL when their learner leaves."""
+
 UNDO_HALF: Final = MAX_STREAMS * CHUNK * 4
 """Bytes of a half of a shard's undo log, which holds one chunk of each stream."""
 

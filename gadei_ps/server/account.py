@@ -50,6 +50,8 @@ from gadei_ps.server.context import (
 )
 from gadei_ps.server.journal import Books, forget, remember
 from gadei_ps.server.statistics import (
+    ENTRIES,
+    ENTRY_BYTES,
     count_applied,
     count_dropped,
     count_past,
@@ -66,8 +68,6 @@ WORK_ITEMS = np.uint64(layout.offset(RING, "work_items"))
 
 # What a transaction remembers: shard 0's part of a learner's entry, and the ledger's head. What
 # stands in `requeue` above its count means nothing, so the count alone is enough.
-ENTRIES = np.uint64(layout.offset(CONTROL, "roster"))
-ENTRY_BYTES = np.uint64(ENTRY.itemsize)
 COUNTED = np.uint64(layout.offset(ENTRY, "applied"))
 COUNTED_WORDS = (ENTRY.itemsize - layout.offset(ENTRY, "applied")) // 8
 LEDGER = np.uint64(layout.offset(CONTROL, "next"))  # what stands before it is the watchdog's

@@ -12,12 +12,19 @@ import numpy as np
 
 from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.memory import layout
+from gadei_ps.memory.layout import CONTROL, ENTRY
 from gadei_ps.server.constants import ASSIGN, EMPTY, ONE, REFUSE, ZERO
 from gadei_ps.server.context import Shard, integer
-from gadei_ps.server.symbols import fence
+from gadei_ps.server.symbols import address, fence, words
 
 HISTOGRAM = layout.HISTOGRAM
 RUNS = np.uint64(layout.RUNS)
+ENTRIES = np.uint64(layout.offset(CONTROL, "roster"))
+ENTRY_BYTES = np.uint64(ENTRY.itemsize)
+PAST = tuple(
+    (np.uint64(layout.offset(ENTRY, word)), np.uint64(layout.offset(CONTROL, f"past_{word}")))
+    for word in layout.PAST
+)
 
 
 @compiled
@@ -70,15 +77,12 @@ def count_refused(c: np.ndarray, row: int, reason: int) -> None:
 @inner
 def count_past(c: np.ndarray, row: int) -> None:
     """Adds a learner's counts to those of all learners that are gone, and clears them."""
-    e = c[0].roster[row]
-    c[0].past_applied += e.applied
-    c[0].past_dropped += e.dropped
-    c[0].past_refused += e.refused
-    c[0].past_samples += e.samples
-    e.applied = ZERO
-    e.dropped = ZERO
-    e.refused = ZERO
-    e.samples = ZERO
+    control = address(c)
+    entry = control + ENTRIES + np.uint64(row) * ENTRY_BYTES
+    for own, past in PAST:
+        counted = words(entry + own, 1)
+        words(control + past, 1)[0] += counted[0]
+        counted[0] = ZERO
 
 
 @inner

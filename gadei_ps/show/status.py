@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from gadei_ps import metrics
+from gadei_ps.metrics import Shown
 from gadei_ps.show.counts import counted, rate
 from gadei_ps.show.optimizer import optimizer
 from gadei_ps.show.progress import NO_LOSS, making, no_loss
@@ -82,6 +84,7 @@ def job_status(status: Mapping[str, Any], rates: Mapping[int, float] | None = No
 
 def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict[str, str | Text]:
     model, work, applied = status["model"], status["work"], status["gradients_applied"]
+    lines = counters(status)
     phase = (status["phase"], PHASE_STYLE.get(status["phase"], ""))
     changing = f" (changing to {status['sync_wanted']})" if status["sync_wanted"] else ""
     rows: dict[str, str | Text] = {
@@ -96,11 +99,8 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             if model
             else "none yet: the first learner brings it"
         ),
-        "gradients": (
-            f"{applied:,} applied, {status['gradients_dropped']:,} dropped, "
-            f"{status['gradients_refused']:,} refused"
-            + ("" if applied == status["version"] else f"; version {status['version']:,}")
-        ),
+        "gradients": lines.pop("gradients")
+        + ("" if applied == status["version"] else f"; version {status['version']:,}"),
     }
     learners = status["learners"]
     speed = f"{rate(sum(rates.values()))} {unit(learners)}" if rates else ""
@@ -127,23 +127,18 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
         )
     if status.get("making"):
         rows["memory to come"] = making(status["making"])
-    standby = status["standby_pid"] or status.get("standby_missing") or "none at the moment"
+    standby = status.get("standby_pid") or status.get("standby_missing") or "none at the moment"
     rows["processes"] = (
         f"watchdog {status['watchdog_pid']}, server {status['server_pid']}, standby {standby}"
     ) + (f", nursery {nursery}" if (nursery := status.get("nursery_pid")) else "")
-    deaths = {one: status[f"{one}_deaths"] for one in ("server", "learner")}
-    deaths["watchdog"] = status["watchdog_starts"] - 1
-    nurseries = status.get("nursery_deaths", 0)
-    if any(deaths.values()) or nurseries:
-        rows["deaths"] = ", ".join(counted(number, one) for one, number in deaths.items())
-        rows["deaths"] += f", {counted(nurseries, 'nursery', 'nurseries')}" if nurseries else ""
+    rows |= lines
     if status["checkpoints"] or status["checkpoint_failures"]:
         rows["checkpoints"] = _checkpoints(status)
     if status.get("checkpoint_warning"):
         rows["warning"] = Text(status["checkpoint_warning"], style="yellow")
     if status.get("server_stuck"):
         rows["server"] = Text(status["server_stuck"], style="yellow")
-    if status["names_lost"]:
+    if status.get("names_lost"):
         rows["warning"] = Text(
             "the job's segments have lost their names; stop the job (gadei-ps doctor tells why)",
             style="yellow",
@@ -161,6 +156,24 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
     return rows
 
 
+def counters(status: Mapping[str, Any]) -> dict[str, str]:
+    """Lines of metrics by name; a line without a number above 0 is omitted, except `gradients`."""
+    lines: dict[str, list[tuple[int, Shown]]] = {}
+    for one in metrics.JOB:
+        if (shown := one.shown) is not None:
+            value = status.get(one.name, shown.base) - shown.base
+            lines.setdefault(shown.line, []).append((value, shown))
+    return {
+        line: ", ".join(
+            counted(value, shown.one, shown.several)
+            for value, shown in numbers
+            if value or shown.if_zero
+        )
+        for line, numbers in lines.items()
+        if line == "gradients" or any(value for value, _ in numbers)
+    }
+
+
 def _slow(learner: Mapping[str, Any]) -> str:
     told = f"learner {learner['row']} (pid {learner['pid']}) for {learner['holds_up_s']:.0f} s"
     if learner["paused"]:
@@ -172,7 +185,7 @@ def _slow(learner: Mapping[str, Any]) -> str:
 
 
 def _checkpoints(status: Mapping[str, Any]) -> str:
-    last, failed = status["last_checkpoint"] or {}, status["checkpoint_failures"]
+    last, failed = status.get("last_checkpoint") or {}, status["checkpoint_failures"]
     told = (
         f"{status['checkpoints']:,} written; the newest is of version "
         f"{status['checkpoint_version']:,}"

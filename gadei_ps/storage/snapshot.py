@@ -8,9 +8,17 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 import gadei_ps
+from gadei_ps import metrics
 from gadei_ps.errors import invalid
 from gadei_ps.memory import layout, shm, weights
 from gadei_ps.memory.layout import Role, Work
@@ -73,16 +81,6 @@ class WorkRow(_Object):
             raise ValueError(f"requeue has batch {index} of epoch {epoch}, and there is none")
 
 
-class CountsRow(_Object):
-    """Counts of gradients, samples and batches."""
-
-    applied: Count
-    dropped: Count
-    refused: Count
-    samples: Count
-    requeued_total: Count
-
-
 class TensorRow(_Object):
     """A tensor of the model. group: from the format GROUPED on; dtype: from TYPED on."""
 
@@ -117,7 +115,7 @@ class Manifest(_Object):
     steps: Count
     supersteps: Count
     work: WorkRow
-    counts: CountsRow
+    counts: dict[str, Count]
     clocks: dict[str, Word]
     slots: int = Field(ge=0, lt=layout.MAX_STREAMS)
     requeue: int = Field(ge=0, le=MOST_REQUEUED)
@@ -126,6 +124,16 @@ class Manifest(_Object):
     config: dict[str, Any]
     changes: dict[str, Any] = {}
     tensors: list[TensorRow]
+
+    @field_validator("counts")
+    @classmethod
+    def _metrics(cls, counts: dict[str, int]) -> dict[str, int]:
+        """Those of metrics.JOB. An older checkpoint lacks metrics that were added later."""
+        saved = [one for one in metrics.JOB if one.is_saved]
+        missing = [one.word for one in saved if one.word not in counts and not one.added]
+        if missing:
+            raise ValueError(f"{', '.join(missing)}: missing")
+        return {one.word: counts.get(one.word, 0) for one in saved}
 
     def snapshot(self, model: weights.Model) -> Snapshot:
         """The job, with zeros in the arrays."""
@@ -140,7 +148,7 @@ class Manifest(_Object):
             supersteps=self.supersteps,
             work=self.work.model_dump(),
             requeue=np.zeros(self.requeue, np.uint64),
-            counts=self.counts.model_dump(),
+            counts=self.counts,
             clocks=self.clocks,
             changes=self.changes,
             frozen=np.zeros(model.words - model.elements, np.float32),
@@ -161,7 +169,7 @@ class Snapshot:
     supersteps: int
     work: dict[str, int]  # batches, epochs, seed, next, epochs_done, state
     requeue: np.ndarray  # uint64 (n,), batches to be handed out again, with those outstanding
-    counts: dict[str, int]  # applied, dropped, refused, samples, requeued_total
+    counts: dict[str, int]  # by word of the metrics that a checkpoint keeps
     clocks: dict[str, int]  # of learners, for information
     changes: dict[str, Any] = field(default_factory=dict)  # job.changes.Changes, as JSON
     frozen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))

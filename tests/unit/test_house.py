@@ -32,7 +32,7 @@ MESH = f"{PACKAGE}._mesh"
 # A room or module of a layer may import its own room and what lies in the layers before it. Rooms
 # of one layer know nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("gadei_ps", "_native", "_mesh", "errors", "homes"),
+    ("gadei_ps", "_native", "_mesh", "errors", "homes", "metrics"),
     ("machine", "kernels", "show"),
     ("memory", "sync"),
     ("storage", "groups"),
