@@ -1,4 +1,4 @@
-"""The C extension; all else is in pyproject.toml.
+"""What is compiled from C; all else is in pyproject.toml.
 
 Here, because setuptools calls extension modules in pyproject.toml experimental and warns of them.
 """
@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 # Upon an editable installation setuptools warns that a folder of the current directory may be
 # imported instead of the package. Every process of gadei-ps is started so that none is.
@@ -52,6 +53,28 @@ FLAGS = (
     "-pthread",
 )
 
+LAUNCHER = "gadei_ps._launcher"
+
+
+class Build(build_ext):
+    """Builds a program beside the extensions: it is installed like them."""
+
+    def get_ext_filename(self, fullname):
+        if fullname.endswith("_launcher"):
+            return str(Path(*fullname.split(".")))
+        return super().get_ext_filename(fullname)
+
+    def build_extension(self, ext):
+        if ext.name != LAUNCHER:
+            super().build_extension(ext)
+            return
+        objects = self.compiler.compile(
+            ext.sources, output_dir=self.build_temp, extra_postargs=ext.extra_compile_args
+        )
+        path = Path(self.get_ext_fullpath(ext.name))
+        self.compiler.link_executable(objects, path.name, output_dir=str(path.parent))
+
+
 # A source distribution lacks this script, and its header is right.
 if Path("native/build_identity.py").is_file():
     try:
@@ -60,7 +83,9 @@ if Path("native/build_identity.py").is_file():
         sys.exit(f"native/ps_build.h is stale and cannot be renewed: {error}")
 
 setup(
+    cmdclass={"build_ext": Build},
     ext_modules=[
+        Extension(LAUNCHER, sources=["native/launcher.c"], extra_compile_args=list(FLAGS)),
         Extension(
             "gadei_ps._native",
             sources=[f"native/{name}.c" for name in SOURCES],
@@ -75,5 +100,5 @@ setup(
             # Sums are the same on every processor.
             extra_compile_args=[*FLAGS, "-ffp-contract=off"],
         ),
-    ]
+    ],
 )

@@ -56,4 +56,4 @@ class Numpy:
 
 def die_with(parent: int) -> None:
     """Makes the calling child process end with its parent."""
-    process.dies_with_parent(parent)()
+    process.die_with_parent(parent)

@@ -147,7 +147,9 @@ class JobLearners:
         # As torchrun: N processes with a thread for each core would compete for the cores.
         env.setdefault("OMP_NUM_THREADS", str(max(1, process.cores() // self.config.count)))
         try:
-            one.child = process.spawn(self.config.command, env=env, stdout=2, how=None)
+            one.child = process.spawn(
+                self.config.command, env=env, stdout=2, how=None, protected=False
+            )
         except OSError as error:
             self.log.error(
                 "cannot start a learner", command=self.config.command[0], reason=error.strerror

@@ -27,7 +27,7 @@ class Nursery:
 
 
 def start() -> Nursery:
-    """Starts a nursery, which dies with the calling thread. Raises OSError."""
+    """Starts a nursery, which dies with this process. Raises OSError."""
     files = build.files()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     words = str(theirs.fileno()), f"{build.of_server():x}", ROOM

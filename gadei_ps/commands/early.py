@@ -43,7 +43,7 @@ class Child:
 def start(*flags: str, log_file: int | None = None, dies: bool = True) -> Child:
     """Starts a watchdog's process, which waits to be told. Raises OSError.
 
-    log_file: for its output; else its output goes to stderr. dies: with the calling thread.
+    log_file: for its output; else its output goes to stderr. dies: with this process.
     """
     ours, theirs = (end.detach() for end in socket.socketpair())
     try:

@@ -178,7 +178,7 @@ class Ended:
 
 
 class Learners:
-    """The learner processes of a command. They die with the thread that starts them.
+    """The learner processes of a command. They die with this process.
 
     numbers: theirs, or how many they are if their job has no others. output: what they print goes
     there; else it goes where this process's does, or to `stdout`. reads: whether they have this

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import resource
 import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
@@ -166,6 +169,7 @@ def forbid_core_dump() -> None:
 
 
 OOM_SCORE = Path("/proc/self/oom_score_adj")
+_scores: dict[int, str] = {}  # of this process before end_last(), by its pid
 
 
 def end_first() -> None:
@@ -177,7 +181,9 @@ def end_first() -> None:
 def end_last() -> None:
     """If memory runs out, the kernel ends this process as late as that needs no privilege."""
     with contextlib.suppress(OSError, ValueError):
-        for wanted in range(0, int(OOM_SCORE.read_text()), 100):
+        before = OOM_SCORE.read_text().strip()
+        _scores[os.getpid()] = before
+        for wanted in range(0, int(before), 100):
             with contextlib.suppress(PermissionError):
                 OOM_SCORE.write_text(str(wanted))
                 return
@@ -236,18 +242,48 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def dies_with_parent(parent: int, how: int = signal.SIGKILL) -> Callable[[], None]:
-    """For Popen's preexec_fn: the child gets signal `how` when the thread that started it ends.
+LAUNCHER = Path(_native.__file__).with_name("_launcher")
+"""A program of C (native/launcher.c) that becomes a child which dies with its parent."""
 
-    Start such children from a thread that lives as long as they shall.
+
+def die_with_parent(parent: int, how: int = signal.SIGKILL) -> None:
+    """Let this process get signal `how` when the thread that forked it ends."""
+    _native.die_with_parent(how)
+    if os.getppid() != parent:  # it died before the request was in place
+        os._exit(1)
+
+
+class _Starter:
+    """A thread that starts children for other threads, and ends with its process.
+
+    The kernel sends a child the signal when the thread ends that has started the child.
     """
 
-    def arrange() -> None:
-        _native.die_with_parent(how)
-        if os.getppid() != parent:  # it died before the request was in place
-            os._exit(1)
+    def __init__(self) -> None:
+        self._pid = 0
+        self._lock = threading.Lock()
+        self._wanted: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
 
-    return arrange
+    def call(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+        """Call `start` in the thread; raise what it raises."""
+        future: Future[subprocess.Popen[bytes]] = Future()
+        with self._lock:
+            if self._pid != os.getpid():  # a fork has no other threads than its first one
+                self._pid, self._wanted = os.getpid(), queue.SimpleQueue()
+                threading.Thread(target=self._run, name="starter", daemon=True).start()
+        self._wanted.put((future, start))
+        return future.result()
+
+    def _run(self) -> None:
+        while True:
+            future, start = self._wanted.get()
+            try:
+                future.set_result(start())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+_STARTER = _Starter()
 
 
 def spawn(
@@ -259,22 +295,51 @@ def spawn(
     stderr: int | IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),
     how: int | None = signal.SIGKILL,
+    protected: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """Starts a child that dies with the calling thread, in a process group of its own.
+    """Start a child that dies with this process, in a process group of its own. Raises OSError.
 
-    how: signal that it gets then; None: it lives on.
-    In a group of its own the child does not get the terminal's Ctrl-C: the parent ends it.
+    how: signal that it gets then; None: it lives on. protected: whether the kernel, if memory runs
+    out, treats it as this process, also after end_last(). In a group of its own the child does not
+    get the terminal's Ctrl-C: the parent ends it.
     """
-    return subprocess.Popen(
-        list(command),
-        env=None if env is None else dict(env),
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        pass_fds=pass_fds,
-        process_group=0,
-        preexec_fn=None if how is None else dies_with_parent(os.getpid(), how),
-    )
+    score = "" if protected else _scores.get(os.getpid(), "")
+
+    def start(words: Sequence[str], *more: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            list(words),
+            env=None if env is None else dict(env),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=(*pass_fds, *more),
+            process_group=0,
+        )
+
+    if how is None and not score:
+        return start(command)
+    errors, theirs = os.pipe2(os.O_CLOEXEC)
+    try:
+        words = [str(LAUNCHER), str(int(how or 0)), str(os.getpid()), score, str(theirs), *command]
+        if how is None or threading.current_thread() is threading.main_thread():
+            child = start(words, theirs)
+        else:
+            child = _STARTER.call(lambda: start(words, theirs))
+    except BaseException:
+        os.close(errors)
+        raise
+    finally:
+        os.close(theirs)
+    with open(errors, "rb") as pipe:
+        why = pipe.read()  # ends when the program begins
+    if why:
+        for stream in (child.stdin, child.stdout, child.stderr):
+            if stream is not None:
+                stream.close()
+        child.wait()
+        number = int.from_bytes(why, sys.byteorder)
+        raise OSError(number, os.strerror(number), command[0])
+    return child
 
 
 def allow_files(wanted: int) -> None:

@@ -184,7 +184,7 @@ def _become_plain(process_group: int | None, how: int | None, parent: int) -> No
     if process_group is not None:
         os.setpgid(0, process_group)
     if how is not None:
-        process.dies_with_parent(parent, how)()
+        process.die_with_parent(parent, how)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)

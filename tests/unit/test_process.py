@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -156,13 +157,68 @@ def test_children_die_with_their_parent(how: int) -> None:
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", "print('began')"],
-        preexec_fn=process.dies_with_parent(1),
-        capture_output=True,
-        check=False,
-    )
+    words = [str(process.LAUNCHER), "9", "1", "", "2", sys.executable, "-c", "print('began')"]
+    ended = subprocess.run(words, capture_output=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, b"")
+
+
+def test_a_child_lives_on_when_the_thread_ends_that_has_started_it() -> None:
+    children: list[subprocess.Popen[bytes]] = []
+    thread = threading.Thread(target=lambda: children.append(process.spawn(SLEEPER)))
+    thread.start()
+    thread.join()
+    tasks = Path("/proc/self/task")
+    eventually(lambda: not (tasks / str(thread.native_id)).exists())
+    with children[0] as child:
+        start = process.start_ticks(child.pid)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.2)
+        assert process.alive(child.pid, start)
+        child.kill()
+
+
+@pytest.mark.parametrize("how", [None, signal.SIGKILL])
+def test_a_program_that_does_not_exist_is_named(how: int | None) -> None:
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(FileNotFoundError) as error:
+        process.spawn(["no-such-program", "-m"], how=how, stdout=subprocess.PIPE)
+    assert error.value.filename == "no-such-program"
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_a_script_is_not_given_to_the_shell(tmp_path: Path) -> None:
+    script = tmp_path / "no-such-script"
+    script.write_text("import os\n")
+    script.chmod(0o700)
+    path = {"PATH": f"/nowhere::{tmp_path}:/bin"}
+    for name in (str(script), script.name):
+        with pytest.raises(OSError, match="Exec format error"):
+            process.spawn([name], env=path)
+    assert process.spawn(["true"], env=path).wait() == 0
+
+
+def test_a_child_has_no_descriptor_but_its_own() -> None:
+    show = [sys.executable, "-c", "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))"]
+    child = process.spawn(show, stdout=subprocess.PIPE)
+    assert child.communicate()[0] == b"[0, 1, 2, 3]\n"  # 3: of listdir
+
+
+def _children_of_a_protected_process(pipe: Connection) -> None:
+    process.OOM_SCORE.write_text("300")
+    process.end_last()
+    show = ["cat", str(process.OOM_SCORE)]
+    for how in (None, signal.SIGKILL):
+        for protected in (True, False):
+            child = process.spawn(show, stdout=subprocess.PIPE, how=how, protected=protected)
+            pipe.send(int(child.communicate()[0]))
+
+
+def test_protection_against_a_lack_of_memory_is_not_inherited_by_others() -> None:
+    parent = Child(_children_of_a_protected_process)
+    for _ in range(2):
+        low, own_score = parent.receive(), parent.receive()
+        assert low < own_score == 300
+    parent.kill()
 
 
 def test_a_spawned_child_is_on_its_own() -> None:
