@@ -21,27 +21,30 @@ import contextlib
 import itertools
 import os
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
 from gadei_ps.errors import JobStopped, UsageError
-from gadei_ps.learners import checks, cutting, places, stages
+from gadei_ps.learners import cutting, places, stages
 from gadei_ps.learners.client import REST_FIRST, Batch
 from gadei_ps.learners.gradient_waves import GradientWaves
+from gadei_ps.learners.places import Place
 from gadei_ps.learners.plan import Plan
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
-from gadei_ps.learners.torch import assign, owners
+from gadei_ps.learners.torch import assign
 from gadei_ps.learners.torch.buffers import FIRST, Buffers
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
 from gadei_ps.learners.torch.sums import Elsewhere, Sums
-from gadei_ps.learners.unused import Unused
 from gadei_ps.learners.waves import WaveOrder, Waves
+
+T = TypeVar("T")
 
 
 class VirtualWorker:
@@ -92,17 +95,17 @@ class VirtualWorker:
         name: str = "",
     ) -> None:
         layers = cutting.modules(layers)
-        made = None if plan is None else checks.planned(plan, layers, devices, cuts)
+        made = None if plan is None else _checked_plan(plan, layers, devices, cuts)
         if made is not None:
             devices, cuts = made.devices, made.cuts
-        where = checks.devices(devices, planned=made is not None)
+        where = _places(devices, planned=made is not None)
         self._threads = places.remaining_threads(where)
         self.model = torch.nn.Sequential(*layers)
         """All layers. Its modes train() and eval() are those of the stages. While mini-batches are
         in flight its parameters may be copies that one of them has: call drain() first."""
         self._trained = trained = Trained.of(self.model)
         self._stages = cutting.cut(trained, where, cuts)
-        owners.check_free(trained.parameters)
+        trained.check_free()
         how = {"wire": wire, "error_feedback": error_feedback, "name": name}
         if optimizer is None:
             self.client = trained.join(job, **how)
@@ -131,7 +134,7 @@ class VirtualWorker:
                 before.after, after.before = after, before
             for stage in self._stages:
                 stage.begin()
-            owners.own(trained.parameters.values(), self)
+            trained.own(self)
             self._buffers = Buffers(self.client, trained, FIRST)
             self.client.set_owner(self)
         except BaseException:
@@ -168,8 +171,8 @@ class VirtualWorker:
         Waves.begin and end raise. Whatever is raised, the worker has left the job then. Raises
         UsageError, and goes on, for inputs that are no tensor of samples.
         """
-        checks.samples("inputs", inputs)
-        checks.loss(loss_function)
+        _check_samples("inputs", inputs)
+        _check_loss(loss_function)
         self._check_usable()
         if self.waves.has_part_of_a_batch:
             raise UsageError(REST_FIRST)
@@ -207,13 +210,13 @@ class VirtualWorker:
         A wave is one batch of the server's, and is answered once an epoch. Nothing is trained until
         it is iterated. Raises what train() and Client.waves raise.
         """
-        checks.samples("inputs", inputs)
-        checks.samples("targets", targets)
+        _check_samples("inputs", inputs)
+        _check_samples("targets", targets)
         if len(inputs) != len(targets):
             raise UsageError(f"inputs has {len(inputs)} samples and targets {len(targets)}")
-        checks.loss(loss_function)
+        _check_loss(loss_function)
         parts = self.waves.parts(len(inputs), batch_size, epochs, seed, before_wait=self.drain)
-        return Unused(
+        return _WarnUnused(
             self._train_on(parts, inputs, targets, loss_function),
             "for batch, loss in worker.train_on(...): ...",
         )
@@ -260,7 +263,7 @@ class VirtualWorker:
         weights. Call model.eval() before and model.train() after it, as with any model. After
         close(), call the model itself.
         """
-        checks.samples("inputs", inputs)
+        _check_samples("inputs", inputs)
         self.drain()
         for stage in self._stages:
             inputs = stage.module(inputs.to(stage.place.device))
@@ -435,7 +438,7 @@ class VirtualWorker:
             self._free.clear()
             for stage in self._stages:
                 stage.forget()
-            owners.disown(self._trained.parameters.values(), self)
+            self._trained.disown(self)
             for parameter in self._trained.parameters.values():
                 parameter.data = parameter.data.to("cpu", copy=True)
                 parameter.grad = None
@@ -448,3 +451,63 @@ def _empty(stage: Stage) -> Weights:
         inner: torch.empty_like(parameter, requires_grad=True)
         for inner, parameter in stage.parameters.items()
     }
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def _checked_plan(
+    plan: Plan | str | os.PathLike[str],
+    layers: Sequence[torch.nn.Module],
+    devices: object,
+    cuts: object,
+) -> Plan:
+    """Return the plan. Raises UsageError if it is for other layers, or other arguments are given
+    beside it."""
+    if devices is not None or cuts is not None:
+        raise UsageError("plan sets the devices and the cuts: leave out devices and cuts, or plan")
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise UsageError(f"plan is a {type(plan).__name__}: give a plan, or the path of its file")
+    made = plan if isinstance(plan, Plan) else Plan.load(plan)
+    made.check(layers)
+    return made
+
+
+def _places(given: Sequence[str | torch.device] | None, *, planned: bool) -> list[Place]:
+    """Return where the stages compute. planned: by a plan. Raises UsageError."""
+    try:
+        return places.parse(given)
+    except UsageError as error:
+        if not planned:
+            raise
+        raise UsageError(f"the plan's {error}; plan for this machine: gadei-ps partition") from None
+
+
+def _check_samples(what: str, given: object) -> None:
+    """Raise UsageError unless it is a tensor of samples."""
+    if not isinstance(given, torch.Tensor) or not given.dim():
+        raise UsageError(f"{what} must be a tensor with the samples along its first axis")
+    if not len(given):
+        raise UsageError(f"{what} has no samples: leave out mini-batches that are empty")
+
+
+def _check_loss(function: object) -> None:
+    """Raise UsageError unless it is a function."""
+    if not callable(function):
+        raise UsageError(f"loss_function is a {type(function).__name__}: give a function")
+
+
+class _WarnUnused(Iterator[T]):
+    """An iterator that warns if it is dropped before anything was taken from it."""
+
+    def __init__(self, inner: Iterator[T], how: str) -> None:
+        """how: the right use, for the warning."""
+        self._inner, self._how, self._begun = inner, how, False
+
+    def __next__(self) -> T:
+        self._begun = True
+        return next(self._inner)
+
+    def __del__(self) -> None:
+        if not self._begun:
+            warnings.warn(f"nothing was trained: write {self._how}", stacklevel=2)

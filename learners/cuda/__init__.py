@@ -16,11 +16,9 @@ That needs no thread of Python, and nothing waits for the interpreter's lock.
 The host waits in push() only: for the push before, so that it is at most one step ahead of the
 device, and for a free slot. The compute stream never waits for the host.
 
-    memory.py     registers the segments with the driver
     staging.py    the gradient of whole tensors on its way into a slot; rows.py: that of rows
     kernels.cu    what computes on the device; kernels.py launches it
-    arrays.py     gradients of CuPy and of other libraries, as addresses
-    link.py       push and pull, in the order of the streams
+    link.py       registers the segments with the driver; push and pull, in the order of the streams
 """
 
 from __future__ import annotations

@@ -16,18 +16,19 @@ from cupy.cuda import runtime
 
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError, ModelMismatch
-from gadei_ps.learners.client import Client
-from gadei_ps.learners.cuda import memory
-from gadei_ps.learners.cuda.arrays import where_is
-from gadei_ps.learners.cuda.driver import launch_host_function
-from gadei_ps.learners.cuda.guard import Guard
+from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_at
+from gadei_ps.learners.cuda.guard import Guard, mib
 from gadei_ps.learners.cuda.kernels import BAD, Kernels, blocks_for
 from gadei_ps.learners.cuda.staging import Outgoing, Staged, Staging
 from gadei_ps.learners.gradients import no_gradient
-from gadei_ps.memory import layout
-from gadei_ps.memory.layout import Role
+from gadei_ps.machine.cuda import told
+from gadei_ps.memory import layout, segment
+from gadei_ps.memory.layout import Role, SegmentKind
+from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.weights import Tensor
 
 NOT_READY = 600  # cudaErrorNotReady
+PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # flags of cudaHostRegister
 LINE = 64
 
 Stream = Callable[[], int]
@@ -51,8 +52,8 @@ class CudaLink:
         self._writes = -1  # client.writes before the last pull
         self._cleanup = contextlib.ExitStack()
         with self._guard, contextlib.ExitStack() as undo:
-            self._source = memory.register_weights(client, index, undo)
-            memory.register_slots(client, index, undo)
+            self._source = _register_weights(client, index, undo)
+            _register_slots(client, index, undo)
             compiled = Kernels(index)
             self._gather = compiled.launch("gather")
             self._staging = Staging(client, compiled)
@@ -190,7 +191,7 @@ class CudaLink:
                 gradient = gradients.get(tensor.name)
                 if gradient is not None and tensor.role is Role.BUFFER:
                     raise no_gradient(tensor)
-                where += where_is(tensor, gradient, kept)
+                where += _where_is(tensor, gradient, kept)
         self.push_from(where, version=version, kept=kept, **facts)
 
     def push_from(
@@ -242,7 +243,7 @@ class CudaLink:
                     frame.size,
                 ),
                 functools.partial(
-                    launch_host_function, self._push.ptr, _native.LAND, outgoing.landing
+                    _launch_host_function, self._push.ptr, _native.LAND, outgoing.landing
                 ),
                 facts,
             )
@@ -312,3 +313,116 @@ def _release(index: int, registered: contextlib.ExitStack) -> None:
             runtime.deviceSynchronize()  # the compute stream may read registered memory as well
         finally:
             registered.close()
+
+
+# -- the job's memory, which the DMA engines reach ----------------------------------------------
+
+
+def _register_weights(client: Client, index: int, undo: contextlib.ExitStack) -> int:
+    """Returns the address of the weights for device `index`. Raises DeviceError."""
+    mapping: Segment = client.place.weights
+    flags = PORTABLE | MAPPED
+    attribute = runtime.cudaDevAttrHostRegisterReadOnlySupported
+    if runtime.deviceGetAttribute(attribute, index):
+        flags |= READ_ONLY
+    else:  # the driver needs a mapping that can be written; nothing else uses this one
+        job_id = mapping.header["job_id"].tobytes()
+        mapping = segment.attach(
+            mapping.name,
+            SegmentKind.WEIGHTS,
+            writable=True,
+            job_id=job_id,
+            owner=mapping.owner,
+        )
+    at = mapping.address + int(mapping.view(layout.WEIGHTS)["data_at"])
+    _register(at, mapping.address + mapping.size - at, flags, mapping, index, undo)
+    return int(runtime.pointerGetAttributes(at).devicePointer)
+
+
+def _register_slots(client: Client, index: int, undo: contextlib.ExitStack) -> None:
+    """Raises DeviceError."""
+    ring = client.place.ring
+    head = ring.view(layout.RING)
+    at, size = int(head["slots_at"]), int(head["slots"]) * int(head["slot_bytes"])
+    _register(ring.address + at, size, PORTABLE | MAPPED, ring, index, undo)
+
+
+def _register(
+    at: int, size: int, flags: int, mapping: Segment, index: int, undo: contextlib.ExitStack
+) -> None:
+    try:
+        runtime.hostRegister(at, size, flags)
+    except runtime.CUDARuntimeError as error:
+        raise DeviceError(
+            f"GPU {index} cannot register {mib(size)} of {mapping.name[1:]} "
+            f"({told(error)}); gadei-ps doctor shows how much it can"
+        ) from None
+    undo.callback(lambda: mapping)  # keeps it mapped until this is undone:
+    undo.callback(runtime.hostUnregister, at)
+
+
+def _launch_host_function(stream: int, function: int, argument: int) -> None:
+    """Call a function of C behind all that the stream was given. Raises DeviceError.
+
+    CuPy's own launchHostFunc calls Python, and so waits for the interpreter's lock.
+    """
+    status = _libcuda().cuLaunchHostFunc(stream, function, argument)
+    if status:
+        raise DeviceError(f"the driver refuses to publish a gradient (CUDA error {status})")
+
+
+@functools.cache
+def _libcuda() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuLaunchHostFunc.argtypes = [ctypes.c_void_p] * 3
+    return library
+
+
+# -- gradients as addresses: arrays of CuPy, and of other libraries by DLPack --------------------
+
+
+def _where_is(tensor: Tensor, gradient: Any, kept: list[Any]) -> Where:
+    """The addresses of a tensor's gradient, valid as long as `kept`, which takes the arrays.
+
+    Raises ModelMismatch.
+    """
+    if gradient is None:
+        return NONE
+    if isinstance(gradient, Rows):
+        given = _array(tensor, gradient.indices)
+        if given.size and given.dtype.kind not in "iu":
+            raise ModelMismatch(f"rows of {tensor.name!r}: indices of {given.dtype}, not integers")
+        indices = cupy.ascontiguousarray(given, np.int64)
+        values = cupy.ascontiguousarray(_array(tensor, gradient.values), np.float32)
+        if indices.ndim != 1 or values.shape != (indices.size, *tensor.shape[1:]):
+            raise ModelMismatch(
+                f"rows of {tensor.name!r}: {list(indices.shape)} indices and values of shape "
+                f"{list(values.shape)}; the tensor has shape {list(tensor.shape)}"
+            )
+        kept += (indices, values)
+        return rows_at(indices.data.ptr, values.data.ptr, indices.size)
+    array = _array(tensor, gradient)
+    if array.shape != tensor.shape:
+        raise ModelMismatch(
+            f"gradient of {tensor.name!r} has shape {list(array.shape)}, "
+            f"the tensor {list(tensor.shape)}"
+        )
+    array = cupy.ascontiguousarray(array, np.float32)
+    kept.append(array)
+    return whole_at(array.data.ptr)
+
+
+def _array(tensor: Tensor, given: Any) -> cupy.ndarray:
+    """Without a copy. Raises ModelMismatch for what is not on a device."""
+    if isinstance(given, cupy.ndarray):
+        return given
+    if not isinstance(given, np.ndarray) and hasattr(given, "__dlpack__"):
+        try:
+            return cupy.from_dlpack(given)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, runtime.CUDARuntimeError):
+                raise
+    raise ModelMismatch(
+        f"gradient of {tensor.name!r} is a {type(given).__module__}.{type(given).__name__}, not an "
+        "array on the GPU"
+    )

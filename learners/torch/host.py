@@ -95,25 +95,7 @@ class HostBackend:
                 self._casts.append((parameter, torch.from_numpy(views[name])))
             else:
                 self._views.append((parameter, views[name]))
-        self._shared = [
-            (one, one.data)
-            for one, _ in self._views
-            if one.is_shared()  # type: ignore[no-untyped-call]
-        ]
-        """Parameters that other processes see, and the memory in which they do."""
-        # Those of other types have memory of their own, which the others see all the time.
-        others = any(one.is_shared() for one, _ in self._casts)  # type: ignore[no-untyped-call]
-        self._shows = others or bool(self._shared)
-        if self._shared:
-            warnings.warn(SHARED, stacklevel=to_the_script())
-        self._statistics = [
-            (name, buffer, buffer.data)
-            for name, buffer in trained.buffers.items()
-            if buffer.is_shared()  # type: ignore[no-untyped-call]
-        ]
-        """The same of buffers: each learner has its own."""
-        for _, buffer, memory in self._statistics:
-            buffer.data = memory.clone()
+        self._separate_from_others()
         self._show()
         casts.bring(self._casts)
         self._places = Places(trained)
@@ -143,6 +125,28 @@ class HostBackend:
             # before the client's own, which leaves the job.
             self._ending = util.Finalize(None, self.close, kwargs={"keep": True}, exitpriority=0)
             atexit.register(self.close, keep=True)
+
+    def _separate_from_others(self) -> None:
+        """Find the tensors that other processes see; the learner gets memory of its own."""
+        self._shared = [
+            (one, one.data)
+            for one, _ in self._views
+            if one.is_shared()  # type: ignore[no-untyped-call]
+        ]
+        """Parameters that other processes see, and the memory in which they do."""
+        # Those of other types have memory of their own, which the others see all the time.
+        others = any(one.is_shared() for one, _ in self._casts)  # type: ignore[no-untyped-call]
+        self._shows = others or bool(self._shared)
+        if self._shared:
+            warnings.warn(SHARED, stacklevel=to_the_script())
+        self._statistics = [
+            (name, buffer, buffer.data)
+            for name, buffer in self._trained.buffers.items()
+            if buffer.is_shared()  # type: ignore[no-untyped-call]
+        ]
+        """The same of buffers: each learner has its own."""
+        for _, buffer, memory in self._statistics:
+            buffer.data = memory.clone()
 
     def _show(self) -> None:
         """Makes the parameters views of the weights.

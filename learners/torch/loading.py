@@ -94,7 +94,7 @@ class Loads:
     def _has_frozen(self, module: torch.nn.Module) -> bool:
         return any(not one.requires_grad for one in module.parameters(recurse=False))
 
-    def go_on(self, earlier: Earlier) -> None:
+    def resume(self, earlier: Earlier) -> None:
         """With what the Optimizer before has left."""
         if earlier.job == self._client.job:
             self._client.is_successor = True

@@ -12,7 +12,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import DRAIN_S, Batch, not_copied
-from gadei_ps.learners.torch import assign, gpu, owners
+from gadei_ps.learners.torch import assign, gpu
 from gadei_ps.learners.torch.backend import own_copy
 from gadei_ps.learners.torch.buffers import OWN, Buffers, check
 from gadei_ps.learners.torch.finite import FiniteGradients
@@ -81,13 +81,13 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._trained = trained = Trained.of(model, buffers=buffers != OWN)
         if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
             raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")
-        owners.end_earlier(trained.parameters, LocalOptimizer)
-        owners.check_free(trained.parameters)
+        trained.end_earlier(LocalOptimizer)
+        trained.check_free()
         self.client = trained.join_adding(
             job, make, "make", wire=wire, error_feedback=error_feedback, name=name
         )
         try:
-            owners.own(trained.parameters.values(), self)
+            trained.own(self)
             self.waves = Waves(self.client)
             for at, parameter in trained.parameters.items():
                 parameter.data = torch.from_numpy(self.waves.weights[at])
@@ -100,7 +100,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             self._finite = FiniteGradients(self.client)
             self.client.set_owner(self)
         except BaseException:
-            owners.disown(trained.parameters.values(), self)
+            trained.disown(self)
             self.client.detach()
             raise
         self._hook = model.register_forward_pre_hook(_beginning(weakref.ref(self)))
@@ -202,5 +202,5 @@ class LocalOptimizer(torch.optim.Optimizer):
             self._buffers.end()
             for parameter in self._trained.parameters.values():
                 parameter.data = own_copy(parameter)
-            owners.disown(self._trained.parameters.values(), self)
+            self._trained.disown(self)
             self.client.detach()

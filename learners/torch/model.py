@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.said import Says
-from gadei_ps.learners.torch import casts, owners
+from gadei_ps.learners.torch import casts
 from gadei_ps.memory.weights import Model
 
 STRANGE = (
@@ -25,6 +27,19 @@ LACKS = (
     "the job's model, which it had before, is without {0!r} ({1} in all): so are checkpoints and "
     "exports, and each learner keeps its own"
 )
+ANOTHER = (
+    "another model of this process has trained in job {0!r}, and this one would begin with its "
+    "weights: give it a job of its own (k-fold, sweeps: `with gadei_ps.serve('{0}-2') as job:` and "
+    "Optimizer(model, job.name), or a `gadei-ps run` for each model), or name the job to continue "
+    "from its weights: Optimizer(model, {0!r})"
+)
+# Which learner of this process has a parameter, by the parameter's id: a second one that took it
+# would leave the first behind in its job, where others wait for it, and would lose the parameter at
+# the close() of the first. Each owner has a close().
+_OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# Layers of all models that have joined a job, by process and job. Not parameters: torch does not
+# swap those that have weak references.
+_JOINED: dict[tuple[int, bytes], list[weakref.ref[torch.nn.Module]]] = {}
 Parameters = Mapping[str, torch.nn.Parameter]
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Given the parameters, makes an optimizer of torch's, which is the learner's own."""
@@ -150,7 +165,7 @@ class Trained:
             **options,
         )
         try:
-            owners.check_same(self.module, values, client, named=job is not None)
+            self._check_same(values, client, named=job is not None)
         except BaseException:
             client.detach()
             raise
@@ -158,6 +173,58 @@ class Trained:
         if lacks:
             warnings.warn(LACKS.format(lacks[0], len(lacks)), stacklevel=to_the_script())
         return client
+
+    def _check_same(self, values: Mapping[str, np.ndarray], client: Client, *, named: bool) -> None:
+        """Raise UsageError if another model of this process has joined the job before, which would
+        give its weights to this one without a warning.
+
+        values: of the parameters, before they are the job's. named: whether the script names the
+        job.
+        """
+        job = os.getpid(), client.place.control.header["job_id"].tobytes()
+        joined = _JOINED.get(job)
+        living = [one for one in joined or () if one() is not None]
+        ours = {id(one) for one in self.module.parameters()}
+        held = (
+            one for layer in living if (known := layer()) for one in known.parameters(recurse=False)
+        )
+        is_another = joined is not None and not named and not any(id(one) in ours for one in held)
+        if is_another and any(
+            not np.array_equal(client.weights[name], one) for name, one in values.items()
+        ):
+            raise UsageError(ANOTHER.format(client.job))
+        _JOINED[job] = [*living, *map(weakref.ref, self.module.modules())]
+
+    # -- the learner that has the parameters ----------------------------------------------------
+
+    def own(self, owner: object) -> None:
+        """Record the learner that has the parameters."""
+        for one in self.parameters.values():
+            _OWNERS[id(one)] = owner
+
+    def disown(self, owner: object) -> None:
+        """Record that this learner has the parameters no more."""
+        for one in self.parameters.values():
+            if _OWNERS.get(id(one)) is owner:
+                del _OWNERS[id(one)]
+
+    def end_earlier(self, kind: type[Any]) -> None:
+        """Close the owner of this kind that has exactly these parameters, if there is one."""
+        ours = {id(one) for one in self.parameters.values()}
+        for owner in {id(one): one for number in ours if (one := _OWNERS.get(number))}.values():
+            held = {number for number, one in _OWNERS.items() if one is owner}
+            if type(owner) is kind and held == ours:
+                owner.close()
+
+    def check_free(self) -> None:
+        """Raise UsageError if a parameter has an owner."""
+        for name, one in self.parameters.items():
+            if (owner := _OWNERS.get(id(one))) is not None:
+                kind = type(owner).__name__
+                raise UsageError(
+                    f"parameter {name!r} belongs to {'an' if kind[0] in 'AEIOU' else 'a'} {kind} "
+                    "that has not left its job: close() that one first"
+                )
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied weights, as state_dict() has them, each with the first name."""

@@ -8,7 +8,7 @@ import operator
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NoReturn
 
 import torch
@@ -16,18 +16,27 @@ import torch
 from gadei_ps.errors import JobNotFound, UsageError
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.learners.attach import to_the_script
-from gadei_ps.learners.client import DRAIN_S, REST_FIRST, Batch, not_copied
-from gadei_ps.learners.torch import assign, casts, gpu, host, loading, owners, seeds
+from gadei_ps.learners.client import DRAIN_S, REST_FIRST, Batch, Client, not_copied
+from gadei_ps.learners.torch import assign, casts, gpu, host, loading
 from gadei_ps.learners.torch import like as like_torch
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.buffers import OWN, Buffers, check
+from gadei_ps.learners.torch.first_batch import FirstBatch
 from gadei_ps.learners.torch.gpu import GpuBackend
-from gadei_ps.learners.torch.groups import named
 from gadei_ps.learners.torch.host import HostBackend
 from gadei_ps.learners.torch.job_settings import JobSettings
 from gadei_ps.learners.torch.model import Trained
-from gadei_ps.learners.torch.sampler import Samples
-from gadei_ps.learners.torch.state import Saves, State
+from gadei_ps.learners.torch.sampler import JobSampler
+from gadei_ps.learners.torch.state import (
+    MOVED_BY_SCHEDULERS,
+    OURS,
+    READ_ONLY,
+    State,
+    load_state,
+    read_state,
+    warn_of_settings,
+    whole_group,
+)
 from gadei_ps.learners.waves import adds
 
 # Hooks on every optimizer's step; under these names in every torch since 2.0.
@@ -38,6 +47,7 @@ _HOOKS_OF_ALL = tuple(
 # Without torch's wrapper, which loads torch._dynamo: that takes seconds of each learner's start.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 _ZERO_GRAD = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+_STATE_DICT = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
 STAYS = (
     "close: what the script has written to parameters since the last step stays in this model; "
@@ -46,7 +56,7 @@ STAYS = (
 
 
 def _brief(value: object) -> str:
-    """For a message of one line."""
+    """Return a value in a form for a message of one line."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return repr(value)
@@ -57,12 +67,24 @@ def _end(buffers: Buffers, backend: Backend) -> None:
     backend.close(keep=True)
 
 
+def _join(trained: Trained, job: str | None, **options: Any) -> Client:
+    """Join the job, and name the usual mistake if there is none of that name."""
+    try:
+        return trained.join(job, **options)
+    except JobNotFound as error:
+        if job is None or job.upper() not in Kind.__members__:
+            raise
+        raise UsageError(
+            f"{error}; the second argument is the job's name: write kind={job.lower()!r}"
+        ) from None
+
+
 class _NotWanted(Exception):
-    """The synchronization model has gone on without the gradient that is being computed."""
+    """Raised when the synchronization model has gone on without the current gradient."""
 
 
-class Optimizer(Saves, Samples):
-    """Pushes the model's gradients to a job.
+class Optimizer(torch.optim.Optimizer):
+    """Optimizer of a training script that pushes the model's gradients to a job.
 
     model: its parameters that require a gradient become the job's. They are all on one device; move
     the model to its GPU before. They are float32, float64, bfloat16 or float16; the job has all in
@@ -140,104 +162,121 @@ class Optimizer(Saves, Samples):
         if not isinstance(job, str | None):
             raise UsageError(
                 f"Optimizer's second argument is the job's name, not {job!r}: write lr=... for the "
-                "rate and like=... for an optimizer of torch"
+                "learning rate and like=... for an optimizer of torch"
             )
         check(buffers)
         self._trained = trained = Trained.of(
             model, any_type=True, buffers=buffers != OWN, fixed=frozen
         )
         view = view and not trained.is_cast
-        given: dict[str, Any] = {"kind": kind, "lr": lr, "momentum": momentum, "nesterov": nesterov}
-        given |= {
+        self._on_gpu = on_gpu = gpu.is_on_gpu(next(iter(trained.parameters.values())))
+        wait = bool(wait) if on_gpu or wait is not None else not view
+        settings = {
+            "kind": kind,
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
             "betas": betas,
             "alpha": alpha,
             "eps": eps,
             "weight_decay": weight_decay,
+            "groups": groups,
             **others,
         }
-        given["groups"] = None if groups is None else named(groups, trained)
-        says, from_zero = like_torch.from_zero(like_torch.settings(like, given, trained))
-        on_gpu = gpu.is_on_gpu(next(iter(trained.parameters.values())))
+        says, from_zero = like_torch.from_zero(like_torch.settings(like, settings, trained))
         if on_gpu and free_gradients:
             raise UsageError(
-                "free_gradients is for models on the CPU; on a GPU gradients leave while the next "
-                "step computes"
+                "free_gradients is for models on the CPU; on a GPU gradients are pushed while the "
+                "next step computes"
             )
         if not on_gpu:
             host.check(model, view=view)
         earlier = loading.end_earlier(model, free_gradients=free_gradients)
-        owners.check_free(trained.parameters)
-        try:
-            self.client = trained.join(
-                job, optimizer=says, wire=wire, error_feedback=error_feedback, name=name
-            )
-        except JobNotFound as error:
-            if job is None or job.upper() not in Kind.__members__:
-                raise
-            raise UsageError(
-                f"{error}; the second argument is the job's name: write kind={job.lower()!r}"
-            ) from None
-        self.backend: Backend
-        """Where the weights are."""
-        with contextlib.ExitStack() as made:  # what is undone if the rest fails
-            if earlier is not None:
-                made.callback(earlier.put_back, {**trained.parameters, **trained.buffers})
-            made.callback(self.client.detach)
-            if adds(self.client):
-                raise UsageError(
-                    f"job {self.client.job!r} adds updates, and Optimizer pushes gradients: use "
-                    "LocalOptimizer, or start the job with another optimizer than add"
-                )
-            made.callback(owners.disown, trained.parameters.values(), self)
-            owners.own(trained.parameters.values(), self)
-            if on_gpu:
-                self.backend = GpuBackend(
-                    self.client, trained, wait=bool(wait), skip_unused=skip_unused
-                )
-            else:
-                self.backend = HostBackend(
-                    self.client,
-                    trained,
-                    view=view,
-                    wait=not view if wait is None else wait,
-                    free_gradients=free_gradients,
-                    skip_unused=skip_unused,
-                )
-            made.callback(self.backend.close, keep=False)
-            self._buffers = Buffers(self.client, trained, buffers)
-            made.callback(self._buffers.end, write=False)
-            own = weakref.WeakMethod(self.close)
-            self._loads = loading.Loads(self.client, trained, self.backend, self._buffers, own)
-            made.callback(self._loads.close)
-            if earlier is not None:
-                self._loads.go_on(earlier)
+        trained.check_free()
+        self.client = _join(
+            trained, job, optimizer=says, wire=wire, error_feedback=error_feedback, name=name
+        )
+        self._frees = free_gradients
+        self._waits = wait and not on_gpu
+        self._made = False
+        with contextlib.ExitStack() as undo:
+            self._start(undo, buffers, earlier, view=view, wait=wait, skip_unused=skip_unused)
             self._job = JobSettings(self.client, trained, says, from_zero)
-            self._made = False
             super().__init__(self._job.groups, self._job.defaults)
             self.state = State(self.client, trained, self._parameters())
             self._made = True
             self.client.set_owner(self)
-            # Of one that is dropped without close(): the model gets memory of its own all the same.
+            # If it is dropped without close(), the model gets memory of its own all the same.
             self._dropped = weakref.finalize(self, _end, self._buffers, self.backend)
             self._dropped.atexit = False
-            made.pop_all()
-        self._frees = free_gradients
-        self._waits = not on_gpu and (not view if wait is None else wait)
+            undo.pop_all()
+
+    def _start(
+        self,
+        undo: contextlib.ExitStack,
+        buffers: str,
+        earlier: loading.Earlier | None,
+        *,
+        view: bool,
+        wait: bool,
+        skip_unused: bool,
+    ) -> None:
+        """Bind the model to the job, and set the state of the training loop.
+
+        undo: receives what reverts this. earlier: state that an earlier Optimizer of the model has
+        left. The others: see the class.
+        """
+        trained = self._trained
+        if earlier is not None:
+            undo.callback(earlier.put_back, {**trained.parameters, **trained.buffers})
+        undo.callback(self.client.detach)
+        if adds(self.client):
+            raise UsageError(
+                f"job {self.client.job!r} adds updates, and Optimizer pushes gradients: use "
+                "LocalOptimizer, or start the job with another optimizer than add"
+            )
+        undo.callback(trained.disown, self)
+        trained.own(self)
+        self.backend: Backend = (
+            GpuBackend(self.client, trained, wait=wait, skip_unused=skip_unused)
+            if self._on_gpu
+            else HostBackend(
+                self.client,
+                trained,
+                view=view,
+                wait=wait,
+                free_gradients=self._frees,
+                skip_unused=skip_unused,
+            )
+        )
+        """Where the weights are."""
+        undo.callback(self.backend.close, keep=False)
+        self._buffers = Buffers(self.client, trained, buffers)
+        undo.callback(self._buffers.end, write=False)
+        own = weakref.WeakMethod(self.close)
+        self._loads = loading.Loads(self.client, trained, self.backend, self._buffers, own)
+        undo.callback(self._loads.close)
+        if earlier is not None:
+            self._loads.resume(earlier)
         self._own_data = True
-        self._first: seeds.FirstBatch | None = seeds.FirstBatch(model)
+        self._sampler: JobSampler | None = None
+        self._first: FirstBatch | None = FirstBatch(trained.module)
         self._loss: float | torch.Tensor = float("nan")
         self._samples = 0
-        self._steps = 0  # of the wave in hand
-        self._of_batch = False  # it is one of the server's
-        self._wave = 1  # mini-batches in it
+        self._steps = 0  # of the current wave
+        self._of_batch = False  # the wave is one of the server's batches
+        self._wave = 1  # mini-batches in the wave
         self._may_drop = False  # inside iteration(), and the job may go on without this learner
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._first.remove)
-        self._watched = False  # whether hooks look if the gradient is still wanted
+        undo.callback(self._undo.close)
+        self._watched = False  # hooks check whether the gradient is still wanted
+        self._saved: Mapping[str, int] | None = None
+        """Steps in the last state_dict()."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """For torch's own constructor only. Raises UsageError: a job's model is fixed."""
-        if getattr(self, "_made", False):
+        if self._made:
             raise UsageError("a job's model is fixed: parameters cannot be added to it")
         _ADD_PARAM_GROUP(self, param_group)
 
@@ -478,6 +517,77 @@ class Optimizer(Saves, Samples):
         given.write_local(self._trained)
         self._buffers.warn_of_frozen(given.local)
 
+    # -- the optimizer's state -------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """Momentum and moments of each parameter: see gadei_ps.learners.torch.state.State."""
+        return self._state
+
+    @state.setter
+    def state(self, given: Any) -> None:
+        if self._made:
+            raise UsageError(READ_ONLY)
+        self._state = given
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's class of the job's kind gives it, with momentum and moments of the server.
+
+        Between two gradients of all learners, after what this one has pushed. Raises what
+        Client.job_state raises; UsageError after close().
+        """
+        if self.client.left:
+            raise UsageError("state_dict: momentum and moments were the job's; save before close()")
+        shown, self._state = self._state, {}
+        try:
+            parts: dict[str, Any] = _STATE_DICT(self)
+        finally:
+            self._state = shown
+        parts["state"], steps = read_state(self.client, self._trained, self._parameters())
+        groups = [whole_group(self.client, one) for one in parts["param_groups"]]
+        self._saved = {"steps": steps}
+        return parts | {"param_groups": groups, OURS: self._saved}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, for what state_dict() of this optimizer or of torch's class holds.
+
+        Momentum and moments go to the job's server, and the learning rate is this learner's. Of
+        learners that load when they begin, one writes, before the job's first step; see
+        Client.load_optimizer_state. Warns where the job keeps another state, or where this moves
+        the rate. Raises ValueError, as torch does, for another model's state, UsageError for that
+        of another optimizer.
+        """
+        saved = state_dict["param_groups"]
+        parameters = self._parameters()
+        sizes = [len(one["params"]) for one in saved]
+        if sizes != [len(one["params"]) for one in self.param_groups]:
+            # Torch's optimizers are mostly given frozen parameters as well.
+            parameters = list(self._trained.module.parameters())
+            if len(self.param_groups) > 1 or sizes != [len(parameters)]:
+                raise ValueError("the state is of other parameters than this optimizer's")
+        warn_of_settings(state_dict, self._job.shown)
+        # A learner that comes late may be handed back what it has read, as accelerate does, while
+        # the job trains on.
+        if not self.client.is_new or state_dict.get(OURS, {}) != self._saved:
+            load_state(self.client, self._trained, parameters, state_dict)
+        for number, (group, one) in enumerate(zip(self.param_groups, saved, strict=True)):
+            before = float(group["lr"])
+            names = ["lr", "initial_lr"]
+            if "initial_lr" in one:
+                names += [name for name in MOVED_BY_SCHEDULERS if group.get(name)]
+            group |= {name: one[name] for name in names if name in one}
+            if float(group["lr"]) != before and "initial_lr" not in one:  # else a scheduler's
+                of = f" of param_groups[{number}]" if len(saved) > 1 else ""
+                warnings.warn(
+                    f"load_state_dict sets this learner's learning rate{of} to "
+                    f"{float(group['lr']):g}; it was {before:g}, the job's is "
+                    f"{self._job.rates[number]:g}",
+                    stacklevel=to_the_script(),
+                )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [one for group in self.param_groups for one in group["params"]]
+
     # -- work and the end -----------------------------------------------------------------------
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
@@ -507,6 +617,61 @@ class Optimizer(Saves, Samples):
             self._own_data = True
             self._refresh()
 
+    def sampler(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        epochs: int,
+        seed: int = 0,
+        drop_last: bool = False,
+        accumulate: int = 1,
+        sized: bool = True,
+    ) -> JobSampler:
+        """What batches() hands out, for DataLoader(dataset, batch_sampler=optimizer.sampler(...)).
+
+        Each mini-batch of batch_size rows is answered once an epoch by one of the job's learners,
+        whose scripts give the same numbers. One step() for each, or for `accumulate` of them.
+        drop_last: leaves out the rows that do not fill the last one of an epoch. sized: whether it
+        has a length, that of the job's epoch, which a pass of one learner may not reach. Raises
+        UsageError, ControlError.
+        """
+        try:
+            samples = len(dataset)
+        except TypeError:
+            raise UsageError(
+                f"sampler({type(dataset).__name__}): give a dataset that has a length, not one "
+                "that is only iterated over"
+            ) from None
+        self._sampler = JobSampler(
+            self.client,
+            self._begin_turn,
+            samples,
+            batch_size,
+            epochs,
+            seed,
+            drop_last=drop_last,
+            accumulate=accumulate,
+            sized=sized,
+        )
+        return self._sampler
+
+    def _begin_turn(self) -> None:
+        self.client.wait_turn()
+        self._refresh()
+
+    def _end_turn(self) -> None:
+        """After a push of a learner that does not loop over batches()."""
+        sampler = self._sampler
+        if sampler is None or sampler.finished or self.client.unanswered:
+            self._begin_turn()
+        elif not sampler.goes_on:  # it has no work, and no turn before it gets some
+            self._refresh()
+
+    def _of_sampler(self) -> int:
+        """Samples of the sampler that the next push answers; 0 if none."""
+        return 0 if self._sampler is None else self._sampler.in_hand()
+
     def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
         """Ends the job for all its learners (early stopping); see Client.stop_job."""
         self.client.stop_job(reason, timeout_s)
@@ -527,5 +692,5 @@ class Optimizer(Saves, Samples):
             self.backend.close(keep=keep)
         finally:
             self._dropped.detach()
-            owners.disown(self._trained.parameters.values(), self)
+            self._trained.disown(self)
             self.client.detach()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -187,69 +186,3 @@ class _Pass(Iterator[list[int]]):
                 self.over = of._ended = True
                 return None
         return batch
-
-
-class Samples(ABC):
-    """The part of Optimizer that makes a sampler, and waits for turns accordingly."""
-
-    client: Client
-    _sampler: JobSampler | None = None
-
-    @abstractmethod
-    def _refresh(self) -> None:
-        """Brings weights for the next step."""
-
-    def sampler(
-        self,
-        dataset: Sized,
-        batch_size: int,
-        *,
-        epochs: int,
-        seed: int = 0,
-        drop_last: bool = False,
-        accumulate: int = 1,
-        sized: bool = True,
-    ) -> JobSampler:
-        """What batches() hands out, for DataLoader(dataset, batch_sampler=optimizer.sampler(...)).
-
-        Each mini-batch of batch_size rows is answered once an epoch by one of the job's learners,
-        whose scripts give the same numbers. One step() for each, or for `accumulate` of them.
-        drop_last: leaves out the rows that do not fill the last one of an epoch. sized: whether it
-        has a length, that of the job's epoch, which a pass of one learner may not reach. Raises
-        UsageError, ControlError.
-        """
-        try:
-            samples = len(dataset)
-        except TypeError:
-            raise UsageError(
-                f"sampler({type(dataset).__name__}): give a dataset that has a length, not one "
-                "that is only iterated over"
-            ) from None
-        self._sampler = JobSampler(
-            self.client,
-            self._begin_turn,
-            samples,
-            batch_size,
-            epochs,
-            seed,
-            drop_last=drop_last,
-            accumulate=accumulate,
-            sized=sized,
-        )
-        return self._sampler
-
-    def _begin_turn(self) -> None:
-        self.client.wait_turn()
-        self._refresh()
-
-    def _end_turn(self) -> None:
-        """After a push of a learner that does not loop over batches()."""
-        sampler = self._sampler
-        if sampler is None or sampler.finished or self.client.unanswered:
-            self._begin_turn()
-        elif not sampler.goes_on:  # it has no work, and no turn before it gets some
-            self._refresh()
-
-    def _of_sampler(self) -> int:
-        """Samples of the sampler that the next push answers; 0 if none."""
-        return 0 if self._sampler is None else self._sampler.in_hand()

@@ -16,7 +16,6 @@ from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import casts
-from gadei_ps.learners.torch.job_settings import JobSettings
 from gadei_ps.learners.torch.model import Trained
 
 CLASSES: dict[Kind, type[torch.optim.Optimizer]] = {
@@ -50,15 +49,13 @@ READ_ONLY = (
 )
 NO_STATE: Mapping[str, torch.Tensor] = MappingProxyType({})
 Saved = Mapping[str, Any]
-# Without torch's wrapper, which loads torch._dynamo at its first call: that takes seconds.
-_STATE_DICT = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
 
 def _kind(client: Client) -> Kind:
     return OptimizerSpec.unpack(client.hyper[0]).kind
 
 
-def _whole_group(client: Client, group: Mapping[str, Any]) -> dict[str, Any]:
+def whole_group(client: Client, group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group with all settings that torch's class has."""
     kind = _kind(client)
     has = inspect.signature(CLASSES[kind]).parameters.items()
@@ -70,7 +67,7 @@ def _whole_group(client: Client, group: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | dict(group)
 
 
-def _read(
+def read_state(
     client: Client, trained: Trained, parameters: Sequence[torch.Tensor]
 ) -> tuple[dict[int, dict[str, torch.Tensor]], int]:
     """The state by the parameters' numbers, as torch's class keeps it, and the optimizer's steps.
@@ -99,7 +96,7 @@ def _read(
     return state, found.steps
 
 
-def _load(
+def load_state(
     client: Client, trained: Trained, parameters: Sequence[torch.Tensor], saved: Saved
 ) -> None:
     """Puts the state that state_dict() of this class or of torch's has saved into the server.
@@ -145,7 +142,7 @@ def _load(
         warnings.warn(KEPT, stacklevel=to_the_script())
 
 
-def _warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None:
+def warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None:
     """Of settings that were saved and are not the job's, which counts. Not of lr."""
     for theirs, ours in zip(saved["param_groups"], groups, strict=True):
         for name, has in ours.items():
@@ -184,7 +181,7 @@ class State(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
         if self._published != client.published:
             published = client.published
             with torch.inference_mode():
-                found, _ = _read(client, self._trained, self._parameters)
+                found, _ = read_state(client, self._trained, self._parameters)
             self._found = {
                 self._parameters[number]: MappingProxyType(one) for number, one in found.items()
             }
@@ -213,84 +210,3 @@ class State(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
         raise UsageError(READ_ONLY)
 
     __delitem__ = clear = pop = popitem = setdefault = update = _refuse
-
-
-class Saves(torch.optim.Optimizer):
-    """The part of Optimizer that saves and loads its state."""
-
-    client: Client
-    _trained: Trained
-    _job: JobSettings
-    _made: bool
-    _state: Any
-    _given: Mapping[str, int] | None = None
-    """What state_dict() has said of the steps."""
-
-    @property
-    def state(self) -> Any:
-        """See State."""
-        return self._state
-
-    @state.setter
-    def state(self, given: Any) -> None:
-        if getattr(self, "_made", False):
-            raise UsageError(READ_ONLY)
-        self._state = given
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's class of the job's kind gives it, with momentum and moments of the server.
-
-        Between two gradients of all learners, after what this one has pushed. Raises what
-        Client.job_state raises; UsageError after close().
-        """
-        if self.client.left:
-            raise UsageError("state_dict: momentum and moments were the job's; save before close()")
-        shown, self._state = self._state, {}
-        try:
-            parts: dict[str, Any] = _STATE_DICT(self)
-        finally:
-            self._state = shown
-        parts["state"], steps = _read(self.client, self._trained, self._parameters())
-        groups = [_whole_group(self.client, one) for one in parts["param_groups"]]
-        self._given = {"steps": steps}
-        return parts | {"param_groups": groups, OURS: self._given}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, for what state_dict() of this optimizer or of torch's class holds.
-
-        Momentum and moments go to the job's server, and the learning rate is this learner's. Of
-        learners that load when they begin, one writes, before the job's first step; see
-        Client.load_optimizer_state. Warns where the job keeps another state, or where this moves
-        the rate. Raises ValueError, as torch does, for another model's state, UsageError for that
-        of another optimizer.
-        """
-        saved = state_dict["param_groups"]
-        parameters = self._parameters()
-        sizes = [len(one["params"]) for one in saved]
-        if sizes != [len(one["params"]) for one in self.param_groups]:
-            # Torch's optimizers are mostly given frozen parameters as well.
-            parameters = list(self._trained.module.parameters())
-            if len(self.param_groups) > 1 or sizes != [len(parameters)]:
-                raise ValueError("the state is of other parameters than this optimizer's")
-        _warn_of_settings(state_dict, self._job.shown)
-        # A learner that comes late may be handed back what it has read, as accelerate does, while
-        # the job trains on.
-        if not self.client.is_new or state_dict.get(OURS, {}) != self._given:
-            _load(self.client, self._trained, parameters, state_dict)
-        for number, (group, one) in enumerate(zip(self.param_groups, saved, strict=True)):
-            before = float(group["lr"])
-            names = ["lr", "initial_lr"]
-            if "initial_lr" in one:
-                names += [name for name in MOVED_BY_SCHEDULERS if group.get(name)]
-            group |= {name: one[name] for name in names if name in one}
-            if float(group["lr"]) != before and "initial_lr" not in one:  # else a scheduler's
-                of = f" of param_groups[{number}]" if len(saved) > 1 else ""
-                warnings.warn(
-                    f"load_state_dict sets this learner's learning rate{of} to "
-                    f"{float(group['lr']):g}; it was {before:g}, the job's is "
-                    f"{self._job.rates[number]:g}",
-                    stacklevel=to_the_script(),
-                )
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [one for group in self.param_groups for one in group["params"]]

@@ -13,7 +13,8 @@ from support.torch_models import one_thread as one_thread
 from torch import nn
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.torch import Optimizer, seeds
+from gadei_ps.learners.torch import Optimizer
+from gadei_ps.learners.torch.first_batch import FirstBatch
 
 SAID = "another learner has the same seed as this one, 5, and has begun with the same mini-batch"
 
@@ -93,7 +94,7 @@ def test_a_process_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_compiled_model_is_not_looked_at() -> None:
     model = _model()
-    first = seeds.FirstBatch(model)
+    first = FirstBatch(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     compiled(torch.ones(2, 4))
     assert first._digest is None

@@ -116,8 +116,8 @@ def test_a_plan_for_other_layers_is_refused(made: Plan, job_name: str, tmp_path:
     wrong: list[tuple[str, list[nn.Module], Any, dict[str, Any]]] = [
         ("the plan is for 5 layers and the model has 4: make it again", layers()[1:], made, {}),
         (r"layer 0 \(Linear\) has 231 parameters, and 220 in the plan", other, made, {}),
-        ("plan says the devices and the cuts", layers(), made, {"devices": ["host"]}),
-        ("plan says the devices and the cuts", layers(), made, {"cuts": [1]}),
+        ("plan sets the devices and the cuts", layers(), made, {"devices": ["host"]}),
+        ("plan sets the devices and the cuts", layers(), made, {"cuts": [1]}),
     ]
     for name, why in (
         ("none", "No such file or directory; make it with gadei-ps"),

@@ -36,9 +36,9 @@ def installed(*, inline: bool = False) -> Iterator[Device]:
     hidden = _taken_out(modules)
     sys.modules.update(modules)
     try:
-        from gadei_ps.learners.cuda import driver
+        from gadei_ps.learners.cuda import link
 
-        driver.libcuda = lambda: emulator_cupy.Libcuda(device)
+        link._libcuda = lambda: emulator_cupy.Libcuda(device)
         yield device
         device.check()
         assert not any(flags for _, flags in device.registered.values()), "memory left registered"

@@ -441,3 +441,81 @@ def test_text_is_escaped_where_it_is_printed() -> None:
                     name = str(path.relative_to(ROOT / PACKAGE))
                     found[name] = found.get(name, 0) + 1
     assert found == PRINTERS
+
+
+MOST_LINES, MOST_PARAMETERS = 60, 8
+LONG_FUNCTIONS = {
+    "gadei_ps/commands/uninstall.py:uninstall": 65,
+    "gadei_ps/server/shard.py:serve": 81,
+    "gadei_ps/show/status.py:_facts": 78,
+    "watchdog/supervisor.py:Supervisor.startup": 65,
+}
+WIDE_CONSTRUCTORS = {
+    "gadei_ps/agents/broadcast.py:Broadcast": 10,
+    "gadei_ps/agents/driver.py:Driver": 13,
+    "gadei_ps/agents/inbox.py:Inbox": 9,
+    "gadei_ps/agents/inbox.py:_Source": 9,
+    "gadei_ps/classifier/network.py:SentenceClassifier": 11,
+    "gadei_ps/commands/daemon.py:Daemon": 11,
+    "learners/client.py:Client": 11,  # users write it, each by name
+    "learners/torch/optimizer.py:Optimizer": 22,  # as torch's optimizers, and Client
+    "learners/torch/sampler.py:JobSampler": 9,
+    "learners/virtual.py:VirtualWorker": 9,
+    "watchdog/requests.py:Requests": 11,
+}
+"""What is above the limits. Both may only shrink."""
+
+
+def sizes(path: str, tree: ast.AST, where: str = "") -> Iterator[tuple[str, int, int | None]]:
+    """Yield of each function its name, the lines of its body without docstring, and, of a
+    constructor, its parameters without self."""
+    for node in ast.iter_child_nodes(tree):
+        inner = where
+        if isinstance(node, ast.ClassDef):
+            inner = f"{where}{node.name}."
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = f"{where}{node.name}."
+            body = node.body[ast.get_docstring(node, clean=False) is not None :]
+            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            given = node.args
+            count = len([*given.posonlyargs, *given.args, *given.kwonlyargs]) - 1
+            count += (given.vararg is not None) + (given.kwarg is not None)
+            yield f"{path}:{inner[:-1]}", lines, count if node.name == "__init__" else None
+        yield from sizes(path, node, inner)
+
+
+def above_the_limits(trees: Mapping[str, ast.AST]) -> tuple[dict[str, int], dict[str, int]]:
+    """Long functions with their lines, and classes whose constructors have many parameters."""
+    long, wide = {}, {}
+    for path, tree in trees.items():
+        for name, lines, parameters in sizes(path, tree):
+            if lines > MOST_LINES:
+                long[name] = lines
+            if parameters is not None and parameters > MOST_PARAMETERS:
+                wide[name.removesuffix(".__init__")] = parameters
+    return long, wide
+
+
+def test_functions_are_short_and_constructors_narrow() -> None:
+    trees = {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for module, path in MODULES.items()
+        if room(module) != "benchmarks"
+    }
+    for found, known in zip(
+        above_the_limits(trees), (LONG_FUNCTIONS, WIDE_CONSTRUCTORS), strict=True
+    ):
+        assert found.keys() == known.keys(), "split it; or remove from the list what is short now"
+        grown = {name: size for name, size in found.items() if size > known[name]}
+        assert not grown
+
+
+def test_long_functions_and_wide_constructors_are_found() -> None:
+    def text(lines: int, parameters: int) -> ast.AST:
+        names = ", ".join(f"p{number}" for number in range(parameters))
+        body = "\n".join(["        pass"] * lines)
+        doc = '        """A docstring\n\n        does not count.\n        """'
+        return ast.parse(f"class A:\n    def __init__(self, {names}):\n{doc}\n{body}\n")
+
+    assert above_the_limits({"a.py": text(60, 8)}) == ({}, {})
+    assert above_the_limits({"a.py": text(61, 9)}) == ({"a.py:A.__init__": 61}, {"a.py:A": 9})
