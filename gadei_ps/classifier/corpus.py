@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from gadei_ps.classifier import dataset, hold_out, words
 from gadei_ps.classifier.dataset import Dataset
 from gadei_ps.classifier.records import place
@@ -12,6 +14,7 @@ from gadei_ps.classifier.words import Encoded, Vocabulary
 from gadei_ps.show.counts import counted
 
 HOLD_OUT = 0.1
+TRAIN, HELD_OUT, TEST = range(3)
 RARE_FROM = 1000
 """From this number of sentences, the vocabulary has only words that occur twice. It then has half
 as many words, the accuracy is the same, and the unknown word is trained. In smaller sets most
@@ -20,13 +23,18 @@ words occur once."""
 
 @dataclass
 class Corpus:
-    """The data of a training. notices and warnings: one line each, for the user to see."""
+    """The data of a training. notices and warnings: one line each, for the user to see.
+
+    encoded: the texts of `train`; `test_encoded` is empty without a test file.
+    """
 
     train: Dataset
     held_out: Dataset
     test: Dataset | None
     vocabulary: Vocabulary
     encoded: Encoded
+    held_out_encoded: Encoded
+    test_encoded: Encoded
     notices: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -39,12 +47,21 @@ class Corpus:
         if settings.test_file is not None:
             test = dataset.read_test(settings.test_file, whole.label_names, *names)
         texts = whole.texts + (test.texts if test else ())
-        every = hold_out.equal_texts(texts)
+        known, numbered = words.number(texts, words.cut_for(texts))
+        every = hold_out.equal_texts(numbered)
         groups = every[: len(whole)]
         hold_out.check(settings.train_file, whole, groups)
-        train, held_out = hold_out.split(whole, HOLD_OUT, settings.seed, groups)
-        vocabulary = Vocabulary.build(train.texts, 2 if len(train) >= RARE_FROM else 1)
-        encoded = words.encode(train.texts, vocabulary)
+        held = hold_out.held_rows(whole, HOLD_OUT, settings.seed, groups)
+        train, held_out = hold_out.subset(whole, ~held), hold_out.subset(whole, held)
+        cut = words.cut_for(train.texts)
+        if cut != known.cut:  # characters, for texts alone that are not trained on
+            known, numbered = words.number(texts, cut)
+        part = np.full(len(texts), TEST)
+        part[: len(whole)] = np.where(held, HELD_OUT, TRAIN)
+        min_count = 2 if len(train) >= RARE_FROM else 1
+        vocabulary = known.frequent(numbered.only(part == TRAIN), min_count)
+        numbered = numbered.renumbered(known, vocabulary)
+        encoded = numbered.only(part == TRAIN)
         of_file = place(settings.train_file)
         warnings = [*whole.warnings]
         warnings += [f"{of_file}: {one}" for one in hold_out.findings(whole, groups)]
@@ -53,10 +70,8 @@ class Corpus:
             warnings.append(f"{of_file}: {what}")
         notices = [*whole.notices]
         if vocabulary.cut == words.CHARACTERS:
-            cut = sum(map(words.is_unspaced, train.texts))
-            notices.append(
-                f"{of_file}: {counted(cut, 'text')} in a script without spaces: cut into characters"
-            )
+            several = counted(sum(map(words.is_unspaced, train.texts)), "text")
+            notices.append(f"{of_file}: {several} in a script without spaces: cut into characters")
         if test is not None:
             notices += test.notices
             warnings += test.warnings
@@ -66,4 +81,6 @@ class Corpus:
                     f"{place(settings.test_file or '')}: {share} also in the training file: the "
                     "network knows them, so the accuracy says little of new ones"
                 )
-        return cls(train, held_out, test, vocabulary, encoded, tuple(notices), tuple(warnings))
+        others = numbered.only(part == HELD_OUT), numbered.only(part == TEST)
+        told = tuple(notices), tuple(warnings)
+        return cls(train, held_out, test, vocabulary, encoded, *others, *told)

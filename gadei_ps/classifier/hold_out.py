@@ -6,7 +6,7 @@ So rows whose texts are the same for the network, word by word, stay together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 from os import PathLike
 
 import numpy as np
@@ -14,38 +14,46 @@ from numpy.typing import NDArray
 
 from gadei_ps.classifier.dataset import Dataset
 from gadei_ps.classifier.records import error, shown
-from gadei_ps.classifier.words import MAX_LENGTH, cut_for, tokenize
+from gadei_ps.classifier.words import Encoded, cut_for, number
 from gadei_ps.show.counts import counted
 
 Groups = NDArray[np.int64]
 
 
-def equal_texts(texts: Sequence[str]) -> Groups:
+def equal_texts(encoded: Encoded) -> Groups:
     """A number for each text, shape (n,): the same for texts that have the same words.
 
-    Numbers count from 0 in the order in which the texts first come.
+    encoded: by all words of the texts (`words.number`). Numbers count from 0 in the order in which
+    the texts first come.
     """
-    cut = cut_for(texts)
-    known: dict[str, int] = {}
-    numbers = (
-        known.setdefault(" ".join(tokenize(text, cut)[:MAX_LENGTH]), len(known)) for text in texts
+    known: dict[bytes, int] = {}
+    texts = (
+        encoded.tokens[begin:end].tobytes() for begin, end in pairwise(encoded.starts.tolist())
     )
-    return np.fromiter(numbers, np.int64, len(texts))
+    numbers = (known.setdefault(text, len(known)) for text in texts)
+    return np.fromiter(numbers, np.int64, len(encoded.lengths))
 
 
-def split(
-    dataset: Dataset, fraction: float, seed: int, groups: Groups | None = None
-) -> tuple[Dataset, Dataset]:
+def split(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split into (the rest, the held-out `fraction`), both in the order of the file.
 
-    The same arguments give the same split. Rows with equal texts stay together; `groups` are theirs
-    if they are known. Each label is held out in proportion to its texts and keeps at least one in
+    By held_rows().
+    """
+    _, encoded = number(dataset.texts, cut_for(dataset.texts))
+    held = held_rows(dataset, fraction, seed, equal_texts(encoded))
+    return subset(dataset, ~held), subset(dataset, held)
+
+
+def held_rows(dataset: Dataset, fraction: float, seed: int, groups: Groups) -> NDArray[np.bool_]:
+    """Choose the held-out `fraction`: whether each row is in it.
+
+    The same arguments give the same rows. Rows with equal texts stay together; `groups` are theirs.
+    Each label is held out in proportion to its texts and keeps at least one in
     the rest. If there are so many labels that too few rows can be held out in this way, fewer are
     held out. If no label has a second text, the draw ignores labels. At least one text is held out,
     and none of which there are more copies than rows to hold out, unless there are only such.
     Raises ValueError unless 0 < fraction < 1 and there are at least two texts.
     """
-    groups = equal_texts(dataset.texts) if groups is None else groups
     if not 0 < fraction < 1 or len(dataset) < 2 or not groups.any():
         raise ValueError(f"cannot hold {fraction} of {len(dataset)} rows out")
     shuffled = np.random.default_rng(seed).permutation(len(dataset))
@@ -71,7 +79,7 @@ def split(
     picks = spare[((np.arange(count) + 0.5) * len(spare) / count).astype(np.int64)]
     held = np.zeros(len(sizes), np.bool_)
     held[picks] = True
-    return _subset(dataset, ~held[groups]), _subset(dataset, held[groups])
+    return held[groups]
 
 
 def _first_of_each(groups: Groups, stay: NDArray[np.bool_]) -> Groups:
@@ -81,7 +89,8 @@ def _first_of_each(groups: Groups, stay: NDArray[np.bool_]) -> Groups:
     return ordered[~stay[ordered]]
 
 
-def _subset(dataset: Dataset, keep: NDArray[np.bool_]) -> Dataset:
+def subset(dataset: Dataset, keep: NDArray[np.bool_]) -> Dataset:
+    """These rows alone, without notices and warnings."""
     texts = tuple(text for text, kept in zip(dataset.texts, keep, strict=True) if kept)
     return Dataset(texts, dataset.labels[keep], dataset.label_names)
 

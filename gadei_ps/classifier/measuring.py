@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gadei_ps.classifier import words
 from gadei_ps.classifier.inference import ModelDirectoryError
 from gadei_ps.classifier.plan import Plan
 from gadei_ps.errors import JobFailed, JobStopped
@@ -55,7 +54,7 @@ class Measuring:
         self._model = network.SentenceClassifier(
             len(corpus.vocabulary), len(corpus.train.label_names), dropout=plan.settings.dropout
         )
-        self._held_out = words.encode(corpus.held_out.texts, corpus.vocabulary).padded()
+        self._held_out = corpus.held_out_encoded.padded()
         self.best = Best()
         self.history: list[dict[str, float]] = []
         self.directory: Path | None = None
@@ -211,8 +210,8 @@ class Measuring:
         self._load(self.best.tensors)
         test_accuracy = None
         if corpus.test is not None:
-            encoded = words.encode(corpus.test.texts, corpus.vocabulary)
-            test_accuracy, _ = network.evaluate(self._model, encoded.padded(), corpus.test.labels)
+            tokens = corpus.test_encoded.padded()
+            test_accuracy, _ = network.evaluate(self._model, tokens, corpus.test.labels)
         if self.directory is None:
             self.directory = self._claimed()
         summary: dict[str, Any] = {

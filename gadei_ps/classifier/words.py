@@ -2,6 +2,7 @@
 
     text --tokenize--> words --Vocabulary.build--> Vocabulary
     texts, Vocabulary --encode--> Encoded: the word numbers of all sentences
+    texts --number--> both, with all words; `frequent` and `renumbered` make those of a training
 
 The tokeniser is that of Kim (2014), "Convolutional neural networks for sentence classification",
 whose network the paper trains (Figure 2). Scripts that put no spaces between words are cut into
@@ -14,10 +15,11 @@ import array
 import json
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Final, Literal
@@ -135,12 +137,15 @@ class Vocabulary:
 
         Of a text, only the MAX_LENGTH words count that `encode` keeps.
         """
-        cut = cut_for(texts)
-        counts: Counter[str] = Counter()
-        for text in texts:
-            counts.update(tokenize(text, cut)[:MAX_LENGTH])
-        kept = [word for word, count in counts.items() if count >= min_count]
-        return cls(tuple(sorted(kept, key=lambda word: (-counts[word], word))), cut)
+        every, encoded = number(texts, cut_for(texts))
+        return every.frequent(encoded, min_count)
+
+    def frequent(self, encoded: Encoded, min_count: int) -> Vocabulary:
+        """Those that occur at least `min_count` times in these sentences, most frequent first."""
+        counts = np.bincount(encoded.tokens, minlength=len(self))[2:].tolist()
+        pairs = zip(self.words, counts, strict=True)
+        kept = sorted((-count, word) for word, count in pairs if count >= min_count)
+        return Vocabulary(tuple(word for _, word in kept), self.cut)
 
     def __len__(self) -> int:
         """Number of rows of the embedding: the words, padding and the unknown word."""
@@ -225,6 +230,22 @@ class Encoded:
         """All sentences as `batch` gives them."""
         return self.batch(np.arange(len(self.lengths)))
 
+    def only(self, rows: NDArray[np.bool_]) -> Encoded:
+        """These sentences alone."""
+        return Encoded(self.tokens[np.repeat(rows, self.lengths)], self.lengths[rows])
+
+    def renumbered(self, old: Vocabulary, new: Vocabulary) -> Encoded:
+        """The same sentences with the numbers of `new`, which cuts texts as `old` does."""
+        numbers = [PADDING, UNKNOWN, *(new.numbers.get(word, UNKNOWN) for word in old.words)]
+        return Encoded(np.array(numbers, np.int32)[self.tokens], self.lengths)
+
+
+def number(texts: Iterable[str], cut: Cut) -> tuple[Vocabulary, Encoded]:
+    """All words of the texts, in the order in which they first come, and the texts by them."""
+    numbers = defaultdict[str, int](count(2).__next__)
+    encoded = _encoded(texts, cut, MAX_LENGTH, numbers.__getitem__)
+    return Vocabulary(tuple(numbers), cut), encoded
+
 
 def encode(texts: Iterable[str], vocabulary: Vocabulary, max_length: int = MAX_LENGTH) -> Encoded:
     """Number the words of `texts`. Words after the first `max_length` are dropped.
@@ -232,9 +253,15 @@ def encode(texts: Iterable[str], vocabulary: Vocabulary, max_length: int = MAX_L
     A text without any word, such as punctuation only, becomes one UNKNOWN.
     """
     numbers = vocabulary.numbers
+    return _encoded(texts, vocabulary.cut, max_length, lambda word: numbers.get(word, UNKNOWN))
+
+
+def _encoded(
+    texts: Iterable[str], cut: Cut, max_length: int, numbered: Callable[[str], int]
+) -> Encoded:
     tokens, lengths = array.array("i"), array.array("i")
     for text in texts:
-        words = tokenize(text, vocabulary.cut)[:max_length]
-        tokens.extend([numbers.get(word, UNKNOWN) for word in words] or [UNKNOWN])
-        lengths.append(max(1, len(words)))
+        found = [*map(numbered, tokenize(text, cut)[:max_length])] or [UNKNOWN]
+        tokens.extend(found)
+        lengths.append(len(found))
     return Encoded(np.array(tokens, np.int32), np.array(lengths, np.int32))

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gadei_ps.classifier import words
+from gadei_ps.classifier.corpus import Corpus
 from gadei_ps.classifier.dataset import (
     UNSEEN_LABEL,
     Dataset,
@@ -21,7 +23,8 @@ from gadei_ps.classifier.dataset import (
     read_test,
     read_training,
 )
-from gadei_ps.classifier.hold_out import check, equal_texts, findings, split
+from gadei_ps.classifier.hold_out import Groups, check, equal_texts, findings, split
+from gadei_ps.classifier.settings import Settings
 
 GOOD = "text,label\n" + "a b,x\nc d,y\n" * 5
 utf8_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)
@@ -264,6 +267,42 @@ def test_no_text_is_on_both_sides(rows: list[tuple[int, int]], seed: int) -> Non
         assert set(singles) <= set(rest.labels.tolist()), "a label's only text is trained on"
 
 
+def groups_of(texts: tuple[str, ...]) -> Groups:
+    return equal_texts(words.number(texts, words.cut_for(texts))[1])
+
+
+@pytest.mark.parametrize("other", ["more 句子", "more"])
+def test_each_text_is_tokenized_once(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is that of the functions that tokenize for themselves."""
+    rows = "".join(f"some words {i % 7} !,{'xy'[i % 2]}\n" for i in range(2000)) + "...,x\n"
+    train = written(tmp_path, f"text,label\n{rows}")
+    test = tmp_path / "test.csv"
+    test.write_text(f"text,label\n{other} words,x\n")
+    known, tokenized = words.tokenize, list[str]()
+
+    def counting(text: str, cut: words.Cut = words.WORDS) -> list[str]:
+        tokenized.append(text)
+        return known(text, cut)
+
+    monkeypatch.setattr(words, "tokenize", counting)
+    found = Corpus.read(Settings(train_file=train, test_file=test))
+    assert found.test is not None
+    assert len(tokenized) == 2002 * (1 + (other != "more")), "again only for another cut"
+    vocabulary = words.Vocabulary.build(found.train.texts, 2)
+    assert found.vocabulary == vocabulary
+    for data, encoded in (
+        (found.train, found.encoded),
+        (found.held_out, found.held_out_encoded),
+        (found.test, found.test_encoded),
+    ):
+        again = words.encode(data.texts, vocabulary)
+        assert (encoded.tokens.dtype, encoded.lengths.dtype) == (np.int32, np.int32)
+        assert encoded.tokens.tolist() == again.tokens.tolist()
+        assert encoded.lengths.tolist() == again.lengths.tolist()
+
+
 def test_copies_are_held_out_in_proportion() -> None:
     """Fifty rows, each of them twelve times: a tenth are five texts."""
     texts = tuple(f"row {i} of {i % 2}" for i in range(50)) * 12
@@ -271,7 +310,7 @@ def test_copies_are_held_out_in_proportion() -> None:
     rest, held = split(data, 0.1, 1)
     assert (len(held), len(set(held.texts))) == (60, 5)
     assert not set(held.texts) & set(rest.texts)
-    (copies,) = findings(data, equal_texts(texts))
+    (copies,) = findings(data, groups_of(texts))
     assert copies.startswith("550 of 600 rows are copies of other rows' texts")
 
 
@@ -285,7 +324,7 @@ def test_a_text_with_many_copies_is_not_held_out() -> None:
 def test_what_is_odd_in_a_training_set_is_told() -> None:
     texts = ("good", "Good", "bad", "worse", "fine", "Fine")
     data = Dataset(texts, np.array([0, 1, 1, 1, 2, 2]), ("p", "n", "single"))
-    copies, labels, single = findings(data, equal_texts(texts))
+    copies, labels, single = findings(data, groups_of(texts))
     assert copies.startswith("2 of 6 rows are copies")
     assert labels.startswith("1 text with copies of different labels ('good')")
     assert "2 labels with a single text ('p', 'single')" in single

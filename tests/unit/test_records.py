@@ -242,3 +242,10 @@ def test_damaged_files_are_refused(tmp_path: Path, read: Callable[[Path], object
         with pytest.raises(DatasetError) as caught:
             read(written(tmp_path, data))
         assert "\n" not in str(caught.value)
+
+
+@given(st.text(st.sampled_from("ab\r\n\u2028\x0b\x1c\x85"), max_size=30))
+def test_lines_are_those_of_a_file(text: str) -> None:
+    """Only line feeds and carriage returns end them."""
+    lines = [found[0] for found in records._LINE.finditer(text)]
+    assert lines == list(io.StringIO(text, newline=""))
