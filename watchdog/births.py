@@ -53,6 +53,16 @@ class Server:
     nursery: Nursery | None = None
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """A nursery that was killed: the kernel may take its time. ended: called with its exit code."""
+
+    made: Nursery
+    pidfd: int
+    since: float
+    ended: Callable[[int], None]
+
+
 class Births:
     """born: called with each server. failed: called if one could not be started. died: called when
     the nursery has died, unless it was of another build."""
@@ -76,6 +86,7 @@ class Births:
         self._killed = False  # because it hangs
         self._deaths: tuple[Exit, ...] = ()
         self._died_at = float("-inf")
+        self._ending: _Ending | None = None
         self._refused: frozenset[tuple[str, int, int]] | None = None  # files of another build
         self._looked_at = 0.0
         self._asked: Start | None = None
@@ -131,7 +142,7 @@ class Births:
         try:
             words.send(self._nursery.end, message)
         except OSError:
-            self._nursery.child.kill()  # the end of its socket tells
+            process.send_signal(self._nursery.child, signal.SIGKILL)  # the end of its socket tells
             return False
         return True
 
@@ -158,8 +169,12 @@ class Births:
 
     def look(self, now: float) -> None:
         """Starts a nursery that is missing and due, kills one that hangs. Called every tick."""
+        if self._ending is not None and now >= self._ending.since + GONE_S:
+            self._end_ending(-signal.SIGKILL)
         if self._nursery is None:
-            if now >= self._died_at + restart.delay(self._deaths, now, POLICY):
+            if self._ending is None and now >= self._died_at + restart.delay(
+                self._deaths, now, POLICY
+            ):
                 self._start(now)
             return
         loads = self._ready_at is None
@@ -172,7 +187,7 @@ class Births:
         if self._watch.look(now, signs) and not self._killed:
             self._killed = True
             self._log.warning("the nursery hangs and is killed", pid=self._nursery.child.pid)
-            self._nursery.child.kill()
+            process.send_signal(self._nursery.child, signal.SIGKILL)
 
     def _start(self, now: float) -> None:
         if self._refused is not None:
@@ -234,39 +249,60 @@ class Births:
         now = time.monotonic()
         lived = self._ready_at is not None and now - self._ready_at > USEFUL_S
         useful, files = self._has_borne or lived, self._nursery.files
-        code = self._forget()
-        self._note_death(now, useful=useful)
-        if code == build.REFUSED:
-            self._refused, self._looked_at = files, now
-            how = "gadei-ps has been replaced since this job began"
-        else:
-            how = process.signal_name(-code) if code < 0 else f"exit code {code}"
-            self._died()
-        self._log.warning("the nursery died; servers start as programs until it is back", how=how)
+
+        def ended(code: int) -> None:
+            now = time.monotonic()
+            self._note_death(now, useful=useful)
+            if code == build.REFUSED:
+                self._refused, self._looked_at = files, now
+                how = "gadei-ps has been replaced since this job began"
+            else:
+                how = process.signal_name(-code) if code < 0 else f"exit code {code}"
+                self._died()
+            self._log.warning(
+                "the nursery died; servers start as programs until it is back", how=how
+            )
+
+        self._forget(ended)
         self._start_program()
 
-    def _forget(self) -> int:
-        """Returns the exit code."""
+    def _forget(self, ended: Callable[[int], None]) -> None:
+        """Ends the nursery, and does not wait for that. ended: called with its exit code."""
         assert self._nursery is not None
         made, self._nursery = self._nursery, None
         self._codes.clear()
         self._selector.unregister(made.end)
         made.end.close()
-        return self._end_of(made)
+        process.send_signal(made.child, signal.SIGKILL)
+        try:
+            pidfd = os.pidfd_open(made.child.pid)
+        except OSError:  # no descriptor is free
+            ended(self._exit_code(made))
+            return
+        self._ending = _Ending(made, pidfd, time.monotonic(), ended)
+        self._selector.register(
+            pidfd, selectors.EVENT_READ, lambda _: self._end_ending(made.child.wait())
+        )
+
+    def _end_ending(self, code: int) -> None:
+        assert self._ending is not None
+        ending, self._ending = self._ending, None
+        self._selector.unregister(ending.pidfd)
+        os.close(ending.pidfd)
+        ending.ended(code)
 
     @staticmethod
-    def _end_of(made: Nursery) -> int:
-        """Ends the process, and waits for that within limits; returns its exit code."""
-        made.child.kill()
+    def _exit_code(made: Nursery, timeout_s: float = 0.0) -> int:
+        """Of a nursery that was killed; SIGKILL's if the kernel still blocks it then."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return made.child.wait(GONE_S)
+            return made.child.wait(timeout_s)
         return -signal.SIGKILL
 
     def renew(self) -> None:
         """The nursery runs a build that cannot serve the job: the next one is of the files then."""
         if self._nursery is not None:
             self._refused, self._looked_at = self._nursery.files, time.monotonic()
-            self._forget()
+            self._forget(lambda code: None)
         self._start_program()
 
     def code_of(self, server: Server) -> int | None:
@@ -286,12 +322,17 @@ class Births:
     def end(self) -> None:
         """Ends the nursery, and a server that it has borne and that nobody knows yet."""
         self._asked = None
+        if self._ending is not None:
+            self._end_ending(self._exit_code(self._ending.made, GONE_S))
         if self._nursery is None:
             return
-        self._end_of(self._nursery)
+        process.send_signal(self._nursery.child, signal.SIGKILL)
+        self._exit_code(self._nursery, GONE_S)
         with contextlib.suppress(OSError, ValueError):
             while (heard := words.receive(self._nursery.end))[0] is not None:
                 if heard[1] is not None:
                     signal.pidfd_send_signal(heard[1], signal.SIGKILL)
                     os.close(heard[1])
-        self._forget()
+        self._selector.unregister(self._nursery.end)
+        self._nursery.end.close()
+        self._nursery = None

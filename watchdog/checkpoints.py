@@ -6,11 +6,9 @@ the watchdog makes it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, CheckpointMistake, NoSharedMemory, in_words
 from gadei_ps.job import service
 from gadei_ps.machine import cgroups, process
+from gadei_ps.machine.child import Child
 from gadei_ps.memory import reserve
 from gadei_ps.memory.layout import CONTROL, STATE, Phase
 from gadei_ps.memory.reserve import Progress
@@ -33,7 +32,6 @@ from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.saver import MOVED, Saver, Task, copy_bytes, task_line
 
 KEEP = 3  # of those asked for by hand, where the job file says nothing
-OUTCOME_BYTES = 1 << 16
 EXIT_S = 2.0
 SILENT_S = 10.0  # in which a saver that computes uses a part of a core
 RETRY_S = 60.0  # after a failure, on a disk that is full, say
@@ -61,13 +59,13 @@ class Checkpoints:
     _newer: tuple[int, str] = (0, "")
     _kills: cgroups.Kills = field(default_factory=cgroups.Kills)
     _dots: int = 0
-    _saver: subprocess.Popen[bytes] | None = None
+    _saver: Child | None = None
     _heard: list[Heard] = field(default_factory=list)
     _next: list[tuple[Heard, int, bool]] = field(default_factory=list)
     _copier: Maker | None = None
     _copies: bool = False
     """Whether the thread is at work."""
-    _said: bytearray = field(default_factory=bytearray)
+    _outcome: bytes = b""
     _last_at: float = field(default_factory=time.monotonic)
     _failed_at: float = float("-inf")
     _written_at: float | None = None
@@ -255,52 +253,37 @@ class Checkpoints:
         if not self._looks:
             self._last_at = time.monotonic()
         self._kills = cgroups.Kills()  # of the time in which the saver lives
-        with contextlib.ExitStack() as failed, contextlib.ExitStack() as done:
-            read, write = os.pipe()
-            failed.callback(os.close, read)
-            done.callback(os.close, write)
-            file = os.memfd_create("gadei-ps-task")
-            done.callback(os.close, file)
+        self._outcome = b""
+        file = os.memfd_create("gadei-ps-task")
+        try:
             with os.fdopen(os.dup(file), "w") as text:
                 text.write(task_line(task))
             os.lseek(file, 0, os.SEEK_SET)
-            self._saver = process.spawn(
+            self._saver = Child(
+                self.selector,
                 process.module_command("gadei_ps.watchdog.saver"),
+                *(self._heard_line, self._ended),
                 stdin=file,
-                stdout=write,
                 pass_fds=list(self.memory.files.values()),
             )
-            failed.pop_all()
-        os.set_blocking(read, False)
-        self._said.clear()
-        self.selector.register(read, selectors.EVENT_READ, lambda _: self._hear(read))
+        finally:
+            os.close(file)
 
-    def _hear(self, pipe: int) -> None:
-        try:
-            part = os.read(pipe, OUTCOME_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:  # its outcome cannot be read
-            part = b""
-        if part and len(self._said) < OUTCOME_BYTES:
-            self._dots += 1
-            self.unsure &= not part.startswith(MOVED)
-            self._said += part if self._said else part.lstrip(MOVED)
-            return
-        self.selector.unregister(pipe)
-        os.close(pipe)
-        self._end()
+    def _heard_line(self, line: bytes) -> None:
+        self._dots += 1
+        if line == MOVED:
+            self.unsure = False
+        else:
+            self._outcome = line
 
-    def _end(self) -> None:
-        assert self._saver is not None
-        code = self._saver.wait()  # it has closed its output: it is ending
+    def _ended(self, code: int) -> None:
         self._saver = None
         if code < 0:
             # The saver cannot end its pause any more; it would last until its deadline.
             _native.store(self.memory.control.word(CONTROL, "pause"), 0)
             self.memory.ring_bells()
         try:
-            outcome = json.loads(self._said)
+            outcome = json.loads(self._outcome)
         except ValueError:
             why = self._kills.told() or f"it ended with code {code}"
             outcome = {"ok": False, "error": f"the saver made no checkpoint: {why}"}
@@ -361,9 +344,7 @@ class Checkpoints:
         if self._copier is not None:
             self._copier.end()
         if self._saver is not None:
-            self._saver.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk may block it for ever
-                self._saver.wait(EXIT_S)
+            self._saver.end(0.0, EXIT_S)
             self._saver = None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from typing import Any
+from typing import Any, TypedDict
 
 from gadei_ps.errors import GadeiError, in_words
 from gadei_ps.job.config import from_mapping
-from gadei_ps.machine import log
+from gadei_ps.machine import lines, log
+from gadei_ps.machine.lines import Lines
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.nursery import Nursery
 from gadei_ps.watchdog.options import Options
@@ -17,40 +18,44 @@ from gadei_ps.watchdog.supervisor import serve
 
 
 class NotifyLauncher(Notify):
-    """Writes a line end to the launcher whenever the servers' start has got on."""
+    """Sends an empty line to the launcher whenever the servers' start has made progress."""
 
-    def __init__(self, say: int) -> None:
+    def __init__(self, launcher: int) -> None:
         super().__init__()
-        self._say_to = say
+        self._launcher = Lines(sends=launcher)
 
     def progress(self, timeout_s: float) -> None:
-        os.set_blocking(self._say_to, False)
-        with contextlib.suppress(OSError):  # nobody waits any more, or reads
-            os.write(self._say_to, b"\n")
-        os.set_blocking(self._say_to, True)
+        with contextlib.suppress(OSError):  # nobody waits any more
+            self._launcher.send(b"")
 
 
-def _told(end: int) -> dict[str, Any] | None:
-    """What it is to serve; None if nobody wants it any more."""
-    text = b""
-    while not text.endswith(b"\n"):
-        part = os.read(end, 1 << 16)
-        if not part:
-            return None
-        text += part
-    told: dict[str, Any] = json.loads(text)
-    return told
+class Order(TypedDict):
+    """What a command's watchdog is to serve: config, and fields of Options."""
+
+    config: dict[str, Any]
+    fresh: bool
+    verbose: bool
+    keep: bool
+    survives: bool
+    learners: int
+
+
+def _report(end: int, kind: str, message: str) -> None:
+    """Say to the command why the watchdog has not started."""
+    os.set_blocking(end, True)
+    lines.write(end, json.dumps({"kind": kind, "message": message}).encode())
 
 
 def run(end: int, nursery: Nursery | None) -> int:
     """Returns the exit code. end: descriptor of a socket to the command that has started this.
 
-    From there come, as a line of JSON: config, the job's configuration; fresh, verbose, keep,
-    survives and learners, see Options. The reason why the watchdog could not start goes there.
+    From there comes an Order, as a line of JSON. The reason why the watchdog could not start goes
+    there, as a line with the kind of the error and its message.
     """
-    told = _told(end)
-    if told is None:
+    line = next(lines.read(end), None)
+    if line is None:  # nobody wants it any more
         return 0
+    told: Order = json.loads(line)
     verbose = told["verbose"]
     log.set_up(verbose=verbose, quiet=not verbose)
     config = from_mapping(told["config"], "job")
@@ -66,10 +71,9 @@ def run(end: int, nursery: Nursery | None) -> int:
         )
         return serve(config, options, NotifyLauncher(end))
     except GadeiError as error:
-        os.write(end, f"{type(error).__name__}: {error}".encode())
+        _report(end, type(error).__name__, str(error))
         return error.exit_code
     except (OSError, MemoryError) as error:
         why = in_words(error)
-        said = f"JobFailed: the daemon of job {config.name!r} could not start: {why}"
-        os.write(end, said.encode())
+        _report(end, "JobFailed", f"the daemon of job {config.name!r} could not start: {why}")
         return 1

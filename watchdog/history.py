@@ -9,9 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import os
 import selectors
-import subprocess
 import time
 from typing import Any
 
@@ -20,6 +18,7 @@ import numpy as np
 from gadei_ps.errors import in_words
 from gadei_ps.job import modes
 from gadei_ps.machine import process
+from gadei_ps.machine.child import Child
 from gadei_ps.memory import layout, totals
 from gadei_ps.storage.history import line
 from gadei_ps.watchdog import changing, settings
@@ -31,7 +30,6 @@ SHARE = 1 / 1000  # of the job's age: two points of an old job are further apart
 KEPT = 200  # lines that wait for the pipe
 EXIT_S = 1.0
 RETRY_S = 60.0  # before another writer is started
-SAID_BYTES = 4096
 AGENT = b"agent"  # name of a group's agent, which attaches like a learner
 
 
@@ -42,8 +40,7 @@ class History:
         self._memory = memory
         self._selector = selector
         self._log = log
-        self._writer: subprocess.Popen[bytes] | None = None
-        self._pipe = self._told = -1
+        self._writer: Child | None = None
         self._waiting: collections.deque[bytes] = collections.deque(maxlen=KEPT)
         self._started_at = float("-inf")
         self._fresh = False
@@ -96,16 +93,9 @@ class History:
                     name = layout.Phase(phase).name.lower()
                     self._add({"ended": name}, int(self._control["version"]))
                 self._flush(now)
-        if self._writer is None:
-            return
-        self._close()
-        try:
-            self._writer.wait(EXIT_S)
-        except subprocess.TimeoutExpired:  # a disk blocks it
-            self._writer.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._writer.wait(EXIT_S)
-        self._writer = None
+        if self._writer is not None:
+            self._writer.end(EXIT_S, EXIT_S)  # a disk may block it
+            self._writer = None
 
     # -- lines ----------------------------------------------------------------------------------
 
@@ -195,80 +185,40 @@ class History:
             return
         if self._writer is None and not self._start(now):
             return
-        try:
-            while self._waiting:
-                os.write(self._pipe, self._waiting[0])
-                self._waiting.popleft()
-        except BlockingIOError:  # the disk is slow; the oldest lines may be dropped
-            pass
-        except OSError:  # the writer was killed
-            self._close()
-            if self._writer is not None:
-                self._writer.kill()
-                self._writer.wait()
-            self._writer = None
+        assert self._writer is not None
+        while self._waiting and self._writer.send(self._waiting[0][:-1]):
+            self._waiting.popleft()
 
     def _start(self, now: float) -> bool:
         if now - self._started_at < RETRY_S:
             return False
         self._started_at = now
-        path = self._memory.config.history_file()
-        with contextlib.ExitStack() as failed:
-            try:
-                ends = *os.pipe(), *os.pipe()
-                for end in ends:
-                    failed.callback(os.close, end)
-                self._writer = process.spawn(
-                    process.module_command(
-                        "gadei_ps.watchdog.history_writer", str(path), str(int(self._fresh))
-                    ),
-                    stdin=ends[0],
-                    stdout=ends[3],
-                    how=None,  # it ends with its input, once all of that is written
-                )
-            except OSError as error:
-                self._log.warning("no history is written", reason=in_words(error))
-                return False
-            failed.pop_all()
-        for end in (ends[0], ends[3]):
-            os.close(end)
+        path = str(self._memory.config.history_file())
+        fresh = str(int(self._fresh))
+        try:
+            self._writer = Child(
+                self._selector,
+                process.module_command("gadei_ps.watchdog.history_writer", path, fresh),
+                *(self._heard, self._ended),
+                how=None,  # it ends with its input, once all of that is written
+            )
+        except OSError as error:
+            self._log.warning("no history is written", reason=in_words(error))
+            return False
         self._fresh = False
-        self._pipe, self._told = ends[1], ends[2]
-        os.set_blocking(self._pipe, False)
-        os.set_blocking(self._told, False)
-        self._selector.register(self._told, selectors.EVENT_READ, lambda _: self._hear())
         return True
 
-    def _hear(self) -> None:
-        try:
-            said = os.read(self._told, SAID_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            said = b""
-        if not said:
-            self._stop_hearing()
-            return
-        problem = said.decode(errors="replace").splitlines()[-1:]
+    def _heard(self, problem: bytes) -> None:
         path = str(self._memory.config.history_file())
-        if problem and problem[0]:
+        if problem:
             self._log.warning(
                 "the history cannot be written for now; training goes on",
                 path=path,
-                reason=problem[0],
+                reason=problem.decode(errors="replace"),
             )
         else:
             self._log.info("the history is written again", path=path)
 
-    def _stop_hearing(self) -> None:
-        if self._told >= 0:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(self._told)
-            os.close(self._told)
-            self._told = -1
-
-    def _close(self) -> None:
-        self._stop_hearing()
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
+    def _ended(self, _: int) -> None:
+        """The writer was killed; another one is started when lines wait."""
+        self._writer = None

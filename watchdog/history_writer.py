@@ -8,13 +8,11 @@ line once nothing is any more. Imports little: it lives as long as its job.
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 
-from gadei_ps.machine import command_line
+from gadei_ps.machine import command_line, lines
 from gadei_ps.storage import history
 from gadei_ps.storage.history import HistoryFile
 
@@ -53,8 +51,7 @@ class Writer:
             problem = str(error)
         if problem != self._problem:
             self._problem = problem
-            with contextlib.suppress(OSError):  # the watchdog is gone
-                os.write(1, f"{problem}\n".encode(errors="replace"))
+            lines.write(1, problem.partition("\n")[0].encode(errors="replace"))
 
     def _with_command(self, raw: bytes) -> bytes:
         """A line with a learner's pid gets its command line instead; empty if that is no news."""
@@ -71,11 +68,8 @@ class Writer:
 def main() -> None:
     """`python -m gadei_ps.watchdog.history_writer FILE FRESH`: started by the watchdog."""
     writer = Writer(Path(sys.argv[1]), bool(int(sys.argv[2])))
-    rest = b""
-    while part := os.read(0, 1 << 16):
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            writer.write(line + b"\n")
+    for line in lines.read(0):
+        writer.write(line + b"\n")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 NAME = re.compile(r"learner-(\d+)")
 USEFUL_S = 5.0  # a learner that lived this long was not started in vain
 END_S = 1.0
+KILL_S = 2.0  # after SIGKILL
 
 
 @dataclass(eq=False)
@@ -113,7 +114,7 @@ class JobLearners:
         return not process.gone(one.pidfd, 0.0)
 
     def _reap(self, one: One) -> int | None:
-        """Kills a learner and its children. Returns its exit code, if it is known."""
+        """Kill the rest of a learner's process group; return its exit code, if known."""
         if one.child is not None:
             return process.end_group(one.child)
         process.kill_group_of(one.pidfd, one.pid, one.start)
@@ -168,8 +169,18 @@ class JobLearners:
                     process.send_signal(one.child, signal.SIGTERM)
                 else:
                     signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
-        until = time.monotonic() + END_S
+        self._wait(running, END_S)
+        for one in running:
+            if one.child is not None:
+                process.kill_group(one.child.pid)
+            else:
+                process.kill_group_of(one.pidfd, one.pid, one.start)
+        self._wait(running, KILL_S)
+        for one in running:
+            if not self._runs(one):  # else the kernel blocks it, as a driver does
+                self._reap(one)
+
+    def _wait(self, running: list[One], timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
         while time.monotonic() < until and any(self._runs(one) for one in running):
             time.sleep(0.01)
-        for one in running:
-            self._reap(one)

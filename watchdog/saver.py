@@ -3,7 +3,7 @@
 A process of its own, because a disk may block a process that writes to it. A copy for a client goes
 into memory alone, so a thread of the watchdog makes it, with the same code. The shards pause for it
 until a deadline, so that a saver that dies does not hold them. It prints the outcome as one line of
-JSON on standard output, and before that a dot whenever more has reached the disk.
+JSON on standard output, and before that MOVED, a line, whenever more has reached the disk.
 
 For a watchdog that goes on from memory it does not save, but looks at what is on the disk.
 """
@@ -28,7 +28,7 @@ from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, CheckpointMistake, GadeiError, in_words
 from gadei_ps.job.changes import read
 from gadei_ps.job.config import JobConfig
-from gadei_ps.machine import process
+from gadei_ps.machine import lines, process
 from gadei_ps.memory import layout, owned, segment, totals, weights
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind, Work
 from gadei_ps.memory.shm import segment_name
@@ -41,7 +41,7 @@ ATTEMPTS_S = 20.0  # a take-over or a long gradient may come in between
 REST_S = 0.05  # between two attempts, for training
 COPY_BYTES = 4 << 20  # a piece that one thread copies at a time
 SLEEP_NS = 1_000_000
-MOVED = b"."  # before the outcome: more of the checkpoint is on the disk
+MOVED = b"."  # a line before the outcome: more of the checkpoint is on the disk
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Saver:
             config = changes.applied(JobConfig.model_validate(snapshot.config))
             snapshot = replace(snapshot, config=config.model_dump(mode="json"))
         written = checkpoint.write(
-            Path(self.task.directory), snapshot, self.task.keep, lambda: os.write(1, MOVED)
+            Path(self.task.directory), snapshot, self.task.keep, lambda: lines.write(1, MOVED)
         )
         return {
             "ok": True,
@@ -305,7 +305,7 @@ def look(directory: Path, config: JobConfig, version: int) -> dict[str, Any]:
     """
     if config.checkpoint is not None:
         checkpoint.check(directory)
-    os.write(1, MOVED)
+    lines.write(1, MOVED)
     newer = None
     if any(one.version > version for one in checkpoint.found(directory)):
         with contextlib.suppress(CheckpointError):  # then no start could take it

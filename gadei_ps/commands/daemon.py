@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import time
@@ -32,6 +33,7 @@ from gadei_ps.job.absence import absence, locked
 from gadei_ps.job.config import JobConfig, state_directory
 from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts, process
+from gadei_ps.machine.lines import Lines
 from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import Kept
 from gadei_ps.show.counts import counted
@@ -55,7 +57,7 @@ class Daemon:
 
     If the watchdog is killed, the next use of this object starts another one, which adopts the job.
     If this process is killed, the kernel signals the watchdog, which ends the servers and removes
-    the job's segments. The kernel also does that when the thread that uses this object ends.
+    the job's segments.
 
     The job starts from zero, unless its configuration names a directory of checkpoints, or it
     survives. Then it continues with the memory that the last `run` of its name has left.
@@ -154,35 +156,26 @@ class Daemon:
         Until it writes that the servers start, its own processor time is its progress. From then on
         only more of these notes are: the loop in which it waits for them uses the processor, too.
         """
-        os.set_blocking(read, False)
-        said = b""
-        part = b"-"  # empty once the child has closed its end
+        channel = Lines(read)
+        said: list[bytes] = []
         assert self._process is not None
         watch = Watch(self._start_silent_s, LATE_S)
-        while True:
+        while not channel.has_ended:
             used_s = process.cpu_s(self._process.pid)
             sign = (len(said), 0 if said else progress(used_s, self._start_silent_s))
             if watch.look(time.monotonic(), {"start": sign}):
                 break
             self._wanted()
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    part = os.read(read, 4096)
-                except ConnectionResetError:  # it has died with what it was told unread
-                    part = b""
-                said += part
-                if not part:
-                    break
+            said += channel.receive()
             if self.socket.exists() and self._answers():
                 return
             time.sleep(0.005)
-        text = said.decode(errors="replace").strip()
-        kind, _, message = text.partition(":")
-        if message:
-            raise errors.of_kind(kind, message.strip(), JobFailed)
+        if said and said[-1]:
+            error = json.loads(said[-1])
+            raise errors.of_kind(error["kind"], error["message"], JobFailed)
         what = f"did not become ready; {self._where_why}"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(0.0 if part else GONE_S)
+            code = self._process.wait(GONE_S if channel.has_ended else 0.0)
             if code < 0:
                 raise _Killed(
                     f"the daemon of job {self.config.name!r} was ended by "

@@ -14,7 +14,7 @@ from typing import Any
 
 from gadei_ps.errors import GadeiError
 from gadei_ps.job import paths
-from gadei_ps.machine import process
+from gadei_ps.machine import lines, process
 
 
 @dataclass
@@ -28,10 +28,8 @@ class Child:
     def tell(self, config: str, **how: Any) -> None:
         """What it is to serve. config: a JobConfig as JSON. how: see gadei_ps.watchdog.child."""
         self.used = True
-        text = json.dumps(how | {"config": json.loads(config)}).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end is seen later
-            while text:
-                text = text[os.write(self.end, text) :]
+        # If it is dead, that is seen later.
+        lines.write(self.end, json.dumps(how | {"config": json.loads(config)}).encode())
 
     def drop(self) -> None:
         """Ends a process that nobody needs."""

@@ -30,6 +30,7 @@ from gadei_ps.learners.client import Client
 from gadei_ps.machine import log, process
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
 from gadei_ps.memory.layout import CONTROL
+from gadei_ps.watchdog import learners as learners_module
 from gadei_ps.watchdog.learners import JobLearners
 
 
@@ -226,3 +227,19 @@ def test_children_of_a_learner_end_with_it(monkeypatch: pytest.MonkeyPatch, adop
         learners.look(time.monotonic(), stopping=True)
         assert learners.all[0].pid == 0
         eventually(lambda: not process.start_ticks(child))
+
+
+def test_a_learner_that_the_kernel_does_not_end_holds_up_no_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SimpleNamespace()
+    learners = JobLearners(LearnersConfig(command=["x"]), memory, "job.sock", log.get())  # type: ignore[arg-type]
+    with process.spawn(["sh", "-c", "trap '' TERM; echo; sleep 60"], stdout=subprocess.PIPE) as one:
+        assert one.stdout
+        one.stdout.readline()
+        learners.all[0].child, learners.all[0].pid = one, one.pid
+        monkeypatch.setattr(process, "kill_group", lambda leader: None)
+        monkeypatch.setattr(learners_module, "KILL_S", 0.1)
+        learners.end()
+        assert one.poll() is None
+        os.killpg(one.pid, signal.SIGKILL)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 from support import eventually
 
-from gadei_ps.machine import log
+from gadei_ps.machine import log, process
 from gadei_ps.memory import build
-from gadei_ps.watchdog import nursery
+from gadei_ps.watchdog import births, nursery
 from gadei_ps.watchdog.births import Births
 from gadei_ps.watchdog.nursery import Nursery
 
@@ -54,7 +57,7 @@ class Tries:
     def die(self, now: float) -> None:
         """Starts one at this time, and hears all until its end."""
         self.births.look(now)
-        eventually(lambda: self.hear() or not self.births.pid)
+        eventually(lambda: self.hear() or not (self.births.pid or self.births._ending))
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def test_one_that_cannot_be_started_is_not_tried_at_each_look(tries: Tries) -> N
     eventually(lambda: tries.hear() or tries.births._ready_at is not None)
     tries.births._has_borne = True
     tries.births._nursery.child.kill()  # type: ignore[union-attr]
-    eventually(lambda: tries.hear() or not tries.births.pid)
+    eventually(lambda: tries.hear() or not (tries.births.pid or tries.births._ending))
     tries.error = OSError(11, "none is available")
     now = tries.births._died_at
     for tick in range(100):
@@ -107,3 +110,26 @@ def test_one_of_another_build_is_tried_again_with_other_files(
     monkeypatch.setattr(build, "files", lambda: frozenset({("other", 1, 1)}))
     tries.die(now + 60)
     assert (tries.started, tries.deaths) == (2, 0)
+
+
+def test_one_that_the_kernel_does_not_end_blocks_nothing(
+    tries: Tries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the watchdog has one thread. It starts another one in the end."""
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
+    monkeypatch.setattr(process, "send_signal", lambda child, number: None)
+    monkeypatch.setattr(births, "GONE_S", 1000.0)
+    tries.program = SAYS.format(READY, "end.close(); __import__('time').sleep(1000)")
+    tries.births.look(0.0)
+    blocked = tries.births._nursery.child  # type: ignore[union-attr]
+    eventually(lambda: tries.hear() or not tries.births.pid)
+    assert blocked.poll() is None
+    now = time.monotonic()
+    tries.births.look(now + 500)
+    assert tries.started == 1
+    tries.births.look(now + 2000)
+    assert (tries.started, tries.deaths) == (2, 1)
+    monkeypatch.setattr(births, "GONE_S", 0.0)
+    for one in (blocked, tries.births._nursery.child):  # type: ignore[union-attr]
+        os.kill(one.pid, signal.SIGKILL)
+        one.wait()
