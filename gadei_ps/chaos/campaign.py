@@ -162,14 +162,14 @@ class _Chaos:
     def _missed(self) -> list[Role]:
         """Roles not hit yet in the first round, which kills if the options contain KILL."""
         missed = [role for role in self.options.targets if not self.hits[role, self._round_number]]
-        # A job can do without its nursery, and is not to wait for it.
+        # A job can do without its fork server, and does not wait for it.
         return [one for one in missed if one is not Role.NURSERY or self._processes.nursery()]
 
     def _found(self, roles: Sequence[Role], now: float) -> list[Target]:
         return [one for role in roles if (one := self._target(role, now))]
 
     def _announce(self, target: Target, number: signal.Signals) -> None:
-        """Tells the observer of the hit that follows."""
+        """Notify the observer of the hit that follows."""
         pushing = [one for one in self.job.learners() if one.alive and self._free(one)]
         match target.role:
             case Role.SERVER if number == signal.SIGKILL:
@@ -210,7 +210,7 @@ class _Chaos:
         return found if self._free(found) else None
 
     def _free(self, target: Target | None) -> bool:
-        """Whether the process exists and chaos has not stopped it."""
+        """Return whether the process exists and chaos has not stopped it."""
         return target is not None and target not in [stopped for _, stopped in self._stopped]
 
     def _go_on(self, now: float, *, everyone: bool = False) -> None:

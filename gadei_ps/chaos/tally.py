@@ -40,7 +40,7 @@ class Ring:
     """A learner's ring, mapped read-only. It can be read after its name is removed."""
 
     def __init__(self, job: str, row: int, generation: int) -> None:
-        """Raises FileNotFoundError, or SegmentError, also if the row has another learner by now."""
+        """Map the ring. Raises FileNotFoundError or SegmentError if it or the learner is gone."""
         name = segment_name(job, f"ring.{row}")
         self._segment = segment.attach(name, SegmentKind.RING, writable=False)
         if int(self._segment.header["generation"]) != generation:

@@ -1,1 +1,1 @@
-"""What a command line says, and how a command ends."""
+"""Command line: its commands, options and exit codes."""

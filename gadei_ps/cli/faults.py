@@ -31,7 +31,7 @@ def kill(
     ] = "KILL",
     as_json: Json = False,
 ) -> int:
-    """Send a signal to one process of a job; training goes on and nothing is lost."""
+    """Send a signal to one process of a job; training continues and nothing is lost."""
     from gadei_ps.job import processes
     from gadei_ps.job.processes import Role
     from gadei_ps.show import view

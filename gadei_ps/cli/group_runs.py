@@ -87,7 +87,7 @@ def join(
         str | None,
         typer.Option(
             metavar="HOST",
-            help="Address of the node, as Ray knows it.",
+            help="Address of the node in Ray.",
             show_default="a node without a machine of the run",
         ),
     ] = None,
@@ -98,7 +98,7 @@ def join(
     from gadei_ps.cluster import orders
 
     told = orders.ask("join", name, address, _say, group=group, node=node)
-    tell(as_json, told, lambda: f"machine {told['machine']} of {name} begins at {told['host']}")
+    tell(as_json, told, lambda: f"machine {told['machine']} of {name} starts at {told['host']}")
     return 0
 
 
@@ -109,8 +109,8 @@ def leave(
         bool,
         typer.Option(
             "--dead",
-            help="Nothing is heard of the machine, and you vouch that it is dead: the others go on "
-            "without it. If it lives, what it trains meanwhile is lost.",
+            help="Mark a machine that does not answer as dead: the others continue without it. If "
+            "it is alive, what it trains meanwhile is lost.",
         ),
     ] = False,
     address: Address = None,

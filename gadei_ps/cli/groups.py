@@ -203,7 +203,7 @@ def simulate(
 
 
 def _seconds(option: str, text: str) -> float:
-    """Of an option that may be 0."""
+    """Parse the seconds of an option that may be 0."""
     from gadei_ps.commands import quantities
 
     try:
@@ -213,7 +213,7 @@ def _seconds(option: str, text: str) -> float:
 
 
 def _speeds(text: str) -> tuple[float, ...]:
-    """Of --bandwidth: bytes a second."""
+    """Parse --bandwidth (bytes a second)."""
     from gadei_ps.commands import quantities
 
     try:

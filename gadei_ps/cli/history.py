@@ -10,8 +10,8 @@ import typer
 from gadei_ps.cli import results
 from gadei_ps.cli.options import Json, recorded_jobs, tell
 
-HELP = "The job's name, also once it has ended; its job file, or the file of its history."
-RUNS = 20  # that are listed, unless --last says otherwise
+HELP = "The job's name, even after it has ended; its job file, or the file of its history."
+RUNS = 20  # that are listed without --last
 
 
 def history(

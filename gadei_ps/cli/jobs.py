@@ -31,7 +31,7 @@ from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.show.plain import plain, say
 
 WATCH_S = 1.0
-MOST_SILENT = 3  # --watch gives up after more unanswered requests in a row
+MOST_SILENT = 3  # --watch fails after more unanswered requests in a row
 
 
 def run(
@@ -334,7 +334,7 @@ def list_jobs(as_json: Json = False) -> int:
 
 
 def _tell_where(nothing: bool, as_json: bool) -> None:
-    """Where jobs were looked for, if none was found, and how to see those that are elsewhere."""
+    """Print where jobs were looked for if none was found, and how to list those elsewhere."""
     if not nothing:
         return
     from gadei_ps.job import paths
@@ -367,7 +367,7 @@ def gc(
 ) -> int:
     """Remove segments, sockets and locks of dead jobs, and old histories.
 
-    Memory from which gadei-ps serve could go on is removed only if its job is named. Histories
+    Memory from which gadei-ps serve could continue is removed only if its job is named. Histories
     beside checkpoints stay.
     """
     from gadei_ps.commands import jobs

@@ -24,7 +24,7 @@ SERVED = "Only if this command starts the job."
 
 
 class OptimizerName(StrEnum):
-    """As `kind` in the [optimizer] table of a job file."""
+    """Values of `kind` in the [optimizer] table of a job file."""
 
     SGD = "sgd"
     MOMENTUM = "momentum"
@@ -37,7 +37,7 @@ class OptimizerName(StrEnum):
 
 
 class Wire(StrEnum):
-    """How gradients travel."""
+    """Number format of gradients in the ring."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -45,7 +45,7 @@ class Wire(StrEnum):
 
 
 class DeviceName(StrEnum):
-    """What learners compute on."""
+    """Device that learners compute on."""
 
     AUTO = "auto"
     CUDA = "cuda"
@@ -58,7 +58,7 @@ Details = Annotated[bool, typer.Option("--verbose", help="Log details.")]
 
 
 def running_jobs(incomplete: str) -> list[str]:
-    """For a shell's completion: names of running jobs."""
+    """List the names of running jobs for a shell's completion."""
     from gadei_ps.job import paths
 
     names = [path.stem for path in paths.directory().glob("*.sock")]
@@ -66,7 +66,7 @@ def running_jobs(incomplete: str) -> list[str]:
 
 
 def recorded_jobs(incomplete: str) -> list[str]:
-    """For a shell's completion: names of jobs that run or have left a history."""
+    """List the names of jobs that run or have left a history for a shell's completion."""
     from gadei_ps.commands import history
     from gadei_ps.storage.history import job_of
 
@@ -124,7 +124,7 @@ Verbose = Annotated[
 
 
 def limits(given: Sequence[str]) -> dict[str, str]:
-    """What `--stop-after WHAT=N` gives, by WHAT. Raises UsageError."""
+    """Parse `--stop-after WHAT=N` into N by WHAT. Raises UsageError."""
     for one in given:
         what, _, number = one.partition("=")
         if what not in ("gradients", "samples", "epochs") or not number.isdecimal():

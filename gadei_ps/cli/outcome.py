@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, errors in one line, and JSON on stdout.
+"""End of a command: exit codes, errors in one line, and JSON on stdout.
 
 0: done. 1: failed. 2: a mistake; another try would fail as well. 3: a job was stopped, but is not
 saved. 4: the job was stopped meanwhile. 128 + N: ended by signal N, after cleaning up. A traceback
@@ -99,8 +99,8 @@ def _print_notes(error: BaseException) -> None:
 
 
 def _with_file(file: str, message: str) -> str:
-    """What is wrong with a command line that was made of the learner's file, for its author."""
-    says = "PROGRAM= says what the learner runs, LEARNERS= how many of it"
+    """Describe the mistake in a command line made of the learner's file to its author."""
+    says = "PROGRAM= names the learner's program, LEARNERS= the number of learners"
     if not Path(file).exists():
         return f"{file}: there is no such file: {says}"
     return f"{file}: {message.partition('; see gadei-ps')[0]}: {says}"
@@ -130,7 +130,7 @@ def _told(error: Exception, path: str) -> tuple[str, str, int]:
 
 
 def _discard_stdout() -> None:
-    """For a reader that has gone: the interpreter's flush at its end would report an error."""
+    """Discard stdout if its reader is gone: the interpreter's last flush would report an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -65,7 +65,7 @@ def serve(
     """Serve a job in the foreground until SIGTERM, Ctrl-C or gadei-ps stop.
 
     If only the watchdog of the job was killed, the job is adopted with its servers and learners. If
-    all its processes are dead, it goes on from shared memory or from its newest checkpoint.
+    all its processes are dead, it resumes from shared memory or from its newest checkpoint.
     """
     from gadei_ps.watchdog.notify import Notify
     from gadei_ps.watchdog.options import Options

@@ -21,7 +21,7 @@ LEARNERS = 8
 
 
 class ProblemName(StrEnum):
-    """As in gadei_ps.simulate.problems.PROBLEMS."""
+    """Names in gadei_ps.simulate.problems.PROBLEMS."""
 
     CONVEX = "convex"
     NETWORK = "network"
@@ -87,7 +87,7 @@ def simulate(
         str,
         typer.Option(
             metavar="TIME",
-            help="When a straggler gives up its iteration: this long after the cutoff, after a "
+            help="When a straggler abandons its iteration: this long after the cutoff, after a "
             "share of its run time (such as 10%), or never.",
         ),
     ] = "0",
@@ -199,7 +199,7 @@ def simulate(
 
 
 def _give_up(text: str) -> GiveUp:
-    """Of `never`, `0`, `50ms` or `10%`. Raises UsageError."""
+    """Parse `never`, `0`, `50ms` or `10%`. Raises UsageError."""
     from gadei_ps.commands import quantities
     from gadei_ps.simulate.setting import GiveUp
 
@@ -220,7 +220,7 @@ def _give_up(text: str) -> GiveUp:
 
 
 def moment(option: str, text: str, who: str = "learner") -> tuple[int, float]:
-    """Of `3@12.5`: learner, or who else dies or joins, and seconds. Raises UsageError."""
+    """Parse `3@12.5`: a learner, or another `who`, and seconds. Raises UsageError."""
     from gadei_ps.commands import quantities
 
     learner, at, moment = text.partition("@")

@@ -257,8 +257,8 @@ def predict(
         print_json(result | {"predictions": [one._asdict() for one in found]})
     if strange := [one.text for one in found if not one.known_words]:
         _notice(
-            f"{len(strange):,} of {counted(len(found), 'sentence')} without a word that the model "
-            f"knows (first: {strange[0][:40]!r}): the label is a guess"
+            f"{len(strange):,} of {counted(len(found), 'sentence')} without a word of the model's "
+            f"vocabulary (first: {strange[0][:40]!r}): the label is a guess"
         )
     return 0
 

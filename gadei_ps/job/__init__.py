@@ -1,1 +1,1 @@
-"""What a job is, and how one talks to it."""
+"""Definition of a job, and communication with it."""

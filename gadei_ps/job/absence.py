@@ -1,4 +1,4 @@
-"""Why no watchdog answers for a job, and what to do."""
+"""Diagnosis of a job whose watchdog does not answer, with advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gadei_ps.memory.layout import Kept, Phase
 
 
 def absence(job: str) -> str | None:
-    """Why no watchdog answers, and what to do; None if there is nothing of the job."""
+    """Explain why no watchdog answers, and what to do; None if nothing of the job exists."""
     if "/" in job:
         return None
     uid = paths.owner()
@@ -71,13 +71,13 @@ def explained(error: JobNotFound) -> JobNotFound:
         if why := absence(error.job) or unseen(error.job):
             return JobNotFound(why)
         if found := service.of(error.job):
-            told = found.systemctl("status", found.unit, found.end)
-            return JobNotFound(f"{error}; {told} tell what became of it")
+            status = found.systemctl("status", found.unit, found.end)
+            return JobNotFound(f"{error}; its last messages are in: {status}")
     return error
 
 
 def unseen(job: str) -> str | None:
-    """What to do if another user, or the system, has such a job; None if that is not known."""
+    """Advise on a job of this name of another user or of the system; None if none is known."""
     if "/" in job:
         return None
     for uid in _others(job).get(job, ()):
@@ -92,7 +92,7 @@ def unseen(job: str) -> str | None:
     variable = paths.variable(homes.RUNTIME)
     return (
         f"no job {job!r} in {paths.directory()}, but the system has a service of this name: set "
-        f"{variable}; systemctl status gadei-ps@{job} tells of it"
+        f"{variable}; its state: systemctl status gadei-ps@{job}"
     )
 
 
@@ -113,7 +113,7 @@ def elsewhere() -> list[str]:
 
 
 def _others(job: str) -> dict[str, set[int]]:
-    """Whose jobs of this name (`*`: all) this runtime directory does not show: users by job."""
+    """Find jobs of this name (`*`: all) that this runtime directory lacks: users by job."""
     found: dict[str, set[int]] = {}
     for path in shm.SHM.glob(f"gadei-ps.*.{job}.control"):
         match = shm.SEGMENT_NAME.fullmatch(path.name)
@@ -136,9 +136,9 @@ def _others(job: str) -> dict[str, set[int]]:
 
 
 def _where(job: str, uid: int) -> Path | None:
-    """The runtime directory of the job: what the kernel tells, or else where it probably is."""
-    if (told := _directory(job, uid)) is not None:
-        return told
+    """Return the runtime directory of the job, from the kernel or else the probable one."""
+    if (known := _directory(job, uid)) is not None:
+        return known
     if uid == paths.owner():
         return None
     session = Path(f"/run/user/{uid}")
@@ -146,9 +146,9 @@ def _where(job: str, uid: int) -> Path | None:
 
 
 def cut_off(job: str, uid: int) -> bool:
-    """Whether the job's watchdog listens with this runtime directory, so that its socket is lost.
+    """Return whether the job's watchdog uses this runtime directory but its socket is lost.
 
-    To be asked if nobody answers there.
+    Meant for a socket where no watchdog answers.
     """
     where = _directory(job, uid)
     if where is not None:
@@ -159,7 +159,7 @@ def cut_off(job: str, uid: int) -> bool:
 
 
 def _directory(job: str, uid: int) -> Path | None:
-    """The runtime directory of the job's watchdog, if the kernel tells it."""
+    """Return the runtime directory of the job's watchdog, if the kernel shows it."""
     control = presence.peek(job, uid)
     if control is None or not presence.is_here(control["header"]):
         return None
@@ -175,7 +175,7 @@ def _of_unit(uid: int) -> Path | None:
 
 
 def how(job: str, other: str | None) -> str:
-    """How a job is served again. other: how its build differs from this program's."""
+    """Return the command that serves a job again. other: the difference between the builds."""
     if other is not None:
         return f"with its own gadei-ps (it was {other})"
     control = presence.peek(job)
@@ -184,7 +184,7 @@ def how(job: str, other: str | None) -> str:
 
 
 def locked(path: Path) -> bool:
-    """Whether a watchdog holds this lock file. Raises OSError if that cannot be told."""
+    """Return whether a watchdog holds this lock file. Raises OSError if it cannot be opened."""
     try:
         fd = paths.open_lock(path, create=False)
     except (FileNotFoundError, ControlError):

@@ -1,8 +1,8 @@
-"""What `gadei-ps set` has changed of a running job's optimizer.
+"""Changes of a running job's optimizer by `gadei-ps set`.
 
-A change counts before the job file, the command line and the scripts: in the job's memory, and in
-its checkpoints. It counts until the job file says another value than it did then. The field of a
-group of parameters is called groups.N.FIELD.
+A change overrides the job file, the command line and the scripts: in the job's memory, and in
+its checkpoints. It applies until the job file has another value than at the time of the change. The
+field of a group of parameters is called groups.N.FIELD.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Changes(BaseModel):
         return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=own)})
 
     def specs(self, config: JobConfig, script: Said) -> list[OptimizerSpec]:
-        """What counts with these changes: of each group of parameters, and at last of the others.
+        """Return the settings with these changes: per group of parameters, then for the others.
 
         Raises UsageError.
         """
@@ -93,7 +93,7 @@ def read(raw: object) -> Changes:
 
 
 def checked(values: Mapping[str, Any], kind: str, groups: int) -> dict[str, Any]:
-    """What a request wants, for an optimizer of that kind with so many groups.
+    """Check the requested values for an optimizer of that kind with so many groups.
 
     Raises UsageError, in one line.
     """
@@ -176,7 +176,7 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(config: JobConfig, name: str) -> Any:
-    """What a job file says of a field; None: nothing."""
+    """Return the value of a field in the job file; None if it has none."""
     optimizer, schedule = config.optimizer, config.optimizer.schedule
     if found := OF_GROUP.fullmatch(name):
         number = int(found[1])

@@ -83,8 +83,10 @@ class OptimizerConfig(Settings):
         ]
 
     def in_groups(self, script: Said = NOTHING) -> tuple[Sequence[Settings], str | None]:
-        """What is said of each group, and the kind for which: the job's groups count as a whole
-        before the script's."""
+        """Return the settings of each group, and the kind that they are for.
+
+        The job's groups, as a whole, override the script's.
+        """
         if self.groups:
             return self.groups, self.filled(script).kind
         return script.groups or (), script.kind
@@ -114,7 +116,7 @@ class TensorConfig(_Table):
 
 
 class CheckpointConfig(_Table, allow_inf_nan=False):
-    """[checkpoint]: copies on the disk, from which the job goes on after everything has died."""
+    """[checkpoint]: copies on the disk, from which the job resumes if all its processes died."""
 
     every_s: Real = Field(300.0, ge=0, description="0: not by time")
     every_gradients: Whole = Field(0, ge=0, description="0: not by count")
@@ -150,11 +152,11 @@ class JobConfig(_Table, allow_inf_nan=False):
     cores: str = Field("", description="of the shards, as '0-3,8', one each; empty: by the machine")
     slots: Whole = Field(2, ge=1, le=64, description="gradients that a learner's ring holds")
     ahead: Whole = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
-    owned: bool = Field(False, description="batches are handed out only as an agent says")
+    owned: bool = Field(False, description="batches are assigned by an agent")
     nonfinite: Literal["refuse", "allow"] = "refuse"
     spin_us: Real = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
     standby: bool = Field(True, description="a second server, ready to take over at once")
-    hang_s: Real = Field(5.0, description="a server that stands still for so long is killed")
+    hang_s: Real = Field(5.0, description="a server that hangs for so long is killed")
     learner_timeout_s: Real = Field(
         60.0,
         ge=0,
@@ -164,7 +166,7 @@ class JobConfig(_Table, allow_inf_nan=False):
         0,
         ge=0,
         le=layout.MAX_LEARNERS,
-        description="learners that begin together under bsp; 0: those of [learners] or `run`",
+        description="learners that start together under bsp; 0: those of [learners] or `run`",
     )
     orphan_s: Real = Field(
         60.0, ge=1, description="how long servers wait for a new watchdog without learners"
@@ -218,7 +220,7 @@ class JobConfig(_Table, allow_inf_nan=False):
         return max(1, min(wanted, -(-elements // layout.CHUNK)))
 
     def learners_to_come(self, launched: int) -> int:
-        """How many learners the job begins with. launched: by the command that serves it."""
+        """Return the number of learners at the start. launched: by the command that serves."""
         return self.start_with or (self.learners.count if self.learners else launched)
 
     def checkpoint_directory(self) -> Path:
@@ -228,13 +230,13 @@ class JobConfig(_Table, allow_inf_nan=False):
         return state_directory() / self.name
 
     def history_file(self) -> Path:
-        """Where the job's history is written, if it is: beside its checkpoints."""
+        """File of the job's history, if it is written: beside its checkpoints."""
         if self.checkpoint is None:
             return state_directory() / f"{self.name}.history.jsonl"
         return self.checkpoint_directory() / "history.jsonl"
 
     def resolved_spin_us(self) -> float:
-        """How long a wait spins before it sleeps.
+        """Time that a wait spins before it sleeps (µs).
 
         Spinning takes the core from a learner where there are few, and pays where there are many.
         """

@@ -198,11 +198,11 @@ class Copy(_Message):
 
 
 class Own(_Message):
-    """What a job owns of the batches of an epoch, where its job file says `owned = true`.
+    """Batches of an epoch that are assigned to a job whose job file has `owned = true`.
 
     number: ranges that were given before. ranges: further ones, each an epoch, the first index and
-    the one after the last. take_back: all that was given before and is not handed out yet is not to
-    be. passes: epochs of which no more will be given.
+    the one after the last. take_back: revoke all batches that were given before and are not handed
+    out yet. passes: epochs of which no more will be given.
     """
 
     reply = replies.Given
@@ -237,7 +237,7 @@ class Load(_Message):
 
 
 class Measured(_Message):
-    """What somebody has measured of the weights, such as an accuracy: a line of the history."""
+    """Measurement of the weights by a user, such as an accuracy: a line of the history."""
 
     op: Literal["measured"] = "measured"
     values: dict[Annotated[str, Field(max_length=40)], FiniteFloat] = Field(
@@ -334,7 +334,7 @@ def pack(message: dict[str, Any], most: int = MAX_MESSAGE) -> bytes:
 
 
 class _Kind(BaseModel):
-    """What tells the kinds of messages apart."""
+    """Fields that distinguish the kinds of messages."""
 
     model_config = ConfigDict(strict=True)
     ok: bool
@@ -346,7 +346,7 @@ def _is_note(raw: bytes) -> bool:
 
 
 def _reply(message: _Message, raw: bytes) -> replies.Reply | replies.Refusal:
-    """Raises ValidationError for what is no reply to the message."""
+    """Parse a reply. Raises ValidationError if it is not one to the message."""
     kind = message.answer if _Kind.model_validate_json(raw).ok else replies.Refusal
     return kind.model_validate_json(raw)
 
@@ -392,16 +392,16 @@ class Connection:
             raise
         peer: tuple[int, int, int] = UCRED.unpack(raw)
         self.peer_pid, self.peer_uid, _ = peer
-        """Of the process that listens, as the kernel tells; the pid is 0 if this pid namespace
-        does not show it."""
+        """Pid and user of the listening process, from the kernel; the pid is 0 if this pid
+        namespace does not show it."""
         self._answered = True  # otherwise the next reply may be that to an earlier request
 
     def request(
         self, message: _Message, fds: Sequence[int] = (), heard: Heard | None = None
     ) -> dict[str, Any]:
-        """Sends a request and returns the reply. Raises what the watchdog says.
+        """Send a request and return the reply. Raises the error that the watchdog reports.
 
-        heard: is given each note on how far the watchdog is. While notes come, it takes its time.
+        `heard` is called with each note on the watchdog's progress; notes extend the time limit.
         Raises ConnectionLost after a request whose reply was not awaited, as after Ctrl-C.
         """
         if not self._answered:
@@ -483,7 +483,7 @@ class Lasting:
         patience_s: float = 10.0,
         heard: Heard | None = None,
     ) -> dict[str, Any]:
-        """As Connection.request. patience_s: how long to wait for another watchdog."""
+        """Connection.request, with a wait of `patience_s` for another watchdog."""
         until = time.monotonic() + patience_s
 
         def listen(note: dict[str, Any]) -> None:

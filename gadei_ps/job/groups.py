@@ -39,7 +39,7 @@ class Group(Settings):
             raise ValueError("a job has one kind of optimizer for all groups: leave it out")
 
     def names(self, tensor: str) -> bool:
-        """Whether a tensor of this name is meant."""
+        """Return whether a tensor of this name belongs to the group."""
         return self.place(tensor) < len(self.match)
 
     def place(self, tensor: str) -> int:

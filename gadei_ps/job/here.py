@@ -1,4 +1,4 @@
-"""What this process has of jobs: the one that a learner joins that names none, and its learners.
+"""Jobs and learners of this process: the job of learners that name none, and the learners here.
 
 Before a job that this process serves ends, its learners here leave it: their models keep the
 weights, in memory of their own.
@@ -31,7 +31,7 @@ class Learner(Protocol):
 
 
 class _State:
-    """Of this process."""
+    """Jobs and learners of this process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -76,7 +76,7 @@ def leave(job: str) -> None:
 
 
 def tell(socket: str) -> None:
-    """From now on learners that name no job join this one."""
+    """Let learners that name no job join this one from now on."""
     if not _here.jobs:
         _here.outer = os.environ.get(JOB_VARIABLE)
     _here.jobs.append(socket)
@@ -84,7 +84,7 @@ def tell(socket: str) -> None:
 
 
 def untell(socket: str) -> None:
-    """They join the one that was told before, if it is still there."""
+    """Let them join the job of the call before again, if it still exists."""
     if socket not in _here.jobs:
         return
     _here.jobs.remove(socket)

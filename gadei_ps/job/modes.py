@@ -1,4 +1,4 @@
-"""Which synchronization model a job has: its text and number in control, and the shards' mode.
+"""Synchronization model of a job: its text and number in control, and the shards' mode.
 
 The watchdog writes the next model's text beside that of the one in force and then its number, as
 `sync_wanted`. The active server makes the change at a barrier and then writes the same number, as
@@ -45,13 +45,13 @@ def model(control: Segment, number: int) -> SyncModel:
         made.check(None)
     except sync.SpecError as error:
         log.get().error(
-            "going on without the file of the model: all learners are awaited", reason=str(error)
+            "continuing without the file of the model: waiting for all learners", reason=str(error)
         )
     return made
 
 
 def awaits_start(control: Segment) -> bool:
-    """Whether the job's first superstep is to come, under a model whose learners begin together."""
+    """Return whether the first superstep is to come under a model whose learners start together."""
     if int(control.view(CONTROL)["superstep"]) or done(control) or wanted(control):
         return False
     return sync.parse(text(control, 0)).awaits_start
@@ -82,8 +82,8 @@ def enforce(control: Segment, number: int, model: SyncModel) -> None:
 def set_mode(control: Segment, changes: int, mode: Mode) -> int:
     """Active server; returns the word. The shards look at it before each pass over the rings.
 
-    changes: of the model and of the optimizer's numbers together, the one in hand counted. With
-    the stands, so that no shard's answer to one of them is taken for its answer to the next one.
+    changes: of the model and of the hyperparameters together, including the current one. The pauses
+    are added, so that no shard's answer to one of them is taken for its answer to the next one.
     """
     changes += int(control.view(CONTROL)["stands"])
     word = (changes << MODE_BITS | mode) & 0xFFFFFFFF

@@ -1,6 +1,6 @@
-"""Types of numbers that people write into files.
+"""Types of numbers that users write into files.
 
-`true` is no number there, though Python would count it as 1.
+`true` is not a number there, though Python would count it as 1.
 """
 
 from __future__ import annotations

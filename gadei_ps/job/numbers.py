@@ -3,7 +3,7 @@
 Servers read the packed optimizer (`hyper`) in control for every gradient. To change it, the
 watchdog writes `hyper_next` and then raises `numbers_wanted`. The active server copies it to
 `hyper` while every shard stands at the same gradient, and then stores the same number as
-`numbers_done`. If it dies before that store, no shard goes on until the next server has copied it.
+`numbers_done`. If it dies before that store, all shards wait until the next server has copied it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gadei_ps.memory.layout import CONTROL
 from gadei_ps.memory.segment import Segment
 
 Packed = npt.NDArray[np.float64]
-"""Of each group of parameters, shape (groups, PACKED)."""
+"""Hyperparameters of each group of parameters, shape (groups, PACKED)."""
 
 
 def done(control: Segment) -> int:
@@ -51,7 +51,7 @@ def ask(control: Segment, packed: Packed) -> bool:
 
 
 def are_in_force(control: Segment, packed: Packed) -> bool:
-    """Whether servers apply gradients with these."""
+    """Return whether servers apply gradients with these."""
     same = (control.view(CONTROL)["hyper"][: len(packed)] == packed).all()
     return wanted(control) == done(control) and bool(same)
 

@@ -1,7 +1,7 @@
-"""What a watchdog and its nursery say to each other, over a pair of sockets.
+"""Messages between a watchdog and its fork server, over a pair of sockets.
 
 Each message is one datagram: a JSON object of its fields and its kind. Both run the same build: a
-nursery of another build than its watchdog's ends.
+fork server of another build than its watchdog's exits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Load:
-    """To the nursery: it is to have the code of these, if that is kept."""
+    """Request to the fork server to load the compiled code of these, if there is any."""
 
     optimizer: int
     sync: str
@@ -24,7 +24,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Start:
-    """To the nursery: it is to fork a server. arguments: of gadei_ps.server.manager."""
+    """Request to the fork server to fork a server. arguments: of gadei_ps.server.manager."""
 
     number: int
     arguments: list[str]
@@ -32,12 +32,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Ready:
-    """The nursery has loaded what it can, and listens."""
+    """Notice that the fork server has loaded the compiled code, and listens."""
 
 
 @dataclass(frozen=True)
 class Born:
-    """A server has been forked; its pidfd comes along. start: as process.start_ticks tells."""
+    """Notice of a forked server, with its pidfd. start: from process.start_ticks."""
 
     number: int
     pid: int
@@ -71,9 +71,9 @@ def send(end: socket.socket, message: Message, *descriptors: int) -> None:
 
 
 def receive(end: socket.socket) -> tuple[Message | None, int | None]:
-    """The next message, and the descriptor that came with it; no message: the other one is gone.
+    """Receive the next message and its descriptor; no message: the other process is gone.
 
-    Raises BlockingIOError where there is none yet, ValueError for what is no message.
+    Raises BlockingIOError if there is none yet, ValueError if it is not a valid message.
     """
     try:
         text, descriptors, _, _ = socket.recv_fds(end, MOST_BYTES, 1)

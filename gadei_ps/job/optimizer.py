@@ -1,7 +1,7 @@
-"""What is said about a job's optimizer: by its job file or command line, and by a script.
+"""Settings of a job's optimizer from its job file, its command line and scripts.
 
-What the job file says counts first, then what the script of the first learner says, then the
-defaults. What is said of a group of parameters counts for it before all that.
+Precedence: the group of parameters, the job file and command line, the script of the first
+learner, the defaults.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_KIND: Final[dict[str, dict[str, Any]]] = {"add": {"lr": 1.0}, "rmsprop": {"mo
 
 
 class Settings(BaseModel):
-    """What somebody says about the optimizer; None: nothing. eps has a default for each kind."""
+    """Settings of the optimizer from one source; None: not set. eps has a default for each kind."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,7 +52,7 @@ class Settings(BaseModel):
         return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
     def applying(self, kind: str) -> dict[str, Any]:
-        """What of this means the same for an optimizer of that kind."""
+        """Return the settings that mean the same for an optimizer of that kind."""
         if self.kind not in (None, kind) and "add" in (self.kind, kind):
             return {}
         found = {name: value for name, value in self.said.items() if name in uses(kind)}
@@ -71,9 +71,9 @@ class Settings(BaseModel):
 
 
 class Said(Settings):
-    """What a script says about the optimizer, and about groups of parameters in their order.
+    """Settings of the optimizer from a script, and of groups of parameters in their order.
 
-    groups: None: nothing; empty: that there are none.
+    groups: None: not set; empty: no groups.
     """
 
     groups: Annotated[Sequence[Settings], Field(max_length=MOST_GROUPS)] | None = None

@@ -1,4 +1,4 @@
-"""Where a job's control socket and lock file lie."""
+"""Paths of a job's control socket and lock file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from gadei_ps.errors import ControlError, DirectoryMistake, NotOurs, is_lasting
 from gadei_ps.machine import own, process
 
-# A socket's name while it is made: the kernel goes on telling this one.
+# A socket's name while it is made: the kernel shows this one for good.
 PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
 ROOTS = Path("/run/gadei-ps-root")  # of root: unlike in /tmp, no other user can make it
 TEMPORARY = Path("/tmp")
@@ -32,7 +32,7 @@ def directory(*, make: bool = False) -> Path:
     if given and not Path(given).is_absolute():
         raise DirectoryMistake(
             f"GADEI_PS_RUNTIME_DIR={given}: each command would look elsewhere; give a path that "
-            "begins with /"
+            "starts with /"
         )
     path = Path(given) if given else _default(make)
     try:
@@ -66,7 +66,7 @@ def _default(make: bool) -> Path:
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     uid = os.getuid()
     if Path(session).is_absolute():  # the specification has others ignored
-        with contextlib.suppress(OSError):  # told where the directory is looked for
+        with contextlib.suppress(OSError):  # reported where the directory is looked for
             whose = Path(session).stat().st_uid
             if whose not in (0, uid):  # as after su: our files would be in that user's way
                 raise DirectoryMistake(
@@ -104,7 +104,7 @@ def _check_before_making(path: Path) -> None:
 
 
 def _advice(path: Path, status: os.stat_result, *, named: bool) -> str:
-    """What to do about a directory that is not used."""
+    """Advise on a directory that is not used."""
     other = "set GADEI_PS_RUNTIME_DIR to a directory of your own"
     if not stat.S_ISDIR(status.st_mode):
         return f"remove it, or {other}"
@@ -118,7 +118,7 @@ def _advice(path: Path, status: os.stat_result, *, named: bool) -> str:
 
 
 def owner() -> int:
-    """Whose jobs are seen: one's own, but root sees those of the runtime directory's owner."""
+    """Return the user whose jobs are visible: this one; for root, the runtime directory's owner."""
     here = directory()
     return os.getuid() or (here.stat().st_uid if here.exists() else 0)
 
@@ -140,10 +140,10 @@ def as_owner(arguments: str) -> str:
 
 
 def variable(where: Path | None) -> str:
-    """The assignment by which a shell names this runtime directory; `...` if it is not told.
+    """Return the shell assignment that names this runtime directory; `...` if it is not shown.
 
-    Another user may have chosen the name: root is told none that is more than letters to a shell,
-    and nobody one that is more to a terminal.
+    Another user may have chosen the name: root is shown no name that is more than letters to a
+    shell, and no user one that is more to a terminal.
     """
     text = "" if where is None else str(where)
     told = PLAIN.fullmatch(text) or (os.geteuid() != 0 and text and text.isprintable())
@@ -159,9 +159,9 @@ def user(uid: int) -> str:
 
 
 def of_watchdog(job: str, pid: int) -> Path | None:
-    """The runtime directory in which the watchdog `pid` listens; None if that cannot be told.
+    """Return the runtime directory in which the watchdog `pid` listens; None if it is unknown.
 
-    The kernel tells it to the watchdog's user and to root.
+    The kernel shows it to the watchdog's user and to root.
     """
     listens = set()
     try:
@@ -183,8 +183,10 @@ def of_watchdog(job: str, pid: int) -> Path | None:
 
 
 def _is_of(path: Path, pid: int) -> bool:
-    """Whether the process' user has this directory, or nobody: a name of another user's socket may
-    look like more lines."""
+    """Return whether the process' user owns this directory, or it is missing.
+
+    The name of another user's socket may look like more lines.
+    """
     try:
         return path.lstat().st_uid == process.owner(pid)
     except FileNotFoundError:
@@ -204,7 +206,7 @@ def lock_path(job: str) -> Path:
 
 
 def foreign(job: str) -> list[str]:
-    """Why what has the name of the job's lock or socket is none, a line for each."""
+    """Explain which files with the name of the job's lock or socket are invalid, one line each."""
     lines = []
     for path, kind in ((lock_path(job), stat.S_IFREG), (socket_path(job), stat.S_IFSOCK)):
         try:

@@ -29,7 +29,7 @@ GONE_S = 1.0  # a killed process with much memory takes some milliseconds to end
 
 
 class Role(StrEnum):
-    """What a process does for its job."""
+    """Role of a process in its job."""
 
     SERVER = "server"
     STANDBY = "standby"
@@ -40,7 +40,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """A process of a job. start: as process.start_ticks tells. row: a learner's, else None."""
+    """A process of a job. start: from process.start_ticks. row: a learner's, else None."""
 
     role: Role
     pid: int

@@ -126,7 +126,7 @@ class SyncSet(Reply):
 
 
 class Changed(Reply):
-    """What each field was and what it is."""
+    """Old and new value of each field."""
 
     changed: dict[Field_, Annotated[list[Value], Field(min_length=2, max_length=2)]]
 
@@ -166,7 +166,7 @@ class Given(Reply):
 
 
 class Answered(Reply):
-    """What a learner is to do with what its script loads."""
+    """Decision on the state that a learner's script loads."""
 
     answer: Text
 

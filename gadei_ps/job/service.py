@@ -30,12 +30,12 @@ class Service:
 
     @property
     def unit(self) -> str:
-        """Of the watchdog."""
+        """Unit of the watchdog."""
         return f"gadei-ps@{self.job}"
 
     @property
     def end(self) -> str:
-        """Of what ends the job when its watchdog is dead."""
+        """Unit that stops the job when its watchdog is dead."""
         return f"gadei-ps-end@{self.job}"
 
     def systemctl(self, verb: str, *units: str) -> str:
@@ -56,9 +56,10 @@ def of(job: str) -> Service | None:
 
 
 def is_installed(job: str, *, system: bool) -> bool:
-    """Whether systemd runs here, has the units, and they have the job's file. system: the system's.
+    """Return whether systemd runs here, has the units, and they have the job's file.
 
-    A job file alone is none of units: in a container, say, `gadei-ps serve` reads the same one.
+    system: the system's units. A job file alone proves nothing: in a container, for example,
+    `gadei-ps serve` reads the same one.
     """
     jobs = homes.JOBS if system else platformdirs.user_config_path("gadei-ps")
     places = [path / ("system" if system else "user") for path in UNITS]
@@ -72,7 +73,7 @@ def is_installed(job: str, *, system: bool) -> bool:
 
 
 def runs_in(job: str, *, watchdog: bool = False) -> bool:
-    """Whether this process is in one of the job's units. watchdog: only in that of the watchdog."""
+    """Return whether this process is in one of the job's units. watchdog: only the watchdog's."""
     kinds = ("",) if watchdog else ("", "-end", "-learner")
     unit = os.environ.get(VARIABLE, "")
     return unit in [f"gadei-ps{kind}@{job}.service" for kind in kinds]
@@ -103,7 +104,7 @@ def command(job: str, arguments: str) -> str:
 
 
 def take(job: str, aside: Path) -> str:
-    """How the job goes on from a checkpoint that was set aside."""
+    """Return the commands that resume the job from a checkpoint that was set aside."""
     if not runs_in(job, watchdog=True):
         restore = command(job, f"restore {shlex.quote(str(aside))} --job-file JOB.toml")
         return f"{command(job, f'stop {job}')}, then {restore}"
@@ -118,7 +119,7 @@ def take(job: str, aside: Path) -> str:
 
 
 def way_on(job: str) -> str:
-    """What becomes of the memory of a job that has failed."""
+    """Describe the fate of the memory of a job that has failed."""
     if runs_in(job, watchdog=True):
         return f"systemd starts the job again, or {here(job).end} ends it"
     return f"continue with {serve(job)}, or drop it with {command(job, f'gc {job}')}"

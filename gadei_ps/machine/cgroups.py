@@ -71,7 +71,7 @@ def tightest(root: Path = Path("/")) -> Limit | None:
 
 
 class Kills:
-    """Tells whether the kernel has killed a process of this process' groups for want of memory."""
+    """Detector of processes of this process' groups that the kernel killed for want of memory."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -84,7 +84,7 @@ class Kills:
         }
 
     def told(self) -> str:
-        """Why, in words, if there was one since the last look; else empty."""
+        """Describe the kill since the last call; empty if there was none."""
         before, self._seen = self._seen, self._look()
         rises = {
             key: (kills - before.get(key, (0, 0))[0], hits - before.get(key, (0, 0))[1])
@@ -118,7 +118,7 @@ def _count(group: Path, file: str, name: str) -> int:
 
 def _limit(group: Path, name: str, names: _Names) -> Limit | None:
     try:
-        limit = int((group / name).read_text())  # "max" is no number
+        limit = int((group / name).read_text())  # "max" is not a number
         used = int((group / names.used).read_text())
     except (OSError, ValueError):
         return None
@@ -164,7 +164,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _mounted(mounts: list[str], kind: str, option: str) -> Iterator[tuple[str, str]]:
-    """Of each such mount the group that is its root, and where it is mounted (proc(5))."""
+    """Yield the root group and the mount point of each such mount (proc(5))."""
     for line in mounts:
         left, _, right = line.partition(" - ")
         fields, of = left.split(), right.split()

@@ -13,7 +13,7 @@ def has_cupy() -> bool:
 
 
 def missing() -> str:
-    """Why CUDA cannot be used here, and what to do; empty if it can."""
+    """Explain why CUDA cannot be used here, and what to do; empty if it can."""
     if not has_cupy():
         return f"CuPy is not installed ({EXTRAS})"
     try:
@@ -27,7 +27,7 @@ def missing() -> str:
     except Exception as error:  # which class depends on what is broken
         if getattr(error, "status", 0) == NO_DRIVER:
             return f"no NVIDIA driver is there, or it is too old for CuPy's CUDA {made_for}"
-        return f"no GPU can be used ({told(error)}); gadei-ps doctor tells more"
+        return f"no GPU can be used ({told(error)}); run gadei-ps doctor for details"
     if not count:
         return "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
     try:

@@ -1,4 +1,4 @@
-"""What CUDA can do here: python -m gadei_ps.machine.cuda_probe [--check] prints a JSON object.
+"""Capabilities of CUDA: python -m gadei_ps.machine.cuda_probe [--check] prints a JSON object.
 
 With --check only whether learners can use it. A program of its own, because a broken driver can
 hang or crash a process that uses it. Failures that Python sees are returned as text.
@@ -25,7 +25,7 @@ PINNED, READ_ONLY = 1 | 2, 8  # flags of cudaHostRegister: portable and mapped
 
 
 def missing() -> str:
-    """Why learners cannot compute with CUDA here, in one line; empty if they can."""
+    """Explain in one line why learners cannot compute with CUDA here; empty if they can."""
     try:
         return cuda.missing()
     except Exception as error:  # a broken installation fails in any way
@@ -122,10 +122,10 @@ def _device(index: int) -> dict[str, Any]:
 
 
 def _registers() -> bool:
-    """Whether a learner's mappings can be pinned where they are. Raises what CUDA says if not.
+    """Return whether a learner's mappings can be pinned in place. Raises CUDA's error if not.
 
-    As it has them: of shared memory, one that can be written, and one that can only be read if the
-    GPU registers such.
+    The mappings are those of a learner: shared memory that is writable, and shared memory that is
+    read-only if the GPU registers such.
     """
     from cupy.cuda import runtime
 
@@ -149,7 +149,7 @@ def _registers() -> bool:
 
 
 def _bandwidths() -> dict[str, float]:
-    """Of the current device, in GB/s."""
+    """Measure the bandwidths of the current device (GB/s)."""
     from cupy import cuda
     from cupy.cuda import runtime
 

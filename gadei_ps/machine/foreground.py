@@ -34,7 +34,7 @@ def _foreground() -> int:
 
 
 def _set_foreground(group: int) -> None:
-    """From any process group: in the background, the kernel would stop this process for it."""
+    """Set the foreground group from any group; SIGTTOU would stop a process in the background."""
     with contextlib.suppress(OSError):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         try:
@@ -65,7 +65,7 @@ class Foreground:
                 os.killpg(pid, signal.SIGCONT)
 
     def has(self, pid: int) -> bool:
-        """Whether a child has the terminal, so that Ctrl-C goes to it alone."""
+        """Return whether a child has the terminal, so that Ctrl-C goes to it alone."""
         return self._child == pid
 
     def take_back(self, pid: int) -> None:

@@ -1,4 +1,4 @@
-"""Files that users name: what is no regular file would make a reader wait, or read for ever."""
+"""Files that users name. Only regular files: a reader of others may wait or read for ever."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def descriptor(path: str | os.PathLike[str]) -> int:
     try:
         kind = stat.S_IFMT(os.fstat(there).st_mode)
         if kind != stat.S_IFREG:
-            what = own.NOT_REGULAR.get(kind, "it is no regular file")
+            what = own.NOT_REGULAR.get(kind, "it is not a regular file")
             raise OSError(errno.EINVAL, f"{what}; name a regular file", str(path))
         return os.open(f"/proc/self/fd/{there}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -41,7 +41,7 @@ LONGEST_ENTRY = 100
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one learner can be given: a GPU, or a part of one that is divided (MIG).
+    """Device for one learner: a GPU, or a part of one that is divided (MIG).
 
     entry: its name in CUDA_VISIBLE_DEVICES; a number counts in the order of the bus, as nvidia-smi
     does. name: of the product.
@@ -83,7 +83,7 @@ def listed(timeout_s: float = LIST_S, proc: Path = PROC) -> list[Gpu]:
 
 
 def has_driver(proc: Path = PROC) -> bool:
-    """Whether this machine is one for GPUs: it has NVIDIA's driver, or the driver's tool."""
+    """Return whether this machine has NVIDIA's driver, or the driver's tool."""
     return proc.parent.exists() or shutil.which(TOOL) is not None
 
 
@@ -96,7 +96,7 @@ def _model(card: Path) -> str:
 
 
 def driver() -> str:
-    """The driver's version, such as 580.65.06; empty where nvidia-smi does not tell."""
+    """Return the driver's version, such as 580.65.06; empty if nvidia-smi does not print it."""
     if (tool := shutil.which(TOOL)) is None:
         return ""
     try:
@@ -126,8 +126,8 @@ def choose(
     """Those of the visible GPUs that --gpus names; one may come twice.
 
     By nvidia-smi's numbers, or the UUIDs of parts of divided GPUs; where CUDA_VISIBLE_DEVICES is
-    set, by places in it from 0. Raises UsageError for what is no list of such, DeviceError for a
-    GPU that is not there.
+    set, by places in it from 0. Raises UsageError if the text is not a list of these, DeviceError
+    for a GPU that does not exist.
     """
     names = [one.strip() for one in asked.split(",")]
     if not all(ENTRY.fullmatch(one) and len(one) < LONGEST_ENTRY for one in names):
@@ -194,9 +194,9 @@ def missing(
     command: Sequence[str] = CHECK,
     timeout_s: float = CHECK_S,
 ) -> str:
-    """Why learners with this environment cannot use CUDA, in one line; empty if they can.
+    """Explain in one line why learners with this environment cannot use CUDA; empty if they can.
 
-    found: the visible GPUs. command: prints what cuda_probe --check does.
+    found: the visible GPUs. command: prints the same as cuda_probe --check.
     """
     if not found:
         lacks = "" if cuda.has_cupy() else ", and CuPy is not installed"
@@ -234,7 +234,7 @@ def _name(command: Sequence[str]) -> str:
 def _answer(
     command: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> str:
-    """What a command prints. Raises DeviceError with its message if it fails or hangs."""
+    """Return the output of a command. Raises DeviceError with its message if it fails or hangs."""
     name = _name(command)
     try:
         child = process.spawn(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -39,7 +39,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def of_commands() -> Iterator[None]:
-    """Main thread, of a program that is no command: meanwhile Ctrl-C is as in one.
+    """Handle Ctrl-C as a command does, in the main thread of a program that is not a command.
 
     Interrupted leaves the block as KeyboardInterrupt.
     """

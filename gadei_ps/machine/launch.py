@@ -35,11 +35,11 @@ MAX_QUICK_DEATHS = 3
 
 @dataclass(frozen=True)
 class Compute:
-    """What learners compute on.
+    """Devices that learners compute on.
 
-    device: what they are told, auto, cuda or host; None tells nothing. gpus: what they get in turn,
-    by their names in CUDA_VISIBLE_DEVICES; without any they see what their launcher sees. why: of
-    what was looked for and not found, in one line. each: devices of a learner, one for each stage
+    device: their setting, auto, cuda or host; None sets nothing. gpus: the GPUs they get in turn,
+    by their names in CUDA_VISIBLE_DEVICES; without any they see those of their launcher. why: the
+    reason why a device was not found, in one line. each: devices of a learner, one for each stage
     of a virtual worker.
     """
 
@@ -84,22 +84,22 @@ class Compute:
         return gpus.missing(self.gpus, os.environ | self.environment(0))
 
     def without(self) -> str:
-        """Why auto can only be the host, as far as can be told at once; empty otherwise."""
+        """Explain why auto can only be the host, as far as is known at once; empty otherwise."""
         if self.device != "auto" or (self.gpus and has_cupy()):
             return ""
         return self._missing()
 
     def settled(self) -> Compute:
-        """With cuda or host in the place of auto; `why` says why it is the host."""
+        """Replace auto by cuda or host; `why` holds the reason for the host."""
         if self.device != "auto":
             return self
         why = self.why or self._missing()
         return Compute("host", why=why) if why else replace(self, device="cuda")
 
     def shared(self, learners: int) -> str:
-        """Which devices so many learners have to share, in one line; empty if each has its own.
+        """List in one line the devices that so many learners share; empty if each has its own.
 
-        Of learners of one device nothing is said.
+        Empty too if there is only one device.
         """
         wanted = (self.each or 1) * learners
         there, what = (len(self.gpus), "GPUs") if self.gpus else (process.cores(), "cores")
@@ -108,11 +108,11 @@ class Compute:
         return f"{learners} x {self.each} devices on {there} {what}: learners share them"
 
     def beside(self, pids: Iterable[int]) -> Compute:
-        """For learners that join these: GPUs that few of them have come first."""
+        """Order the GPUs for learners that join these: those with the fewest learners first."""
         return replace(self, gpus=gpus.least_used(self.gpus, pids))
 
     def environment(self, index: int) -> dict[str, str]:
-        """What learner `index` has in its environment besides what its launcher has."""
+        """Return the variables of learner `index` in addition to its launcher's environment."""
         if self.device is None:
             return {}
         told = {DEVICE_VARIABLE: self.device}
@@ -138,7 +138,7 @@ class Numbers:
         return iter(range(self.first, self.first + self.count))
 
     def environment(self, number: int) -> dict[str, str]:
-        """What the learner of this number has in its environment."""
+        """Return the environment of the learner of this number."""
         environment = {
             LEARNER_VARIABLE: str(number),
             LEARNERS_VARIABLE: str(self.first + self.count),
@@ -166,7 +166,7 @@ class Ended:
     pid: int
     code: int
     seconds: float = math.inf
-    """How long it has lived."""
+    """Time from its start to its end (s)."""
     typed: bool = False
     """Whether Ctrl-C has ended it that went to it alone."""
 
@@ -285,7 +285,7 @@ class Learners:
                 time.sleep(POLL_S)
 
     def kill(self) -> None:
-        """At once."""
+        """Kill the processes at once."""
         for child, _ in self._running.values():
             process.end_group(child)
             self._foreground.take_back(child.pid)

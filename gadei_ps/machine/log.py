@@ -1,4 +1,4 @@
-"""Log lines on stderr: readable ones, or JSON for the journal, which is told their priorities.
+"""Log lines on stderr: readable ones, or JSON for the journal, with their priorities.
 
 structlog is imported when a process logs. It takes as long as NumPy to import, which commands that
 only ask a job are spared.
@@ -21,7 +21,7 @@ PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "exception": 3, "
 
 
 def in_journal() -> bool:
-    """Whether stderr is the journal: systemd says in JOURNAL_STREAM which file that is."""
+    """Return whether stderr is the journal, whose file systemd names in JOURNAL_STREAM."""
     try:
         status = os.fstat(2)
     except OSError:
@@ -36,7 +36,7 @@ def prioritized(method: str, text: str) -> str:
 
 
 class _Patient:
-    """stderr of processes that must outlive its reader: a closed pipe is no error."""
+    """stderr of processes that must outlive its reader: a closed pipe is not an error."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):

@@ -1,8 +1,8 @@
-"""What learners print, line by line: each line with its learner's number, and a file a learner.
+"""Output of learners, line by line: each line with its learner's number, and a file per learner.
 
 Each learner writes into pipes that one thread reads. The thread writes whole lines only, and lines
-that come together, such as a traceback's, together. What is no text, never ends a line or is
-redrawn all the time, as progress bars are, needs no more memory than anything else.
+that come together, such as a traceback's, together. Binary output, a line without an end, or one
+that is redrawn all the time, such as a progress bar, needs no more memory than other output.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ class _Log:
 
 
 class _Stream:
-    """What one learner writes to its standard output, or to its standard error.
+    """Standard output, or standard error, of one learner.
 
-    fd: of the pipe, not blocking. to: where lines are shown. heard: when the last bytes came.
+    fd: of the pipe, not blocking. to: where lines are shown. last_read: time of the last bytes (s,
+    monotonic).
     """
 
     def __init__(self, fd: int, prefix: bytes, to: int, log: _Log | None) -> None:
         self.fd = fd
-        self.heard = 0.0
+        self.last_read = 0.0
         self._prefix = prefix
         self._to: int | None = to
         self._log = log
@@ -87,16 +88,16 @@ class _Stream:
         return len(data)
 
     def _take(self, data: bytes) -> None:
-        self.heard = time.monotonic()
+        self.last_read = time.monotonic()
         if self._log is not None:
             self._log.write(data)
         text, at = self._begun + data, 0
         for end in _END.finditer(text):
             line, at = text[at : end.start()], end.end()
             if end[0] == b"\r":
-                if not line.strip() or self.heard - self._redrawn < REDRAWN_S:
+                if not line.strip() or self.last_read - self._redrawn < REDRAWN_S:
                     continue
-                self._redrawn = self.heard
+                self._redrawn = self.last_read
             self._show(line)
         self._begun = text[at:]
         while len(self._begun) > MOST_BYTES:
@@ -105,7 +106,7 @@ class _Stream:
 
     def _show(self, line: bytes) -> None:
         if not self._ready:
-            self._since = self.heard
+            self._since = self.last_read
         self._ready += [self._prefix, line, b"\n"]
         self._size += len(line)
 
@@ -115,8 +116,8 @@ class _Stream:
         return bool(self._ready)
 
     def is_due(self, now: float) -> bool:
-        """Whether they should not wait for more."""
-        late = now - self.heard >= QUIET_S or now - self._since >= HELD_S
+        """Return whether the lines should be written without waiting for more."""
+        late = now - self.last_read >= QUIET_S or now - self._since >= HELD_S
         return self.waits and (late or self._size >= MOST_BYTES)
 
     def flush(self) -> bool:
@@ -155,7 +156,7 @@ class Output:
 
     first: number of the first learner.
     stdout: file descriptor for what they write to their standard output; that of errors is 2.
-    directory: for a file of each learner, `learner-N.log`, which begins anew. With one learner,
+    directory: for a file of each learner, `learner-N.log`, which is overwritten. With one learner,
     lines have no number. Raises UsageError if a file cannot be made.
     """
 
@@ -267,7 +268,7 @@ class Output:
             with contextlib.suppress(BlockingIOError):
                 while left > 0 and (count := stream.read()):
                     left -= count
-                    if stream.is_due(stream.heard):
+                    if stream.is_due(stream.last_read):
                         stream.flush()
             stream.flush()
         while self._asked:

@@ -25,7 +25,7 @@ NOT_REGULAR = {
     stat.S_IFCHR: "it is a device",
     stat.S_IFBLK: "it is a device",
 }
-# What open() says of things that are no files, or that this user may not open.
+# Errors of open() for things that are not files, or that this user may not open.
 REFUSED = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENODEV}
 
 
@@ -65,10 +65,10 @@ def _why_not_opened(path: Path, error: OSError, owner: int) -> str:
 
 
 def foreign(status: os.stat_result, owner: int) -> str:
-    """Why a file is not one that `owner` alone can open; empty if it is."""
+    """Explain why a file is not one that `owner` alone can open; empty if it is."""
     kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
-        return NOT_REGULAR.get(kind, "it is no regular file")
+        return NOT_REGULAR.get(kind, "it is not a regular file")
     if status.st_uid != owner:
         return f"it belongs to another user (uid {status.st_uid})"
     if status.st_mode & OTHERS:
@@ -90,16 +90,16 @@ def open_process(pid: int, start: int) -> int | None:
     def is_ours() -> bool:
         user = process.owner(pid)
         if user is None and process.alive(pid, start):
-            raise OSError(errno.EAGAIN, f"cannot tell whose process {pid} is")
+            raise OSError(errno.EAGAIN, f"cannot find the owner of process {pid}")
         return user == os.geteuid()
 
     return _kept_if(is_ours, pidfd)
 
 
 def watch_process(pid: int, start: int) -> int | None:
-    """A pidfd of the very process, to hear of its death; None if it has ended.
+    """Open a pidfd of the very process, to be notified of its death; None if it has ended.
 
-    Raises OSError if that cannot be told: no file descriptor or memory is free.
+    Raises OSError if no file descriptor or memory is free.
     """
     if pid <= 0 or start <= 0:
         return None
@@ -112,7 +112,7 @@ def watch_process(pid: int, start: int) -> int | None:
 
 
 def _kept_if(wanted: Callable[[], bool], pidfd: int) -> int | None:
-    """The descriptor, if it is wanted; else it is closed, also if that cannot be told."""
+    """Return the descriptor if it is wanted; else close it, even if the question fails."""
     keep = False
     try:
         keep = wanted()

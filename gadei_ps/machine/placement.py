@@ -1,4 +1,4 @@
-"""On which cores the shards of a server run. All functions are pure except bind().
+"""Placement of a server's shards on cores. All functions are pure except bind().
 
 Shards stream weights through their core's memory controller. On a machine with several nodes (two
 sockets, say) they are kept on the node whose memory holds the weights. On other
@@ -18,7 +18,7 @@ CORE_LIST = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 def parse(text: str) -> list[int]:
     """Cores of a list as the kernel writes them, '0-3,8'. Raises ValueError."""
     if not CORE_LIST.fullmatch(text):
-        raise ValueError(f"{text!r} is no list of cores: write it as 0-3,8")
+        raise ValueError(f"{text!r} is not a list of cores: write it as 0-3,8")
     found: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
@@ -58,7 +58,7 @@ def cores_of_shard(
     by_node: dict[int, set[int]],
     node: int | None,
 ) -> set[int]:
-    """Where a shard may run: one of the cores asked for, else those of the weights' node."""
+    """Return the cores for a shard: one of the requested cores, else those of the weights' node."""
     usable = [core for core in wanted if core in allowed]
     if usable:
         return {usable[shard % len(usable)]}
@@ -68,9 +68,9 @@ def cores_of_shard(
 
 
 def bind(shard: int, wanted: list[int], address: int) -> None:
-    """Keeps the calling thread, a shard's, where it belongs. address: of the weights' mapping.
+    """Bind the calling thread, a shard's, to its cores. address: of the weights' mapping.
 
-    Raises OSError or ValueError where the system does not tell, or does not allow it.
+    Raises OSError or ValueError if the system does not show the cores, or does not allow it.
     """
     allowed, by_node = os.sched_getaffinity(0), nodes()
     node = None

@@ -30,10 +30,10 @@ def cores() -> int:
 
 
 def start_ticks(pid: int) -> int:
-    """When the process started, in clock ticks after boot; 0 if there is no such process.
+    """Return the start time of a process (clock ticks after boot); 0 if there is no such process.
 
-    A process is there as long as any of its threads runs, also if its main thread has ended. Raises
-    OSError if the kernel does not say: no file descriptor or memory is free.
+    A process exists as long as any of its threads runs, even if its main thread has ended. Raises
+    OSError if the kernel cannot show it: no file descriptor or memory is free.
     """
     try:
         return _native.start_ticks(pid)
@@ -74,9 +74,9 @@ def signal_name(number: int) -> str:
 
 
 def alive(pid: int, start: int) -> bool:
-    """Whether this very process still runs: any thread of it. A zombie does not.
+    """Return whether this very process still runs: any thread of it. A zombie does not.
 
-    If the kernel does not say, it may run: no process is to be replaced for that.
+    True if the kernel cannot show it: no process may be replaced for that.
     """
     try:
         return pid > 0 and start > 0 and start_ticks(pid) == start
@@ -85,7 +85,7 @@ def alive(pid: int, start: int) -> bool:
 
 
 def is_suspended(pid: int) -> bool:
-    """Whether the process and its parent are stopped, as by Ctrl-Z in a terminal."""
+    """Return whether the process and its parent are stopped, as by Ctrl-Z in a terminal."""
     parent = _status(pid, "PPid")
     return _is_stopped(pid) and bool(parent) and _is_stopped(int(parent[0]))
 
@@ -95,7 +95,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def namespace() -> int:
-    """Which pid namespace this process is in: its inode. A pid means a process only there."""
+    """Return the inode of this process' pid namespace. A pid identifies a process only there."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
@@ -107,8 +107,8 @@ def check_proc() -> None:
         shown = ""
     if shown != str(os.getpid()):
         raise UsageError(
-            "/proc does not show this pid namespace, so no process can be told from another: mount "
-            "it there (unshare --mount-proc)"
+            "/proc does not show this pid namespace, so processes cannot be identified: mount it "
+            "there (unshare --mount-proc)"
         )
 
 
@@ -126,14 +126,14 @@ def lineage(pid: int) -> Iterator[int]:
 
 
 def is_deeper(pid: int) -> bool:
-    """Whether the process is in a pid namespace below this one, where our pids mean nothing."""
+    """Return whether the process is in a pid namespace below, where our pids have no meaning."""
     return len(_status(pid, "NSpid")) > 1
 
 
 def maps(pid: int, device: int, inode: int) -> bool:
-    """Whether the process has this file mapped. True also where that cannot be told.
+    """Return whether the process has this file mapped. True even if that is unknown.
 
-    Nothing is mapped into a process that is just ending: it counts as one that has.
+    A process that is just ending shows no mappings, and counts as one that has the file mapped.
     """
     try:
         text = Path(f"/proc/{pid}/maps").read_bytes()
@@ -173,13 +173,13 @@ _scores: dict[int, str] = {}  # of this process before end_last(), by its pid
 
 
 def end_first() -> None:
-    """If memory runs out, the kernel ends this process before others."""
+    """Make the kernel kill this process before others if memory runs out."""
     with contextlib.suppress(OSError):
         OOM_SCORE.write_text("1000")
 
 
 def end_last() -> None:
-    """If memory runs out, the kernel ends this process as late as that needs no privilege."""
+    """Make the kernel kill this process as late as possible without a privilege."""
     with contextlib.suppress(OSError, ValueError):
         before = OOM_SCORE.read_text().strip()
         _scores[os.getpid()] = before
@@ -211,7 +211,7 @@ def kill_group_of(pidfd: int, pid: int, start: int) -> None:
 
 
 def has_ended(child: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended. It is not reaped: its pid remains its own."""
+    """Return whether a child has ended. It is not reaped: its pid remains its own."""
     if child.returncode is not None:
         return True
     try:

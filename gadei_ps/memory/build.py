@@ -53,12 +53,15 @@ def files() -> frozenset[tuple[str, int, int]]:
 
 
 def difference(theirs: int, ours: int) -> str:
-    """How the C sources of a job and of this program differ."""
+    """Describe the difference between the C sources of a job and of this program."""
     return f"made by build {theirs:016x} of gadei-ps, this program is build {ours:016x}"
 
 
 def server_difference(theirs: int) -> str | None:
-    """How the servers of a job and of this program differ; None if they are the same."""
+    """Describe the difference between the servers of a job and of this program.
+
+    None if they are the same.
+    """
     if theirs == of_server():
         return None
     return (

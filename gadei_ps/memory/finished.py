@@ -17,10 +17,10 @@ def add(control: np.void, number: int) -> None:
 
 
 def has(control: np.void, number: int) -> bool:
-    """Whether the learner of this number has ended for good."""
+    """Return whether the learner of this number has ended for good."""
     return bool(int(control["finished"][number // BITS]) >> number % BITS & 1)
 
 
 def count(control: np.void) -> int:
-    """How many there are."""
+    """Return the number of learners that have ended for good."""
     return sum(int(word).bit_count() for word in control["finished"])

@@ -1,8 +1,9 @@
 """Guards of mappings (native/ps_guard.h), each of which ends with its own mapping.
 
 The native table knows a guard by its address. But an address can be used again before a guard is
-ended: Python unmaps without the interpreter's lock, and tells weak references only afterwards. So
-the guards of this process stand here as well, and the end of an old one leaves a new one alone.
+ended: Python unmaps without the interpreter's lock, and notifies weak references only afterwards.
+So this module keeps the guards of this process too, and the end of an old one leaves a new one
+alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from gadei_ps import _native
 
 _guards: dict[int, _Guard] = {}
-"""By the address of the mapping."""
+"""Guards by the address of their mapping."""
 _turn = threading.RLock()  # the garbage collector may end a guard in the middle of a call
 
 
@@ -45,7 +46,7 @@ class _Guard:
 
 
 def guard(memory: mmap.mmap, word: int, value: int, owner: object) -> None:
-    """If the memory of this mapping is lost, `value` is stored at the address `word`, 64 bits.
+    """Store `value` (64 bits) at the address `word` if the memory of this mapping is lost.
 
     owner: whose memory the word is; it lives as long as the guard. Raises OSError.
     """

@@ -1,7 +1,7 @@
-"""Locks by which the kernel vouches that a watchdog or a server of a job lives.
+"""Locks that show that a watchdog or a server of a job is alive.
 
-Each of them locks a byte of the control segment's file for as long as it lives. A pid says nothing
-to a process of another pid namespace (another container that shares /dev/shm), and a lock file lies
+Each of them locks a byte of the control segment's file for as long as it lives. A pid is useless to
+a process of another pid namespace (another container that shares /dev/shm), and a lock file lies
 in a runtime directory that need not be shared; these locks are the inode's own, so every process
 that can open the segment meets them.
 
@@ -44,7 +44,7 @@ class Hold:
 
     @property
     def inode(self) -> int:
-        """Of the control segment that is locked."""
+        """Inode of the locked control segment."""
         return os.fstat(self._fd).st_ino
 
     def release(self) -> None:
@@ -76,7 +76,7 @@ def take(job: str, byte: int) -> Hold | None:
 
 @contextlib.contextmanager
 def alone(job: str) -> Iterator[bool]:
-    """In this block no watchdog has the job, and none can adopt it. False: one has it."""
+    """Keep watchdogs from adopting the job within this block. Yields False if one has the job."""
     try:
         hold = take(job, WATCHDOG)
     except (FileNotFoundError, NotOurs):
@@ -92,10 +92,11 @@ def alone(job: str) -> Iterator[bool]:
 
 
 def nameless(job: str) -> dict[int, int]:
-    """Which byte each process has locked of a control segment of this job that has lost its name.
+    """Find the processes that hold a control segment of this job which has lost its name.
 
-    By pid, of this user's processes that can be seen here. /proc tells it: such a file cannot
-    be opened. Raises OSError where /proc cannot be read for want of descriptors or memory.
+    Returns the locked byte by pid, for the processes of this user that are visible here. The source
+    is /proc, because such a file cannot be opened. Raises OSError if /proc cannot be read for want
+    of descriptors or memory.
     """
     path = shm.path_of(shm.segment_name(job, "control"))
     gone, device, found = f"{path} (deleted)", path.parent.stat().st_dev, {}
@@ -116,7 +117,7 @@ def nameless(job: str) -> dict[int, int]:
 
 
 def held(fd: int, byte: int) -> bool:
-    """Whether a process holds the byte, through another descriptor than this one's."""
+    """Return whether a process holds the byte through another descriptor than this one's."""
     told = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock(byte))
     return bool(LOCK.unpack(told)[0] != fcntl.F_UNLCK)
 
@@ -126,9 +127,9 @@ def _lock(byte: int) -> bytes:
 
 
 def is_written(name: str) -> bool:
-    """Whether a process has this segment open, or mapped, so that it could write to it.
+    """Return whether a process has this segment open or mapped so that it could write to it.
 
-    The kernel grants a read lease on a file only while nobody has it open for writing. Where it
+    The kernel grants a read lease on a file only while no process has it open for writing. If it
     grants none for another reason, the answer is True. Raises FileNotFoundError, NotOurs, OSError.
     """
     fd = shm.open_segment(name, writable=False)

@@ -48,7 +48,7 @@ PAGE: Final = 4096
 
 
 class SegmentKind(IntEnum):
-    """What a segment holds."""
+    """Content of a segment."""
 
     CONTROL = 1
     WEIGHTS = 2
@@ -57,7 +57,7 @@ class SegmentKind(IntEnum):
 
 
 class FrameKind(IntEnum):
-    """How a gradient is written in its payload."""
+    """Format of a gradient in its payload."""
 
     DENSE = 1
     ROWS = 2
@@ -79,7 +79,7 @@ ADD: Final = _CODE["PS_ADD"]
 
 
 class Role(IntEnum):
-    """What a tensor is: moved by the optimizer, or by plain addition (batch-norm statistics)."""
+    """Role of a tensor: changed by the optimizer, or by addition (batch-norm statistics)."""
 
     PARAMETER = 1
     BUFFER = 2
@@ -87,7 +87,7 @@ class Role(IntEnum):
 
 
 class Phase(IntEnum):
-    """Where a job is in its life."""
+    """Phase of a job between its creation and its end."""
 
     STARTING = 0
     SERVING = 1
@@ -98,7 +98,7 @@ class Phase(IntEnum):
 
 
 class Kept(IntEnum):
-    """Which command continues with the memory of a job that has ended; `temporary` in CONTROL."""
+    """Command that continues with the memory of an ended job; `temporary` in CONTROL."""
 
     BY_SERVE = 0
     NEVER = 1
@@ -106,7 +106,7 @@ class Kept(IntEnum):
 
 
 class ServerState(IntEnum):
-    """Where a server process is in its life; ready: it serves, or can take over at once."""
+    """State of a server process; ready: it serves, or can take over at once."""
 
     NONE = 0
     STARTING = 1
@@ -114,7 +114,7 @@ class ServerState(IntEnum):
 
 
 class Stop(IntEnum):
-    """What learners are asked to do."""
+    """Request to learners to stop."""
 
     GO = 0
     DRAIN = 1
@@ -131,7 +131,7 @@ class Work(IntEnum):
 
 
 class Mode(IntEnum):
-    """What shards do with a frame: apply it as it comes, leave it for a superstep, let it lie."""
+    """Treatment of a frame by shards: apply at once, keep for a superstep, or leave in the ring."""
 
     ON_ARRIVAL = 0
     COLLECT = 1
@@ -139,7 +139,7 @@ class Mode(IntEnum):
 
 
 class Action(IntEnum):
-    """What a superstep does with the oldest gradient of a learner."""
+    """Treatment of a learner's oldest gradient in a superstep."""
 
     SKIP = 0
     APPLY = 1
@@ -148,7 +148,7 @@ class Action(IntEnum):
 
 
 class Gone(IntEnum):
-    """Why a learner left."""
+    """Reason why a learner left."""
 
     DETACHED = 1
     DIED = 2
@@ -158,7 +158,7 @@ class Gone(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why a frame was refused."""
+    """Reason why a frame was refused."""
 
     OK = 0
     BAD_KIND = 1
@@ -237,7 +237,7 @@ UNDO_HALF: Final = MAX_STREAMS * CHUNK * 4
 """Bytes of a half of a shard's undo log, which holds one chunk of each stream."""
 
 UNDO_BYTES: Final = UNDO_HALVES * UNDO_HALF
-"""Of a shard's undo log."""
+"""Size of a shard's undo log (bytes)."""
 
 
 def offset(struct: np.dtype[np.void], field: str) -> int:

@@ -1,11 +1,11 @@
-"""Which batches a job hands out, where it owns a part of them: the words of the control segment.
+"""Externally assigned batches: the words of the control segment that define them.
 
-Of several jobs that train together each owns some batches of an epoch. Its watchdog writes ranges
-of batches one after the other, as it is told; shard 0 hands them out in that order, and never moves
-past one that is not whole. A batch is epoch << 32 | index, as in the work ledger.
+If several jobs train together, each owns some batches of an epoch. Its watchdog writes the
+requested ranges of batches one after the other; shard 0 hands them out in that order, and never
+moves past one that is not whole. A batch is epoch << 32 | index, as in the batch ledger.
 
-Ranges below `owned_from` are taken back. While no other range was given since, also what comes back
-from a learner is handed out no more.
+Ranges below `owned_from` are revoked. Until another range is given, batches that a learner returns
+are not handed out again either.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ INDEX = (1 << EPOCH_AT) - 1
 
 
 def is_on(control: np.void) -> bool:
-    """Whether only owned batches are handed out. control: CONTROL."""
+    """Return whether only owned batches are handed out. control: CONTROL."""
     return bool(int(control["owned"]))
 
 
 def left(control: np.void) -> bool:
-    """Whether some owned batches were not handed out yet."""
+    """Return whether some owned batches were not handed out yet."""
     return max(int(control["owned_range"]), int(control["owned_from"])) < int(
         control["owned_given"]
     )
 
 
 def waits(control: np.void) -> bool:
-    """Whether learners wait until the job owns more batches."""
+    """Return whether learners wait until the job owns more batches."""
     if not is_on(control) or int(control["work"]) != Work.WORKING or left(control):
         return False
     return not (control["requeued"] or (control["roster"]["outstanding"] != NO_BATCH).any())

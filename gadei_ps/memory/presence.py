@@ -1,4 +1,4 @@
-"""What of a job is in /dev/shm, and which of its processes live; nothing is mapped for that."""
+"""Segments of jobs in /dev/shm and the jobs' living processes, found without mapping anything."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HALF_MADE_S = 5.0  # after this time, a segment without magic or owner counts as
 
 @dataclass(frozen=True)
 class Found:
-    """What has the name of a segment of this project in /dev/shm."""
+    """File in /dev/shm with the name of a segment of this project."""
 
     name: str
     job: str
     part: str
     uid: int
-    """That the name tells."""
+    """User id in the file's name."""
     size: int
     owner_pid: int = 0
     owned: bool = False
@@ -35,7 +35,7 @@ class Found:
     elsewhere: bool = False
     """Whether one of them is alive in another pid namespace."""
     foreign: str = ""
-    """Why it is not ours, in one line: then nothing more is known. Empty: it is ours."""
+    """Reason why it is not ours, in one line; the other fields are unknown then. Empty: ours."""
 
     @property
     def passed_over(self) -> bool:
@@ -45,7 +45,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Living:
-    """Which processes of a job live. Pids tell it, or locks where pids mean nothing here."""
+    """Living processes of a job, found by pid, or by locks if pids have no meaning here."""
 
     watchdog: bool = False
     servers: bool = False
@@ -58,9 +58,9 @@ class Living:
 
 
 def living(job: str, uid: int | None = None) -> Living:
-    """What the kernel says of the job's processes.
+    """Look up the living processes of a job.
 
-    Raises OSError if it does not say: nobody is to be taken for dead for that.
+    Raises OSError if the kernel does not show them: no process counts as dead for that.
     """
     try:
         fd = shm.open_segment(segment_name(job, "control", uid), writable=False, owner=uid)
@@ -79,7 +79,7 @@ def living(job: str, uid: int | None = None) -> Living:
 
 
 def elsewhere(job: str) -> str:
-    """What is said of a job that lives in another pid namespace."""
+    """Return the message for a job that lives in another pid namespace."""
     return (
         f"job {job!r} is running elsewhere (in another container or pid namespace): "
         "stop it there, or choose another name"
@@ -87,7 +87,7 @@ def elsewhere(job: str) -> str:
 
 
 def peek(job: str, uid: int | None = None) -> np.void | None:
-    """A copy of the job's control record, also if another build made it.
+    """Copy the job's control record, even if another build made it.
 
     None if there is none, or if it is not ours, half made or of another layout version. Raises
     OSError if it cannot be read.
@@ -132,14 +132,14 @@ def _servers(control: np.void) -> list[tuple[int, int]]:
 
 
 def is_here(header: np.void) -> bool:
-    """Whether pids in a job's segments are pids of this process' namespace."""
+    """Return whether pids in a job's segments are pids of this process' namespace."""
     return int(header["owner_namespace"]) == process.namespace()
 
 
 def find(job: str | None = None, uid: int | None = None) -> list[Found]:
-    """All segments of this project in /dev/shm, or one job's (of this user, or of user `uid`).
+    """List all segments of this project in /dev/shm, or one job's (of this user, or of user `uid`).
 
-    Raises OSError if that cannot be told.
+    Raises OSError if the directory cannot be read.
     """
     wanted = os.getuid() if uid is None else uid
     found = []
@@ -167,7 +167,7 @@ def _with_processes(one: Found, alive: Living) -> Found:
 
 
 def _look(name: str, job: str, part: str, uid: int) -> Found | None:
-    """One of them by itself; its job's processes may tell more."""
+    """Inspect one segment by itself, without its job's processes."""
     path = shm.path_of(name)
     try:
         fd = shm.open_segment(name, writable=False, owner=uid if not os.geteuid() else None)

@@ -3,7 +3,7 @@
 The kernel zeroes each page that it gives, which takes a second for one or two gigabytes on one
 core. So several threads do it, and none holds the GIL meanwhile: the watchdog answers while its
 segments are made. A piece is short, because a thread that maps or unmaps memory waits until the
-kernel is done with the pieces in hand.
+kernel is done with the current pieces.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cancelled(Exception):
 
 @dataclass(eq=False)
 class Progress:
-    """How much of what is being made is there, in bytes. For all threads."""
+    """Progress of an allocation (bytes), shared by all threads."""
 
     total: int = 0
     done: int = 0
@@ -61,7 +61,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Room:
-    """What can still be given. what: whose memory it is. remedy: what gives more of it."""
+    """Memory that is still available. what: its owner. remedy: how to get more of it."""
 
     free: int
     what: str
@@ -141,7 +141,7 @@ def address_space() -> str:
 
 
 def own_limit(error: OSError, size: int) -> str:
-    """Which limit of this process an error comes from that met `size` bytes; empty if from none."""
+    """Name the limit of this process that an allocation of `size` bytes met; empty if none."""
     if error.errno == errno.EMFILE:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"the limit of open files is {soft}: raise it (ulimit -n, LimitNOFILE=)"
@@ -185,7 +185,7 @@ def take(
         at = number * PIECE
         length = min(PIECE, size - at)
         # Through the mapping: posix_fallocate alone would give small pages only. It follows where
-        # that fails, for it tells why, and kernels before 5.14 know nothing else.
+        # that fails, because it reports why, and kernels before 5.14 have nothing else.
         if _native.populate(address + at, length):
             os.posix_fallocate(fd, at, length)
         if fill is not None:

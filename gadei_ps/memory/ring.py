@@ -2,7 +2,7 @@
 
 The learner can write all of the ring, unlink its name and truncate its file. So none of its words
 says how large it is or whose it is: sizes follow from the model and from the control segment, and
-the roster tells the generation. A mapping is guarded (native/ps_guard.h): if the file is cut off
+the roster holds the generation. A mapping is guarded (native/ps_guard.h): if the file is cut off
 under it, zeros take its place, and a word of the caller's says so.
 
 A ring whose name is lost or leads elsewhere is found by the descriptors that its other processes
@@ -32,7 +32,7 @@ SLOTS_AT = layout.rounded(RING.itemsize, layout.PAGE)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of every ring of a job."""
+    """Sizes of every ring of a job."""
 
     slots: int
     capacity: int
@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def bytes(self) -> int:
-        """Of the whole segment."""
+        """Size of the whole segment (bytes)."""
         return layout.rounded(SLOTS_AT + self.slots * self.slot_bytes, layout.PAGE)
 
 
@@ -54,7 +54,7 @@ def sizes(payload_bytes: int, slots: int) -> Sizes:
 
 
 def guard(ring: Segment, word: int, value: int, owner: object) -> None:
-    """If the memory of the ring is lost, `value` is stored at the address `word`, 64 bits.
+    """Store `value` (64 bits) at the address `word` if the memory of the ring is lost.
 
     owner: whose memory the word is; it lives as long as the mapping. Raises OSError.
     """
@@ -69,7 +69,7 @@ def close(ring: Segment) -> None:
 def attach(name: str, size: int, inode: int, holders: Iterable[int] = ()) -> Segment:
     """Maps a ring of this size.
 
-    inode: of its file, as the watchdog tells; the learner may have given the name to another file.
+    inode: of its file, from the watchdog; the learner may have given the name to another file.
     holders: pids of processes of the job, of which some may have it mapped; asked in this order
     where the name does not lead to it. Raises FileNotFoundError, SegmentError if there is only a
     file that is another or shorter, or no file of this user's, or OSError without memory or

@@ -113,7 +113,7 @@ def create(
             address = _native.address(memory)
             segment = Segment(name, memory, address, size, inode, os.geteuid())
             # Its first page names the owner before the rest is made, which may take long: what a
-            # dead watchdog has left half made is told from what a living one is making.
+            # dead watchdog has left half made differs from what a living one is making.
             reserve.take(shared.fd, segment.address, layout.PAGE)
             _write_header(segment, job, kind, job_id, generation, index)
             # Without this, a full /dev/shm would cause SIGBUS in the middle of training.
@@ -286,7 +286,7 @@ def unlink(name: str) -> bool:
 
 
 def is_named(mapped: Segment) -> bool:
-    """Whether the segment's name still leads to it. True also where that cannot be told."""
+    """Return whether the segment's name still leads to it. True even if that is unknown."""
     try:
         return shm.path_of(mapped.name).lstat().st_ino == mapped.inode
     except FileNotFoundError:
@@ -296,7 +296,7 @@ def is_named(mapped: Segment) -> bool:
 
 
 def is_kept(job: str, uid: int | None = None) -> bool:
-    """Whether the next `serve` or `run` of this job, by its own build, would continue with it.
+    """Return whether the next `serve` or `run` of this job, by its own build, would continue it.
 
     Memory of another layout version cannot be read, and counts as kept.
     """
@@ -317,7 +317,7 @@ def is_kept(job: str, uid: int | None = None) -> bool:
 
 
 def other_build(job: str, uid: int | None = None) -> str | None:
-    """How the job's build differs from this program's; None if it does not, or without a job."""
+    """Describe how the job's build differs from this program's; None if equal, or without a job."""
     try:
         name = shm.segment_name(job, "control", uid)
         found = attach(name, layout.SegmentKind.CONTROL, writable=False, owner=uid)

@@ -40,7 +40,7 @@ def segment_name(job: str, part: str, uid: int | None = None) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Where the segment of this name lies."""
+    """Return the path of the segment of this name."""
     return SHM / name.removeprefix("/")
 
 

@@ -76,12 +76,12 @@ def of_learner(entry: np.void) -> dict[str, int]:
 
 
 def in_history(control: np.void, state: np.void) -> dict[str, int]:
-    """What each point of a job's history has. control, state: CONTROL and STATE."""
+    """Return the values of a point of a job's history. control, state: CONTROL and STATE."""
     return {one.name: _read(one, control, state) for one in metrics.JOB if one.in_history}
 
 
 def saved(control: np.void) -> dict[str, int]:
-    """What a checkpoint keeps, by word. control: CONTROL."""
+    """Return the values that a checkpoint keeps, by word. control: CONTROL."""
     return {one.word: _read(one, control, None) for one in metrics.JOB if one.is_saved}
 
 

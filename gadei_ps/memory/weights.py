@@ -132,7 +132,7 @@ class Model:
         return tuple(one for one in self.tensors if one.role is Role.PARAMETER)
 
     def group_ends(self, groups: int) -> list[int]:
-        """For each group where the next one begins; the last one ends where the parameters do."""
+        """Return the end of each group; the last one ends where the parameters do."""
         ends = [self.parameters] * groups
         for tensor in self.tensors:
             if tensor.role is Role.PARAMETER:
@@ -169,7 +169,7 @@ def _end(tensor: Tensor) -> int:
 
 
 def is_name(name: str) -> bool:
-    """Whether a tensor may have this name."""
+    """Return whether a tensor may have this name."""
     raw = name.encode(errors="replace")
     return 1 <= len(raw) <= NAME_BYTES and b"\0" not in raw and raw.decode() == name
 
@@ -225,7 +225,7 @@ def place(tensors: Iterable[Tensor]) -> Model:
 
 
 def _order(tensor: Tensor) -> tuple[int, int]:
-    """What lies together: the parameters of a group, the buffers, the frozen tensors."""
+    """Return the sort key that keeps parameters of a group, buffers and frozen tensors together."""
     return tensor.role.value, tensor.group
 
 
@@ -235,7 +235,7 @@ def segment_bytes(model: Model) -> int:
 
 
 def rows_of(model: Model) -> int:
-    """Of its table: tensors, aliases and frozen tensors."""
+    """Count the rows of its table: tensors, aliases and frozen tensors."""
     return len(model.every) + len(model.aliases)
 
 

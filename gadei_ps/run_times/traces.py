@@ -1,6 +1,6 @@
 """Recorded run times of learners, as CSV files: one row for each learner and iteration.
 
-Two forms, told apart by the header:
+Two forms, distinguished by the header:
 
     iteration,learner,started,seconds,censored      our own
     ,worker,gpu,time,batch_time_norm                Alibaba's cluster-trace-gpu-v2020, a job's file

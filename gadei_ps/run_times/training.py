@@ -105,7 +105,7 @@ def train(
         raise UsageError(f"the number of epochs is {epochs}; it must be at least 1")
     _check(trace)
     target = Path(out)
-    if not target.parent.is_dir():  # told before the work, not after it
+    if not target.parent.is_dir():  # reported before the work, not after it
         raise UsageError(f"{target}: there is no directory {target.parent}; create it")
     held_out = max(LAG + 5, round(HELD_OUT * len(trace.times)))
     training = _Windows(trace.part(0, len(trace.times) - held_out))
@@ -176,7 +176,7 @@ class _Windows:
         )
 
     def spread(self, count: int) -> Batch:
-        """At most `count` windows, evenly spaced, scaled as in a run that begins with the first."""
+        """Return at most `count` windows, evenly spaced, scaled as in a run from the first on."""
         begins = torch.linspace(0, self.count - 1, min(count, self.count)).round().long()
         return self._batch(begins, self._scales[:1].expand(len(begins)))
 

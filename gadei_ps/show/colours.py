@@ -14,7 +14,7 @@ SYNC = {
     "cutoff": "tab:olive",
     "wsp": "tab:pink",
 }
-"""By synchronization model, with or without its parameters."""
+"""Colours by synchronization model, with or without its parameters."""
 _FURTHER = (
     "tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive",
     "tab:cyan", "tab:gray", "navy", "gold", "darkgreen", "violet", "peru", "teal", "slategray",

@@ -22,7 +22,7 @@ LINE_S = 5.0  # at most one plain line in this time, besides the events
 
 
 class Display:
-    """Where `gadei-ps train` says how far it is."""
+    """Progress display of `gadei-ps train`."""
 
     def __init__(self, epochs: int, *, silent: bool = False) -> None:
         self._silent = silent

@@ -1,4 +1,4 @@
-"""What the commands of `gadei-ps group` show to people."""
+"""Output of the commands of `gadei-ps group`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Machines:
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
-    """By the columns' names."""
+    """Return the cells of a row by column name."""
     job, agent = row.get("job") or {}, row.get("agent") or {}
     return {
         "machine": str(row["machine"]),
@@ -71,7 +71,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
 
 
 def _note(row: Mapping[str, Any]) -> str:
-    """What there is to say of a machine; nothing of how one has come back that trains again."""
+    """Return the note on a machine; empty if it trains again after a restart."""
     agent = row.get("agent") or {}
     if row.get("ended") is not None:
         return how_ended(row["ended"])
@@ -80,7 +80,7 @@ def _note(row: Mapping[str, Any]) -> str:
 
 
 def _learners(job: Mapping[str, Any]) -> int:
-    """Without the agent, which is attached like one."""
+    """Count the learners without the agent, which is attached like one."""
     return sum(one["name"] != "agent" for one in job["learners"])
 
 
@@ -94,24 +94,24 @@ def _loss(job: Mapping[str, Any]) -> str:
 
 
 def left(told: Mapping[str, Any], machine: int, *, dead: bool) -> str:
-    """What `leave` has done, in one line."""
+    """Describe the result of `leave` in one line."""
     it = f"machine {machine} of {told['run']}"
     if not dead:
         return f"{it} has left"
     if not (untold := told["untold"]):
-        return f"{it} counts as dead: its group goes on without it"
+        return f"{it} is marked dead; its group continues without it"
     which = f"machine{'s' * (len(untold) > 1)} {', '.join(map(str, untold))}"
     do, wait = ("does", "it waits") if len(untold) == 1 else ("do", "they wait")
     return (
-        f"{it} counts as dead for those that answer. Not told: {which}, which {do} not answer: if "
-        f"`group status` says later that {wait} for {machine}, repeat the command"
+        f"{it} is marked dead for those that answer. Not notified: {which}, which {do} not answer: "
+        f"if `group status` shows later that {wait} for {machine}, repeat the command"
     )
 
 
 def ran(summary: Mapping[str, Any]) -> str:
     """The end of `run`, in one line."""
     rows = summary["machines"]
-    ours = summary["interrupted"]  # a signal that all machines have got is no failure of theirs
+    ours = summary["interrupted"]  # a signal to all machines is not a failure of theirs
     failed = [
         row["machine"] for row in rows if row["exit_code"] and not (ours and row.get("interrupted"))
     ]
@@ -129,7 +129,7 @@ def ran(summary: Mapping[str, Any]) -> str:
 
 
 def how_ended(summary: Mapping[str, Any]) -> str:
-    """How a machine has ended, to be put after its number."""
+    """Describe how a machine has ended, to be put after its number."""
     if asked := summary.get("asked"):
         if summary.get("unreached"):
             return f"could not be asked to {asked}, and may train on"

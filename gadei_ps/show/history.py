@@ -26,7 +26,7 @@ COLOURS = {
 
 
 def shown(lines: Sequence[Line]) -> RenderableType:
-    """`history`: a row for each line; of an event, what it tells."""
+    """Lay out `history`: a row for each line; of an event, its text."""
     if not lines:
         return Text("no history yet", style="dim")
     points = with_speed(lines)
@@ -97,7 +97,7 @@ def runs(found: Sequence[Line], directory: str, last: int) -> RenderableType:
 
 
 def _name(run: Line, directory: str) -> str:
-    """What `history` takes for this run: the job's name, or an older file of that name."""
+    """Return the argument of `history` for this run: the job's name, or an older file of it."""
     file = str(run["file"])
     return file.removeprefix(f"{directory}/") if file.endswith(".old.jsonl") else str(run["job"])
 

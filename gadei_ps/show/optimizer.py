@@ -19,25 +19,25 @@ MANY = 8  # learners, from which on Adam comes further under BSP (benchmark asyn
 USUAL = {"beta1": 0.9, "beta2": 0.999, "alpha": 0.99, "weight_decay": 0.0, "clip_norm": 0.0}
 
 
-def optimizer(told: Mapping[str, Any]) -> str:
-    """`adamw, lr 0.001, weight decay 0.01 (from the script)`. told: `settings` of a status."""
-    kind, sources = told["kind"], told.get("from", {})
+def optimizer(settings: Mapping[str, Any]) -> str:
+    """Return `adamw, lr 0.001, weight decay 0.01 (from the script)`. settings: of a status."""
+    kind, sources = settings["kind"], settings.get("from", {})
     shown = ["lr"]
     for name in ("momentum", "beta1", "beta2", "alpha", "weight_decay", "clip_norm"):
         usual = 0.0 if (kind, name) == ("rmsprop", "momentum") else USUAL.get(name)
         asked = name == "weight_decay" and (kind == "adamw" or sources.get(name) == "script")
-        if name in told and (asked or told[name] != usual):
+        if name in settings and (asked or settings[name] != usual):
             shown.append(name)
-    parts = [kind, *(f"{WORDS.get(name, name)} {told[name]:g}" for name in shown)]
-    if told.get("schedule", "constant") != "constant":
-        parts.append(f"{told['schedule']} schedule")
-    if told.get("staleness_aware"):
+    parts = [kind, *(f"{WORDS.get(name, name)} {settings[name]:g}" for name in shown)]
+    if settings.get("schedule", "constant") != "constant":
+        parts.append(f"{settings['schedule']} schedule")
+    if settings.get("staleness_aware"):
         parts.append("staleness-aware")
-    if told.get("spike_compensation") is False and told.keys() & {"momentum", "beta1"}:
+    if settings.get("spike_compensation") is False and settings.keys() & {"momentum", "beta1"}:
         parts.append("no spike compensation")
     text = ", ".join(parts)
     text = f"{text} ({_whence(sources, shown)})" if sources else text
-    return "; ".join([text, *_groups(told)])
+    return "; ".join([text, *_groups(settings)])
 
 
 def _groups(told: Mapping[str, Any]) -> list[str]:
@@ -56,7 +56,7 @@ def _groups(told: Mapping[str, Any]) -> list[str]:
 
 
 def _whence(sources: Mapping[str, str], shown: list[str]) -> str:
-    """Who has said the kind, and of the rest what somebody else has said."""
+    """Name the source of the kind, and of the settings that come from another source."""
     first = sources["kind"]
     parts = [SOURCES[first]]
     for source, words in SOURCES.items():
@@ -67,12 +67,12 @@ def _whence(sources: Mapping[str, str], shown: list[str]) -> str:
 
 
 def start(status: Mapping[str, Any]) -> str:
-    """What a job says at its start, once its model is there."""
+    """Return the line that a job prints at its start, when its model exists."""
     return f"optimizer {optimizer(status['settings'])}; sync {status['sync']}"
 
 
 def advice(status: Mapping[str, Any], learners: int) -> str:
-    """What measurements say against the job's model of synchronization; empty if nothing."""
+    """Describe measurements against the job's synchronization model; empty if there are none."""
     kind = status["settings"]["kind"]
     if status["sync"] != "asp" or kind not in ("adam", "adamw") or learners < MANY:
         return ""
@@ -83,7 +83,7 @@ def advice(status: Mapping[str, Any], learners: int) -> str:
 
 
 def changed(result: Mapping[str, Any]) -> str:
-    """What `gadei-ps set` has done: `lr 0.1 -> 0.05, from version 1,200 on`."""
+    """Describe the result of `gadei-ps set`: `lr 0.1 -> 0.05, from version 1,200 on`."""
     parts = [f"{name} {text(was)} -> {text(now)}" for name, (was, now) in result["changed"].items()]
     return f"{', '.join(parts)}, from version {result['version']:,} on" if parts else "already so"
 

@@ -1,4 +1,4 @@
-"""What `partition` shows: the plan's stages as a table, and what they do when as a picture."""
+"""Output of `partition`: the plan's stages as a table, and their timeline as a picture."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _time(seconds: float) -> str:
         return f"{seconds:.2f} s"
     if seconds >= 1e-3:
         return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.0f} us" if seconds else "0"
+    return f"{seconds * 1e6:.0f} µs" if seconds else "0"
 
 
 class Timeline:

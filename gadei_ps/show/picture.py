@@ -1,4 +1,4 @@
-"""What a command shows, as an SVG picture of a terminal."""
+"""SVG picture of a terminal with the output of a command."""
 
 from __future__ import annotations
 

@@ -25,5 +25,5 @@ def plain(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """As plain(), but line feeds and tabs stay."""
+    """Return plain(), with line feeds and tabs kept."""
     return printable(text)

@@ -1,4 +1,4 @@
-"""How far the making of segments is, and how training goes, in lines for people."""
+"""Progress of segment creation and of training, in readable lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_LOSS = "no loss reported: optimizer.report(loss=...)"
 
 
 def no_loss(learners: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether gradients of these learners are applied, but no learner has reported a loss."""
+    """Return whether gradients are applied, but none of these learners has reported a loss."""
     applied = any(one["applied"] for one in learners)
     refused = any(one["refused"] for one in learners)  # the loss may be NaN
     return applied and not refused and all(one["loss"] is None for one in learners)

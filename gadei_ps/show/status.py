@@ -39,7 +39,7 @@ class Rates:
     _counted: str = ""
 
     def update(self, learners: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-        """By row; a learner seen for the first time has rate 0."""
+        """Return the rates by row; a learner seen for the first time has rate 0."""
         now = time.monotonic()
         rates = {}
         name = _counter(learners)
@@ -65,7 +65,7 @@ def _counter(learners: Sequence[Mapping[str, Any]]) -> str:
 
 
 def unit(learners: Sequence[Mapping[str, Any]]) -> str:
-    """What Rates counts of these learners."""
+    """Return the unit of Rates for these learners."""
     return "samples/s" if _counter(learners) == "samples" else "gradients/s"
 
 
@@ -92,7 +92,7 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
         "configuration": f"{status['sync']}{changing}"
         + (f", {counted(status['shards'], 'shard')}" if model else ""),
         "optimizer": optimizer(status["settings"])
-        + ("" if model else ", unless the first learner's script says otherwise"),
+        + ("" if model else ", unless the first learner's script sets others"),
         "model": (
             f"{counted(model['values'], 'value')} in {counted(model['tensors'], 'tensor')}, "
             f"{size(model['bytes'])}"
@@ -140,7 +140,7 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
         rows["server"] = Text(status["server_stuck"], style="yellow")
     if status.get("names_lost"):
         rows["warning"] = Text(
-            "the job's segments have lost their names; stop the job (gadei-ps doctor tells why)",
+            "the job's segments have lost their names; stop the job (gadei-ps doctor explains why)",
             style="yellow",
         )
     if stands := [one for one in status["learners"] if one.get("others_stand_still")]:
@@ -229,7 +229,7 @@ def histogram(counts: Sequence[int]) -> Fitting:
         made.add_row(
             name,
             f"{gradients:,}",
-            f"{100 * gradients / total:.1f} %",
+            f"{100 * gradients / total:.1f}%",
             Text(bar(gradients / most), style=BAR_STYLE),
         )
         if not any(counts[last:]):
@@ -244,7 +244,7 @@ def _bins(count: int) -> Sequence[tuple[int, int]]:
 
 
 def _staleness(first: int, last: int, bins: int) -> str:
-    """What a line counts: `3`, `8-15`, or `65536 and more` for the last bin."""
+    """Return the range of a line: `3`, `8-15`, or `65536 and more` for the last bin."""
     low, beyond = _lowest(first), _lowest(last)
     if last == bins:
         return f"{low:,} and more"

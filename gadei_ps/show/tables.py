@@ -22,7 +22,7 @@ PIPE_WIDTH = 200  # outside a terminal no width is known; lines of a table must 
 
 
 def console() -> Console:
-    """For standard output."""
+    """Return the console for standard output."""
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
@@ -163,7 +163,7 @@ def size(count: int | None) -> str:
 
 
 def when(seconds: float) -> str:
-    """`11-26 14:29:08` in local time, for seconds since 1970; `?` for what is no time."""
+    """Return `11-26 14:29:08` in local time, for seconds since 1970; `?` for an invalid time."""
     try:
         return datetime.datetime.fromtimestamp(seconds).strftime("%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):

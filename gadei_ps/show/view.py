@@ -1,4 +1,4 @@
-"""What the commands show to people: lists, checks and summaries on standard output."""
+"""Output of the commands: lists, checks and summaries on standard output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if any(one["state"] == "foreign" for one in rows):
         parts.append(
             Text(
-                "something else has the name of a foreign job's file: gadei-ps gc tells which",
+                "another file has the name of a foreign job's file: gadei-ps gc lists it",
                 style="dim",
             )
         )
@@ -180,7 +180,7 @@ def stopped(report: Mapping[str, Any]) -> str:
 
 
 def checkpointed(outcome: Mapping[str, Any]) -> str:
-    """What checkpoint says."""
+    """Return the output of `checkpoint`."""
     return (
         f"checkpoint of version {outcome['version']:,}: {outcome['path']} "
         f"({outcome['bytes'] / 2**20:,.1f} MiB; training paused {outcome['pause_ms']:.1f} ms)"
@@ -188,7 +188,7 @@ def checkpointed(outcome: Mapping[str, Any]) -> str:
 
 
 def exported(result: Mapping[str, Any]) -> str:
-    """What export says."""
+    """Return the output of `export`."""
     return (
         f"{counted(result['tensors'], 'tensor')} of version {result['version']} written: "
         f"{result['out']} "
@@ -197,7 +197,7 @@ def exported(result: Mapping[str, Any]) -> str:
 
 
 def killed(sent: Mapping[str, Any]) -> str:
-    """What kill says."""
+    """Return the output of `kill`."""
     which = sent["role"] if sent["row"] is None else f"learner {sent['row']}"
     ended = ", which is gone" if sent["ended"] else ""
     return f"sent {sent['signal']} to the {which} of job {sent['job']}: pid {sent['pid']}{ended}"

@@ -33,7 +33,7 @@ POINTS = 50
 
 
 class _Group:
-    """One group: its view, its machines by their numbers, and its round in hand."""
+    """One group: its view, its machines by their numbers, and its current round."""
 
     def __init__(self, number: int, view: View) -> None:
         self.number = number
@@ -47,7 +47,7 @@ class _Group:
         self.dead: list[tuple[float, Member]] = []  # with the time of its return
         self.drawn = np.empty((size, 0))
         self.first_drawn = 0
-        self.spent = np.empty(0), np.empty(0), 0.0  # of the round in hand: see GroupOutcome.trained
+        self.spent = np.empty(0), np.empty(0), 0.0  # of the current round: see GroupOutcome.trained
 
 
 class GroupSimulator:
@@ -81,7 +81,7 @@ class GroupSimulator:
         """Runs to the end of the setting's rounds."""
         began = time.perf_counter()
         found = self._outcome
-        with np.errstate(over="ignore", invalid="ignore"):  # NotFinite tells of it
+        with np.errstate(over="ignore", invalid="ignore"):  # NotFinite reports it
             try:
                 self._run()
             except NotFinite:
@@ -243,7 +243,7 @@ class GroupSimulator:
                 self._training.gone(group.number, one, [] if view is None else view.members)
 
     def _join(self, group: _Group, now: float) -> None:
-        """Those whose time has come join the group as newcomers, between two rounds."""
+        """Let the machines whose time has come join the group, between two rounds."""
         if not group.dead:
             return
         back = [one for when, one in group.dead if when <= now]

@@ -103,7 +103,7 @@ class Broadcasts:
                 self._newest.weights[link] = weights
 
     def take(self, group: int, now: float) -> list[Taken]:
-        """What a group takes from its buffers at the end of its round, the newest last."""
+        """Take the models from a group's buffers at the end of its round, the newest last."""
         links = self._in[group]
         if not len(links):
             return []

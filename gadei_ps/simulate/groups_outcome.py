@@ -32,7 +32,7 @@ class GroupOutcome:
         """Training that died with machines."""
         self.deaths = self.joins = self.views = self.redone = 0
         self.staleness = Histogram()
-        """Of models taken: rounds that the sender has ended since it sent them."""
+        """Staleness of taken models: rounds that the sender has ended since it sent them."""
         self.training: dict[str, float] | None = None
         self.curve: list[dict[str, float]] = []
         self.wall_s = 0.0
@@ -82,19 +82,19 @@ class GroupOutcome:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all machines together."""
+        """Throughput of all machines together (samples/s)."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
     def speed_up(self) -> float:
-        """Against one machine of mean speed that exchanges nothing."""
+        """Speed-up over one machine of mean speed that exchanges nothing."""
         if not self.training_s:
             return 0.0
         alone = self._iterations * self._setting.batch / self.training_s
         return self.samples_per_s / alone
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. Bytes are the mean of a machine and round; models are those of float32."""
+        """Return JSON values. Bytes are the mean per machine and round; models are float32."""
         rounds = self._machine_rounds or 1
         model = size(self._setting.values, Wire.FLOAT32)
         paid = self.training_s + self.waiting_s + self.exchange_s + self.lost_s

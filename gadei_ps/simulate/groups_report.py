@@ -26,7 +26,7 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Learning:
-    """What the machines train, and at which rate."""
+    """Problem that the machines train, and the learning rate."""
 
     problem: Problem
     lr: float
@@ -124,12 +124,12 @@ def _speeds(result: Result) -> RenderableType:
 
 def _traffic(result: Result) -> RenderableType:
     numbers = (
-        "aggregation", "2(m-1)/m", "broadcast", "taken", "lost in buffers", "given up",
+        "aggregation", "2(m-1)/m", "broadcast", "taken", "lost in buffers", "abandoned",
         "rounds old", "at most", "s old",
     )  # fmt: skip
     name = "models sent, each machine and round"
     made = tables.Fitting(
-        (name, *numbers), right=numbers, dispensable=("2(m-1)/m", "given up", "at most")
+        (name, *numbers), right=numbers, dispensable=("2(m-1)/m", "abandoned", "at most")
     )
     for one in result["rules"]:
         stale, told = one["staleness"], one["broadcast"]

@@ -100,7 +100,7 @@ class GroupTraining:
             ranges = (
                 one.subsets.hand_out(member, k * self.batch)
                 if member in one.subsets.owners
-                else []  # a newcomer has a share from the next pass on
+                else []  # a joining member has a share from the next pass on
             )
             rows = np.concatenate([one.order[low:high] for low, high in ranges] or [one.order[:0]])
             models.append(self._descend(one, member, rows))
@@ -135,9 +135,10 @@ class GroupTraining:
             one.subsets.gone(member, heirs)
 
     def begin_again(self, group: int, members: Sequence[Member], weights: Floats | None) -> None:
-        """A group of which nobody was left begins again: with a neighbour's model, if one has come.
+        """Start a group again that had lost all members: with a neighbour's model, if it has one.
 
-        Its rule begins anew, and the subset of those that have died is divided among the newcomers.
+        Its rule starts from its first state, and the subset of the dead members is divided among
+        the joining ones.
         """
         one = self._groups[group]
         if weights is not None:
@@ -181,7 +182,7 @@ class GroupTraining:
         return one.weights + self._sent(sender, weights - one.weights)
 
     def _sent(self, sender: Feedback, values: Floats) -> Floats:
-        """What receivers get of these values."""
+        """Return these values as receivers get them."""
         return sender.encode(
             _finite(values), np.empty(compress.size(len(values), self.wire), np.uint8)
         )

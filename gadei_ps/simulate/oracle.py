@@ -14,7 +14,7 @@ Learners do not die under the oracle.
 The oracle chooses for each superstep alone. This does not maximise the ratio of the sums, so
 another sequence of cutoffs may be a little better. Models without barriers may be much better,
 because their learners do not begin together. If their throughput is above the oracle's, the ratio
-tells the cost of barriers.
+shows the cost of barriers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Oracle:
         return self.gradients / self.seconds
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """Return JSON values."""
         return {
             "supersteps": self.supersteps,
             "gradients": self.gradients,

@@ -42,7 +42,7 @@ class Outcome:
     lost_iterations: int = 0
     """Iterations during which the learner died."""
     staleness: Histogram = field(default_factory=Histogram)
-    """Of applied gradients: version when applied minus version pulled, both in gradients."""
+    """Staleness of applied gradients: version when applied minus version pulled (gradients)."""
     curve: list[dict[str, float]] = field(default_factory=list)
     """Loss against time, if weights were trained."""
     wall_s: float = 0.0
@@ -59,7 +59,7 @@ class Outcome:
         return self.waiting_s / self.member_s if self.member_s else 0.0
 
     def as_dict(self, oracle: float) -> dict[str, Any]:
-        """For JSON. oracle: throughput of the oracle, gradients a second."""
+        """Return JSON values. oracle: throughput of the oracle (gradients/s)."""
         stale = self.staleness
         return {
             "model": self.model,

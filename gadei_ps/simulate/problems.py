@@ -15,7 +15,7 @@ from gadei_ps.simulate.draws import FloatArray
 
 Rows = npt.NDArray[np.int64]
 Weights = npt.NDArray[Any]
-"""Of shape (weights,). float64 here; other problems may use another type."""
+"""Weights of shape (weights,). float64 here; other problems may use another type."""
 
 
 class Problem(Protocol):
@@ -23,7 +23,7 @@ class Problem(Protocol):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
 
     @property
     def samples(self) -> int:

@@ -37,9 +37,9 @@ def shown(result: Result) -> RenderableType:
 def _speeds(result: Result) -> RenderableType:
     numbers = (
         *("seconds", "gradients /s", "of oracle", "updates /s", "waiting", "s / iteration"),
-        *("given up", "lost s"),
+        *("abandoned", "lost s"),
     )
-    made = tables.Fitting(("model", *numbers), right=numbers, dispensable=("lost s", "given up"))
+    made = tables.Fitting(("model", *numbers), right=numbers, dispensable=("lost s", "abandoned"))
     for one in result["models"]:
         made.add_row(
             one["model"],
@@ -56,7 +56,7 @@ def _speeds(result: Result) -> RenderableType:
 
 
 def _staleness(result: Result) -> RenderableType:
-    numbers = ("mean", "50 %", "90 %", "99 %", "max", "dropped")
+    numbers = ("mean", "50%", "90%", "99%", "max", "dropped")
     died = any(one["deaths"] or one["joins"] for one in result["models"])
     more = ("deaths", "joins", "iterations lost") if died else ()
     made = tables.table("staleness", *numbers, *more, right=(*numbers, *more))

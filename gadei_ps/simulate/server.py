@@ -1,8 +1,8 @@
-"""The parameter server in virtual time. It obeys the model, as server/driver.py does.
+"""The parameter server in virtual time. It follows the model, as server/driver.py does.
 
 If the cost is zero, every gradient is applied at once. If not, gradients on arrival queue for the
-server, and the model hears of each after it was applied. Commits are carried out one after the
-other, and grants wait until all are carried out (`sync/base.py`).
+server, and the model is notified of each after it was applied. Commits are carried out one after
+the other, and grants wait until all are carried out (`sync/base.py`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Server:
     def publish(
         self, learner: int, now: float, pulled: int, started: float, refused: bool = False
     ) -> None:
-        """Takes a learner's gradient, or the empty frame of an iteration that it gave up."""
+        """Take a learner's gradient, or the empty frame of an iteration that it abandoned."""
         outcome = self._outcome
         outcome.pushed += 1
         if self._training is not None:

@@ -13,10 +13,10 @@ MOST_LEARNERS = 100_000
 
 @dataclass(frozen=True)
 class GiveUp:
-    """When a straggler gives up an iteration whose gradient is no longer wanted.
+    """Time at which a straggler abandons an iteration whose gradient is no longer wanted.
 
-    It gives up `seconds` plus `share` of the iteration's run time after the server has told it. If
-    `seconds` is None, it finishes the iteration, and its gradient is dropped.
+    It is `seconds` plus `share` of the iteration's run time after the server's notification. If
+    `seconds` is None, the straggler finishes the iteration, and its gradient is dropped.
     """
 
     seconds: float | None = 0.0

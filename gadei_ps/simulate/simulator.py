@@ -65,15 +65,15 @@ class Simulator:
         # Columns by learner. begun: iterations ever begun, the index of the next run time. clock:
         # the clock at which it joined, plus the iterations ended since. started, due: start and end
         # of the current iteration. newest: the version pulled last, -1 before the first pull.
-        # pulled: the version that the gradient in hand was begun with. told: `begun` of the
-        # iteration that it was told to give up. joined: when it joined.
+        # pulled: the version that the current gradient was begun with. warned: `begun` of the
+        # iteration that it was notified to abandon. joined: when it joined.
         self._begun, self._begins = wholes(size)
         self._clock, _ = wholes(size)
         self._started, self._starts = reals(size)
         self._due, self._dues = reals(size, NEVER)
         self._newest, _ = wholes(size)
         self._pulled, self._pulls = wholes(size)
-        self._told, _ = wholes(size)
+        self._warned, _ = wholes(size)
         self._joined, self._joins = reals(size, NEVER)
         self._idle, self._idles = reals(size)  # start of its wait for a grant, if it waits
         self._waiting: dict[int, None] = {}
@@ -165,7 +165,7 @@ class Simulator:
         elif kind == Kind.DIE:
             if self._joined[k] != NEVER:
                 self._die(k, now)
-        elif self._told[k] == self._begun[k] and self._due[k] != NEVER:
+        elif self._warned[k] == self._begun[k] and self._due[k] != NEVER:
             self._give_up(k, now)
         self._settle(now)
 
@@ -220,7 +220,7 @@ class Simulator:
         self._begun[k] += 1
 
     def _is_last(self, k: int) -> bool:
-        """Whether the iteration that the learner begins or ends now is the last of its wave."""
+        """Return whether the iteration that begins or ends now is the last of its wave."""
         return self._wave == 1 or not (self._clock[k] + 1) % self._wave
 
     def _next(self, k: int) -> float:
@@ -282,7 +282,7 @@ class Simulator:
         self._server.publish(k, now, self._pulled[k], self._started[k], refused)
 
     def _give_up(self, k: int, now: float) -> None:
-        """The learner gives up its iteration and pushes an empty frame."""
+        """Let the learner abandon its iteration and push an empty frame."""
         self._doomed.discard(k)
         self._due[k] = NEVER
         self._outcome.given_up += 1
@@ -354,18 +354,18 @@ class Simulator:
             self._begin(ready, now)
 
     def _tell(self, now: float) -> None:
-        """Tells stragglers that their gradients are no longer wanted."""
+        """Notify stragglers that their gradients are no longer wanted."""
         how = self._setting.give_up
         if how.seconds is None:
             return
-        due, clock, begun, told = self._due, self._clock, self._begun, self._told
+        due, clock, begun, warned = self._due, self._clock, self._begun, self._warned
         wanted = self._model.wanted
         keys = [
             k
             for k in self._model.learners
-            if due[k] != NEVER and told[k] != begun[k] and wanted(k) > clock[k]
+            if due[k] != NEVER and warned[k] != begun[k] and wanted(k) > clock[k]
         ]
         for k in keys:
-            told[k] = begun[k]
+            warned[k] = begun[k]
         late = np.array([how.seconds + how.share * (due[k] - self._started[k]) for k in keys])
         self._events.add_all(now + late, np.array(keys, np.int64) + Kind.GIVE_UP * self._size)

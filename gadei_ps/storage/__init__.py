@@ -1,1 +1,1 @@
-"""What reaches the disk."""
+"""Files on the disk: checkpoints, histories and exported models."""

@@ -252,7 +252,7 @@ def found(directory: Path) -> list[Found]:
 
 
 def is_own(name: str) -> bool:
-    """Whether an entry of a directory of checkpoints is one, or is there for one."""
+    """Return whether an entry of a directory of checkpoints is one, or belongs to one."""
     whole = _NAME.fullmatch(name) or _SUPERSEDED.fullmatch(name)
     beside = name == ".lock" or name.startswith(".tmp-") or history.is_own(name)
     return whole is not None or beside
@@ -272,7 +272,7 @@ def newest(directory: Path) -> tuple[Snapshot | None, Path | None, list[Checkpoi
     """
     tried: set[Path] = set()
     problems: list[CheckpointError] = []
-    # Listed anew after each failure: a writer may have replaced this one by a newer.
+    # Listed again after each failure: a writer may have replaced this one by a newer.
     while fresh := [one.path for one in found(directory) if one.path not in tried]:
         path = fresh[0]
         tried.add(path)

@@ -20,7 +20,7 @@ from gadei_ps.storage.snapshot import Snapshot
 
 _Save = Callable[[IO[bytes]], None]
 ALIASES: Final = "gadei_ps.aliases"
-"""In a safetensors file's metadata: of tensors that are there under two names, the other name."""
+"""Key in a safetensors file's metadata: the second names of tensors that have two."""
 ROLES: Final = "gadei_ps.roles"
 """There, too: which tensors are buffers or frozen."""
 NO_TORCH: Final = "a .pt file needs PyTorch: pip install 'gadei-ps[torch]'"
@@ -61,7 +61,7 @@ def export(snapshot: Snapshot, out: Path) -> None:
 
 
 def _format(out: Path) -> Callable[[Snapshot], _Save]:
-    """What makes a file of this suffix. Raises UsageError for another one."""
+    """Return the writer of files of this suffix. Raises UsageError for another one."""
     try:
         return _FORMATS[out.suffix]
     except KeyError:
@@ -94,7 +94,7 @@ def _npz(snapshot: Snapshot) -> _Save:
     arrays |= {alias: arrays[name] for alias, name in snapshot.model.aliases.items()}
     for name in arrays:
         if f"{name}.npy" in arrays:
-            raise ValueError(f"numpy.load cannot tell {name!r} from {name + '.npy'!r}")
+            raise ValueError(f"numpy.load confuses {name!r} with {name + '.npy'!r}")
 
     def save(file: IO[bytes]) -> None:
         # Not numpy.savez: it takes names as keywords and has some of its own.

@@ -41,7 +41,7 @@ _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 
 Tensors = Mapping[str, tuple[tuple[int, ...], np.ndarray]]
-"""By name: shape, and the values, (count,) and contiguous."""
+"""Tensors by name: shape, and the values, (count,) and contiguous."""
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def make_directory(path: Path) -> None:
         made = not one.exists()
         if made:
             one.mkdir(exist_ok=True)
-        # Also where it is there: the process that made it may have died before it was synced.
+        # Even if it exists: the process that made it may have died before it was synced.
         try:
             sync(one.parent)
         except OSError:
@@ -185,7 +185,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync(directory: Path) -> None:
-    """What was made, renamed or removed in the directory stays so after a power failure."""
+    """Make changes of the directory's entries survive a power failure."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -230,7 +230,7 @@ class File:
         return bytes(text)
 
     def need(self, size: int) -> None:
-        """To be called before memory is taken for what is to be read."""
+        """Check that so many bytes are left, before memory for them is taken."""
         if size > self.left:
             raise ValueError(f"it has {counted(self.left, 'byte')} where {size} are needed")
 
@@ -290,8 +290,10 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened(path: Path, most: int) -> Iterator[File]:
-    """Opens a regular file of at most `most` bytes. Raises CheckpointError if it is none, or cannot
-    be read."""
+    """Open a regular file of at most `most` bytes.
+
+    Raises CheckpointError if it is not one, or cannot be read.
+    """
     try:
         with io.FileIO(given.descriptor(path), "rb") as raw:
             file = File(raw)
@@ -311,8 +313,8 @@ def opened(path: Path, most: int) -> Iterator[File]:
 def verified(path: Path, digest: str | None, most: int) -> Iterator[File]:
     """A regular file of at most `most` bytes whose SHA-256 must be `digest`; else CheckpointError.
 
-    What its reader raises as ValueError is told only if the file is the one that was written:
-    in a damaged one, anything may seem to be wrong.
+    A ValueError of its reader is reported only if the file is the one that was written: in a
+    damaged one, anything may seem to be wrong.
     """
     with opened(path, most) as file:
         wrong = None
@@ -330,12 +332,12 @@ def verified(path: Path, digest: str | None, most: int) -> Iterator[File]:
 
 
 def reason(error: OSError) -> str:
-    """What the system says."""
+    """Return the system's message for an error."""
     return error.strerror or str(error) or type(error).__name__
 
 
 def unwritten(path: Path, what: str, error: OSError) -> CheckpointError:
-    """Why something could not be written, and what helps."""
+    """Return an error with the reason why something could not be written, and advice."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free some space or name another place"
     elif error.errno == errno.EFBIG:

@@ -34,7 +34,7 @@ def old(path: Path) -> Path:
 
 
 def is_own(name: str) -> bool:
-    """Whether a file of that name is a history, or one in the making."""
+    """Return whether a file of that name is a history, or one in the making."""
     return OWN.fullmatch(name) is not None
 
 
@@ -45,7 +45,7 @@ def job_of(path: Path) -> str:
 
 
 def parsed(raw: bytes) -> list[dict[str, Any]]:
-    """The lines of a file in their order. What is no line of a history is left out."""
+    """Parse the lines of a file in their order. Invalid lines are left out."""
     found = []
     for line in raw.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
@@ -68,7 +68,7 @@ def _is_time(value: object) -> bool:
 
 
 def thinned(lines: Iterable[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
-    """At most `most` // 2 + 1 points, equally far apart in time, and the newest events."""
+    """Select at most `most` // 2 + 1 points, equally far apart in time, and the newest events."""
     rows = list(lines)
     events = [one for one in rows if not _is_point(one)][-MOST_EVENTS:]
     points = [one for one in rows if _is_point(one)]
@@ -90,7 +90,7 @@ def _is_point(line: dict[str, Any]) -> bool:
 
 
 def line(values: dict[str, Any]) -> bytes:
-    """As it stands in the file. Raises ValueError if it is too long or no JSON."""
+    """Format a line for the file. Raises ValueError if it is too long or not valid JSON."""
     raw = json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     if len(raw) > LINE_BYTES:
         raise ValueError(f"a line of {len(raw)} bytes")

@@ -30,7 +30,7 @@ FORMAT: Final = 1
 GROUPED: Final = 2
 """The format of a job with groups of parameters: its tensors have a `group`."""
 TYPED: Final = 3
-"""As GROUPED, for a job with frozen tensors or buffers of other types than float32."""
+"""Format of GROUPED for a job with frozen tensors or buffers of other types than float32."""
 MOST_REQUEUED: Final = layout.MAX_LEARNERS * layout.AHEAD
 """Batches that all learners of a job can hold; its memory has room for as many."""
 
@@ -71,7 +71,7 @@ class WorkRow(_Object):
         return self
 
     def check(self, requeue: np.ndarray) -> None:
-        """Raises ValueError if one of these batches is none of the work."""
+        """Raise ValueError if one of these batches does not belong to the work."""
         wrong = requeue[
             (requeue >> np.uint64(EPOCH_AT) >= self.epochs)
             | (requeue & np.uint64(INDEX) >= self.batches)
@@ -173,7 +173,7 @@ class Snapshot:
     clocks: dict[str, int]  # of learners, for information
     changes: dict[str, Any] = field(default_factory=dict)  # job.changes.Changes, as JSON
     frozen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """What follows the weights, float32 (model.words - model.elements,)."""
+    """Values after the weights, float32 (model.words - model.elements,)."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Each tensor by name; views, of the types in weights.DTYPES."""
@@ -183,11 +183,11 @@ class Snapshot:
         }
 
     def weight_tensors(self) -> files.Tensors:
-        """What weights.safetensors holds; views."""
+        """Return the content of weights.safetensors; views."""
         return {name: (one.shape, one.reshape(-1)) for name, one in self.arrays().items()}
 
     def state_tensors(self) -> files.Tensors:
-        """What state.safetensors holds; views. The integers first: 8-byte values begin aligned."""
+        """Return the content of state.safetensors; views. Integers first: 8-byte values aligned."""
         return {"requeue": (self.requeue.shape, self.requeue)} | {
             f"{index}/{one.name}": (shape, slot[one.start : one.start + one.count])
             for index, slot in enumerate(self.slots)
@@ -311,7 +311,7 @@ def _check_placement(model: weights.Model) -> None:
             elements is None or one.role is Role.FROZEN
         )
         if one.start != start or not follows:
-            raise ValueError(f"tensor {one.name!r} begins at {one.start}, where it cannot be")
+            raise ValueError(f"tensor {one.name!r} starts at {one.start}, where it cannot be")
         end = start + max(one.count, 1)
     words = layout.rounded(end, weights.LINE)
     if not names or words > weights.MAX_ELEMENTS:

@@ -69,7 +69,7 @@ def relative_to(directory: Path, spec: str | Mapping[str, object]) -> str | Mapp
 
 
 def names_file(spec: str | Mapping[str, object]) -> bool:
-    """Whether the model reads a file. Raises SpecError."""
+    """Return whether the model reads a file. Raises SpecError."""
     return any(_paths(*_read(spec)))
 
 

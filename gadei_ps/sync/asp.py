@@ -10,7 +10,7 @@ from gadei_ps.sync.base import UNBOUNDED, Commit, SyncModel
 class ASP(SyncModel):
     """No synchronization at all (Zhao et al. 2019, section I; GaDei section 2.1, equation 3).
 
-    Each gradient is applied on arrival, staleness has no bound, and a newcomer starts at 0.
+    Each gradient is applied on arrival, staleness has no bound, and a new learner starts at 0.
     """
 
     name: ClassVar[str] = "asp"

@@ -9,7 +9,7 @@ and at what time. The model answers with grants and commits.
 
 What the driver owes the model
 ------------------------------
-1. Every granted iteration ends with one push, or the learner leaves. A learner may give up an
+1. Every granted iteration ends with one push, or the learner leaves. A learner may abandon an
    iteration whose number is below `wanted`. It then publishes an empty frame, which the driver
    reports as `refused`.
 2. The driver reports a learner's gradients in the order of its ring, and only while the learner's
@@ -73,7 +73,7 @@ class NotGranted(LearnerError):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What the server does with collected gradients.
+    """Treatment of collected gradients by the server.
 
     The mean of the gradients in `apply` is applied once, as one superstep. The gradients in `drop`
     are consumed without being applied. Each id means that learner's oldest unconsumed gradient, and
@@ -141,7 +141,7 @@ class SyncModel(ABC):
         """
 
     def await_others(self) -> None:  # noqa: B027 (most models do not wait)
-        """Before anyone joins: the first superstep does not end before `start`."""
+        """Let the first superstep not end before `start`. Called before any learner joins."""
 
     def start(self) -> list[Commit]:
         """All learners that are to begin together have joined, or the others are not awaited."""
@@ -227,7 +227,7 @@ class SyncModel(ABC):
 
     @abstractmethod
     def _joined(self, learner: int, now: float) -> int:
-        """Admits a newcomer, which is not a member yet. Returns the clock at which it starts."""
+        """Admit a joining learner, not yet a member. Returns the clock at which it starts."""
 
     @abstractmethod
     def _left(self, learner: int, clock: int, now: float) -> list[Commit]:

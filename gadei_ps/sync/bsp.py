@@ -16,8 +16,8 @@ class BSP(SyncModel):
 
     The first arrival closes a superstep. A learner that joins before the first arrival takes part,
     at the clock `superstep`. A learner that joins later waits for the next superstep, at
-    `superstep + 1`, as if it had pushed. So newcomers cannot delay a barrier without end, and a
-    returning learner has at most one gradient in a superstep.
+    `superstep + 1`, as if it had pushed. So joining learners cannot delay a barrier without end,
+    and a returning learner has at most one gradient in a superstep.
 
     If a learner leaves before its push, the barrier no longer waits for it. If it leaves after its
     push, its gradient stays part of the mean. A refused gradient is dropped at once and counts as

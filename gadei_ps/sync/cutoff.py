@@ -40,9 +40,9 @@ class Cutoff(SyncModel):
     predictor knows too little, the superstep waits for all learners. It never waits for a learner
     that has left: c is at most the number of members.
 
-    A newcomer takes part at once. But if the superstep waits for all learners, the first arrival
-    closes it to newcomers, as in BSP. A refused gradient is dropped and does not count among the c.
-    Its learner waits for the next superstep.
+    A joining learner takes part at once. But if the superstep waits for all learners, the first
+    arrival closes it to others, as in BSP. A refused gradient is dropped and does not count among
+    the c. Its learner waits for the next superstep.
     """
 
     name: ClassVar[str] = "cutoff"

@@ -29,11 +29,11 @@ SHORTEST: Final = 1e-9
 class _Member:
     grant: int
     began: float
-    """When the current iteration began: at the barrier, or with the previous push."""
+    """Start of the current iteration: at the barrier, or with the previous push."""
     is_new: bool
     """True: the learner joined in this superstep, so no length was planned for it."""
     left: int = 0
-    """Number of iterations that may still be added to a newcomer's grant."""
+    """Number of iterations that may still be added to a joining learner's grant."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
 
@@ -48,9 +48,9 @@ class ElasticBSP(SyncModel):
 
     The paper leaves these cases open:
 
-    - At first nothing is known of a learner; its length is one. A newcomer takes part at once,
-      unless a learner already waits at the barrier. It gets one iteration after the other until the
-      barrier is due.
+    - At first nothing is known of a learner; its length is one. A joining learner takes part at
+      once, unless a learner already waits at the barrier. It gets one iteration after the other
+      until the barrier is due.
     - If a prediction fails, early learners wait. A late learner arrives with its first push after
       the barrier was due. The rest of its length stays granted and counts in its next superstep. So
       no learner waits longer than one iteration of a late one.

@@ -97,7 +97,7 @@ class NormalPredictor:
         self._history = History(window)
 
     def observe(self, times: FloatArray, censored: BoolArray) -> None:
-        """As in Predictor."""
+        """See Predictor."""
         row, bound = checked(times, censored)
         if bound.any():
             # In the first superstep, only its own arrivals are known.
@@ -109,7 +109,7 @@ class NormalPredictor:
         self._history.append(row)
 
     def expected(self, slots: IntArray) -> FloatArray | None:
-        """As in Predictor; None until `window` supersteps have been seen."""
+        """See Predictor; None until `window` supersteps have been seen."""
         moments = self._moments()
         if len(self._history) < self._history.window or moments is None:
             return None
@@ -143,7 +143,7 @@ class SampledPredictor:
         self._history = History(window)
 
     def observe(self, times: FloatArray, censored: BoolArray) -> None:
-        """As in Predictor."""
+        """See Predictor."""
         row, bound = checked(times, censored)
         past = self._history.widened(len(row))
         for slot in np.flatnonzero(bound).tolist():
@@ -155,7 +155,7 @@ class SampledPredictor:
         self._history.append(row)
 
     def expected(self, slots: IntArray) -> FloatArray | None:
-        """As in Predictor; None until `window` supersteps have been seen."""
+        """See Predictor; None until `window` supersteps have been seen."""
         if len(self._history) < self._history.window:
             return None
         rows = self._history.widened(int(slots.max()) + 1)[:, slots]

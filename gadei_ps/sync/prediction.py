@@ -77,7 +77,7 @@ class History:
 def checked(times: FloatArray, censored: BoolArray) -> tuple[FloatArray, BoolArray]:
     """Copies of the arguments of `observe`. Raises ValueError for other shapes.
 
-    A value that is no time (negative or infinite) becomes NaN: one broken clock must not end a job.
+    An invalid time (negative or infinite) becomes NaN: one broken clock must not end a job.
     """
     known = np.array(times, dtype=np.float64)
     bound = np.array(censored, dtype=np.bool_)

@@ -27,7 +27,7 @@ class ModelFileError(ValueError):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What determines every tensor's shape: learners, lag, and the widths of the networks."""
+    """Numbers that determine every tensor's shape: learners, lag, and widths of the networks."""
 
     learners: int
     lag: int
@@ -79,12 +79,12 @@ _RANGES: Final = {
 }
 
 
-def contents(sizes: Sizes, weights: Mapping[str, Floats], told: Mapping[str, object]) -> bytes:
-    """A model as the bytes of a safetensors file. told: more entries of its metadata."""
+def contents(sizes: Sizes, weights: Mapping[str, Floats], more: Mapping[str, object]) -> bytes:
+    """Serialize a model as a safetensors file. more: further entries of its metadata."""
     from safetensors.numpy import save
 
     # One entry, because the library writes several in a random order.
-    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(sizes), **told})
+    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(sizes), **more})
     data: bytes = save(dict(weights), {_ENTRY: text})
     return data
 

@@ -18,8 +18,8 @@ one transition, draws the run times, sorts each draw, and averages (equation 5).
 Levels are not in the paper. The predicted run times of each learner are multiplied by its level:
 the median, over the last `lag` supersteps, of the observed over the predicted run time. The level
 is 1 if the networks know the cluster. If another node is slow than in the training trace, the
-networks alone choose cutoffs no better than Elfving's formula (60 to 69 % of the best throughput on
-the synthetic cluster of the benchmarks). With levels they reach 98 %.
+networks alone choose cutoffs no better than Elfving's formula (60 to 69% of the best throughput on
+the synthetic cluster of the benchmarks). With levels they reach 98%.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RunTimeModel:
         return cls(sizes, weights, draws=draws, seed=seed)
 
     def observe(self, times: FloatArray, censored: BoolArray) -> None:
-        """As in Predictor."""
+        """See Predictor."""
         row, bound = checked(times, censored)
         known = np.full(self.learners, np.nan)
         known[: len(row)] = row[: self.learners]
@@ -178,7 +178,7 @@ class RunTimeModel:
         self._prediction = None
 
     def expected(self, slots: IntArray) -> FloatArray | None:
-        """As in Predictor; None until `lag` supersteps have been seen."""
+        """See Predictor; None until `lag` supersteps have been seen."""
         draws = self.sampled(slots)
         if draws is None or not np.isfinite(draws).all():  # a file may have any weights
             return None

@@ -18,8 +18,8 @@ class SSP(SyncModel):
 
     Zhao et al. 2019, section I, where s is the 'threshold' beta; after Ho et al. 2013. An
     iteration starts only if its number is at most s above the slowest clock. Clocks count finished
-    iterations, so they differ by at most s + 1. A newcomer starts at the slowest clock, so no grant
-    decreases. An empty job keeps the clock of the last learner that left.
+    iterations, so they differ by at most s + 1. A joining learner starts at the slowest clock, so
+    no grant decreases. An empty job keeps the clock of the last learner that left.
     """
 
     name: ClassVar[str] = "ssp"

@@ -78,7 +78,7 @@ def test_histogram_of_staleness() -> None:
     ]
     assert columns[0] == ["0", "1", "2", "3", "4-7", "8-15", "16-31", "32-63"]
     assert columns[1] == ["60", "0", "0", "0", "30", "0", "0", "10"]
-    assert columns[2][0] == "60.0 %"
+    assert columns[2][0] == "60.0%"
     counts[31] = 1
     assert str(status.histogram(counts).rows[-1][0]) == "524,288 and more"
 

@@ -119,7 +119,7 @@ def test_predict(cli: Cli, trained: tuple[Path, Result], interpreters: None) -> 
     assert [one["text"] for one in found] == [texts[0], "", texts[1], "qwertz"]
     assert (found[0]["label"], found[2]["label"]) == ("billing", "claim")
     assert [bool(one["known_words"]) for one in found] == [True, False, True, False]
-    assert "2 of 4 sentences without a word that the model knows (first: '')" in said.err
+    assert "2 of 4 sentences without a word of the model's vocabulary (first: '')" in said.err
 
 
 def test_standard_input_that_is_not_text() -> None:

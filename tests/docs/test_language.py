@@ -48,6 +48,8 @@ TEXTS = {
     "even": re.compile(r"\balso (if|once|where)\b", re.I),
 }
 
+CODE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$|`[^`\n]*`", re.M | re.S)
+
 
 class Fault(NamedTuple):
     """One place that breaks a rule."""
@@ -103,13 +105,13 @@ def faults_of_python(source: str) -> Iterator[Fault]:
             yield Fault("docstring", node.lineno, text.split("\n")[0])
         if function and text.startswith("Whether "):
             yield Fault("whether", node.lineno, text.split("\n")[0])
-        yield from texts_of(TEXTS["word"], node.value, node.lineno)
+        yield from texts_of(TEXTS["word"], CODE.sub("", node.value), node.lineno)
     for text, line in literals(tree):
         if " " in text.strip():
             yield from texts_of(MESSAGES, text, line)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield from texts_of(TEXTS["word"], token.string, token.start[0])
+            yield from texts_of(TEXTS["word"], CODE.sub("", token.string), token.start[0])
 
 
 def faults_of_c(source: str) -> Iterator[Fault]:
@@ -121,8 +123,7 @@ def faults_of_c(source: str) -> Iterator[Fault]:
 
 def faults_of_prose(text: str) -> Iterator[Fault]:
     """Find the faults of a document; code in it is not read."""
-    blank = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$|`[^`\n]*`", re.M | re.S)
-    prose = blank.sub(lambda found: "\n" * found.group().count("\n"), text)
+    prose = CODE.sub(lambda found: "\n" * found.group().count("\n"), text)
     yield from texts_of(TEXTS["word"], prose, 1)
 
 
@@ -193,7 +194,7 @@ def test_the_walk_sees_all_kinds_of_files() -> None:
         ('"""Number of bytes.\n\nIt tells the server."""', ["word"]),
         ("x = 1  # vouched for", ["word"]),
         ('raise E(f"{name!r} is no name")', ["none"]),
-        ("# it is none", ["none"]),
+        ("# it is none, `it is none`", ["none"]),
         ("# there is no way, and it is no longer here; x is None", []),
         ('say(f"in {time} us")', ["number"]),
         ('say(f"{share} %")', ["number"]),

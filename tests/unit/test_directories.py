@@ -94,7 +94,7 @@ def test_the_runtime_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(DirectoryMistake, match="Not a directory"):
         paths.directory()
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", "given")
-    with pytest.raises(DirectoryMistake, match="give a path that begins with /"):
+    with pytest.raises(DirectoryMistake, match="give a path that starts with /"):
         paths.directory()
 
 

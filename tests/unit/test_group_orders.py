@@ -315,7 +315,7 @@ def test_machines_that_were_not_told_are_named(world: World) -> None:
     told = give_up(found, 0)
     assert told["untold"] == [2, 3, 8]
     assert left(told, 0, dead=True) == (
-        "machine 0 of a counts as dead for those that answer. Not told: machines 2, 3, 8, which "
-        "do not answer: if `group status` says later that they wait for 0, repeat the command"
+        "machine 0 of a is marked dead for those that answer. Not notified: machines 2, 3, 8, "
+        "which do not answer: if `group status` shows later that they wait for 0, repeat the command"
     )
-    assert left(told | {"untold": []}, 0, dead=True).endswith("its group goes on without it")
+    assert left(told | {"untold": []}, 0, dead=True).endswith("its group continues without it")

@@ -243,7 +243,7 @@ def test_a_process_whose_user_is_not_told_has_not_ended(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Path, "read_text", full)
     before = sorted(Path("/proc/self/fd").iterdir())
-    with pytest.raises(OSError, match="cannot tell whose process"):
+    with pytest.raises(OSError, match="cannot find the owner of process"):
         own.open_process(pid, start)
     assert sorted(Path("/proc/self/fd").iterdir()) == before
     assert own.open_process(pid, start + 1) is None
