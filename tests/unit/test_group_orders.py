@@ -316,6 +316,7 @@ def test_machines_that_were_not_told_are_named(world: World) -> None:
     assert told["untold"] == [2, 3, 8]
     assert left(told, 0, dead=True) == (
         "machine 0 of a is marked dead for those that answer. Not notified: machines 2, 3, 8, "
-        "which do not answer: if `group status` shows later that they wait for 0, repeat the command"
+        "which do not answer: if `group status` shows later that they wait for 0, repeat the "
+        "command"
     )
     assert left(told | {"untold": []}, 0, dead=True).endswith("its group continues without it")
