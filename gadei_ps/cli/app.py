@@ -8,7 +8,7 @@ command imports what it needs when it runs, so that --help and completion are qu
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -37,34 +37,39 @@ app = App(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command()(training.train)
-app.command()(training.predict)
-app.command()(serving.serve)
-app.command()(jobs.run)
-app.command()(jobs.attach)
-app.command()(jobs.status)
-app.command()(jobs.stop)
-app.command("set")(sync.set_job)
-app.command()(serving.reload)
-app.command()(history.history)
-app.command()(history.plot)
-app.command()(sync.trace)
-app.command()(simulation.simulate)
-app.command()(partition.partition)
-app.command()(checkpoints.checkpoint)
-app.command()(checkpoints.restore)
-app.command()(checkpoints.export)
-app.command()(faults.kill)
-app.command()(faults.chaos)
-app.command("ls")(jobs.list_jobs)
-app.command()(jobs.gc)
-app.command()(machine.doctor)
-app.command()(machine.bench)
+# Panels of --help, in their order.
+TRAIN, JOBS, CHECKPOINTS = "Train", "Jobs", "Checkpoints"
+FAULTS, MACHINE, RESEARCH = "Faults", "This machine", "Research"
 # They refuse the name of a job with better words than the parser's.
-app.command(context_settings={"allow_extra_args": True})(machine.install_unit)
-app.command(context_settings={"allow_extra_args": True})(machine.uninstall_unit)
-app.add_typer(groups.app, name="group")
-app.add_typer(runtime_model.app, name="runtime-model")
+ANY: Final = {"allow_extra_args": True}
+
+app.command(rich_help_panel=TRAIN)(training.train)
+app.command(rich_help_panel=TRAIN)(training.predict)
+app.command(rich_help_panel=TRAIN)(jobs.run)
+app.command(rich_help_panel=TRAIN)(jobs.attach)
+app.add_typer(groups.app, name="group", rich_help_panel=TRAIN)
+app.command(rich_help_panel=TRAIN)(partition.partition)
+app.command(rich_help_panel=JOBS)(serving.serve)
+app.command(rich_help_panel=JOBS)(jobs.status)
+app.command("ls", rich_help_panel=JOBS)(jobs.list_jobs)
+app.command(rich_help_panel=JOBS)(history.history)
+app.command(rich_help_panel=JOBS)(history.plot)
+app.command("set", rich_help_panel=JOBS)(sync.set_job)
+app.command(rich_help_panel=JOBS)(serving.reload)
+app.command(rich_help_panel=JOBS)(jobs.stop)
+app.command(rich_help_panel=CHECKPOINTS)(checkpoints.checkpoint)
+app.command(rich_help_panel=CHECKPOINTS)(checkpoints.restore)
+app.command(rich_help_panel=CHECKPOINTS)(checkpoints.export)
+app.command(rich_help_panel=FAULTS)(faults.kill)
+app.command(rich_help_panel=FAULTS)(faults.chaos)
+app.command(rich_help_panel=MACHINE)(machine.doctor)
+app.command(rich_help_panel=MACHINE)(jobs.gc)
+app.command(context_settings=ANY, rich_help_panel=MACHINE)(machine.install_unit)
+app.command(context_settings=ANY, rich_help_panel=MACHINE)(machine.uninstall_unit)
+app.command(rich_help_panel=RESEARCH)(simulation.simulate)
+app.command(rich_help_panel=RESEARCH)(sync.trace)
+app.add_typer(runtime_model.app, name="runtime-model", rich_help_panel=RESEARCH)
+app.command(rich_help_panel=RESEARCH)(machine.bench)
 
 
 def _show_version(asked: bool) -> None:

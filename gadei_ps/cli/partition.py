@@ -80,7 +80,7 @@ def partition(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Plan the stages of a virtual worker: measure layers and devices, and cut where it is best."""
+    """Profile layers and devices, and compute the pipeline stages of a virtual worker."""
     if importlib.util.find_spec("torch") is None:
         raise UsageError("partition needs PyTorch: pip install 'gadei-ps[torch]'")
     results.check("--out", out)

@@ -95,7 +95,7 @@ def _finish(
     as_json: bool,
     notify: Notify,
 ) -> int:
-    """Needs only the job's name: a job file with a mistake does not keep a job from its end."""
+    """Finish a job. Needs only its name: it ends even if the job file has a mistake."""
     from gadei_ps.commands.daemon import check_code
     from gadei_ps.machine import log
     from gadei_ps.memory import presence, shm
@@ -144,11 +144,11 @@ def reload(
     name: Name = None,
     as_json: Json = False,
 ) -> int:
-    """Have a running job take over changes of its job file.
+    """Apply the changes in a job file to the running job.
 
-    These may change: all of [optimizer] but kind; every_s, every_gradients, keep and on_stop of
-    [checkpoint]; learner_timeout_s, hang_s and when_idle. If anything else differs, nothing is
-    changed.
+    These may change: learner_timeout_s, hang_s and when_idle; in the table optimizer, all but kind;
+    in the table checkpoint, every_s, every_gradients, keep and on_stop. If anything else differs,
+    nothing is changed.
     """
     from gadei_ps.commands import change
 

@@ -65,8 +65,8 @@ def simulate(
         typer.Option(
             metavar="SPEC",
             help="Run times of iterations: normal:mean=1,std=0.2, lognormal:..., heavy:..., "
-            "groups:... (slow together), switch:slow=40,until=61,factor=2, speeds:1,1.5,2,4, or "
-            "a trace, FILE.csv.",
+            "groups:... (slow together), switch:slow=40,..., speeds:1,1.5,2,4, or a trace, "
+            "FILE.csv.",
         ),
     ] = "normal:mean=1,std=0.2",
     seed: Annotated[

@@ -30,7 +30,7 @@ def set_job(
     ] = 60.0,
     as_json: Json = False,
 ) -> int:
-    """Change the optimizer's numbers or the synchronization model of a running job.
+    """Change hyperparameters or the synchronization model of a running job.
 
     Numbers change at once, between two gradients: lr, weight_decay, momentum, betas, alpha, eps,
     clip_norm, staleness_aware, spike_compensation, schedule, warmup_steps, step_size, step_gamma,

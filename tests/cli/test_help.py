@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from gadei_ps.cli.app import app
 
 WIDE = {"COLUMNS": "600", "TERM": "dumb"}  # no help text is broken into lines
+USUAL = {"COLUMNS": "80", "TERM": "dumb"}
+PANELS = ["Options", "Train", "Jobs", "Checkpoints", "Faults", "This machine", "Research"]
 FORBIDDEN = re.compile(
     r"\b(likewise|whoever|but for|there is not|of then|said once|not running yet|todo|for now"
     r"|so many|where it goes)\b",
@@ -60,6 +62,24 @@ def faults(command: Any, screen: str) -> list[str]:
     return found
 
 
+def swallowed(command: Any, screen: str) -> list[str]:
+    """Return the words of the help texts that do not come on the screen, in their order.
+
+    Rich takes a word in brackets for markup, and cuts words that are too long for a column.
+    """
+    shown = re.sub(r"[\s│╭╮╰╯─]", "", screen)
+    missing = []
+    inner = getattr(command, "commands", {}).values()
+    heads = [(one.help or "").partition("\n\n")[0] for one in inner]
+    for text in (command.help or "", *(one.help or "" for one in command.params), *heads):
+        at = 0
+        for word in text.split():
+            found = shown.find(word, at)
+            missing += [word] * (found < 0)
+            at = found + len(word) if found >= 0 else at
+    return missing
+
+
 def test_the_walk_sees_all_commands() -> None:
     assert ("runtime-model", "train") in COMMANDS
     assert ("status",) in COMMANDS
@@ -72,6 +92,29 @@ def test_help(path: tuple[str, ...]) -> None:
     assert printed.exit_code == 0
     # Borders of the panels stand between the columns.
     assert not faults(COMMANDS[path], re.sub(r"[│╭╮╰╯─]", " ", printed.output))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_all_words_are_on_a_screen_of_80_columns(path: tuple[str, ...]) -> None:
+    printed = CliRunner().invoke(app, [*path, "--help"], env=USUAL, terminal_width=80)
+    assert printed.exit_code == 0
+    assert not swallowed(COMMANDS[path], printed.output)
+
+
+def test_commands_are_grouped() -> None:
+    printed = CliRunner().invoke(app, ["--help"], env=USUAL, terminal_width=80)
+    assert re.findall(r"╭─ ([\w ]+) ─", printed.output) == PANELS
+
+
+def test_swallowed_words_are_found() -> None:
+    wrong = typer.Typer(rich_markup_mode="rich")
+
+    @wrong.command(help="All of [optimizer] but kind.")
+    def _(long: str = typer.Option(None, help=f"One of {'x' * 90} and [others].")) -> None: ...
+
+    screen = CliRunner().invoke(wrong, ["--help"], env=USUAL, terminal_width=80).output
+    found = swallowed(typer.main.get_command(wrong), screen)
+    assert found == ["[optimizer]", "x" * 90, "[others]."]
 
 
 def test_faults_are_found() -> None:
