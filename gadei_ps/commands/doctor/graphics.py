@@ -96,7 +96,7 @@ def cuda(command: Sequence[str], timeout_s: float) -> Found:
             level = Level.WARNING if gpus.listed() else Level.OK
         except DeviceError:
             level = Level.OK  # the check of the GPU tells
-        why = str(found["missing"]).removesuffix("; gadei-ps doctor tells more")
+        why = str(found["missing"]).removesuffix("; run gadei-ps doctor for details")
         told.append(f"learners compute on the host: {why}")
         return level, "; ".join(told), _remedy(found) if level != Level.OK else ""
     told += [f"{name} fails: {why}" for name, why in found["errors"].items()]
