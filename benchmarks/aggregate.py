@@ -30,7 +30,7 @@ OURS, GLOO, HIVEMIND = "gadei-ps", "gloo all-reduce", "hivemind"
 RAY, ONE_STORE = "Ray's object store", "Ray, one store for all"
 REACH = {GLOO: 1.0, HIVEMIND: 3.0, RAY: 3.0, ONE_STORE: None}
 TURNS = ((GLOO, HIVEMIND), (RAY,), (ONE_STORE,))
-"""Who is measured beside us in the same minute: Ray's idle processes take time from others."""
+"""Contenders of each minute: Ray's idle processes take time from others."""
 NEEDS = {GLOO: "torch", RAY: "ray", ONE_STORE: "ray", HIVEMIND: "hivemind"}
 MOST_BESIDE = 0.01
 """Bytes sent beside 2 (m - 1) / m models, as a share of these."""
@@ -41,7 +41,7 @@ Seconds = Callable[[], float]
 
 
 class Ours:
-    """The processes of a group; joins anew for each size."""
+    """The processes of a group, which join again for each size."""
 
     def __init__(self, members: int) -> None:
         self._gang = Gang([["-m", f"{PACKAGE}.peers_mesh", str(i)] for i in range(members)])
@@ -55,7 +55,7 @@ class Ours:
         self._gang.ask(order)
 
     def seconds(self, times: int) -> float:
-        """Of one aggregation."""
+        """Return the time of one aggregation (s)."""
         answers = self._gang.ask({"times": times}, timeout_s=ASK_S)
         self.told = answers[0]
         ends, begins = (max(a["end"] for a in answers), min(a["begin"] for a in answers))
@@ -83,7 +83,7 @@ def hivemind(members: int, size: int, stack: ExitStack) -> Seconds:
 def peers(
     members: int, size: int, times: int, wanted: list[str], stack: ExitStack, scratch: Path
 ) -> dict[str, Callable[[], Seconds]]:
-    """How to start the other contenders; each gives the seconds of one aggregation."""
+    """Return the other contenders' start functions; each returns the time of an aggregation (s)."""
 
     def gloo() -> Seconds:
         meet = str(scratch / f"meet{members}-{size}")
@@ -114,7 +114,7 @@ def peers(
 
 
 def sent(report: Report, told: dict[str, Any], members: int, size: int) -> dict[str, Any]:
-    """What a member of ours has sent in an aggregation, beside the paper's figure."""
+    """Compare the bytes that a member of ours has sent in an aggregation with the paper's."""
     models, paper = told["sent_bytes"] / size, 2 * (members - 1) / members
     if abs(models / paper - 1) > MOST_BESIDE:
         report.notes.append(

@@ -54,7 +54,7 @@ needs. Then they sleep."""
 LR = 1e-9
 """So small that the weights hardly change over all passes."""
 FEW_ROUNDS = 8
-"""For sizes at which a pass takes tens of milliseconds."""
+"""Number of rounds for sizes at which a pass takes tens of milliseconds."""
 
 
 @numba.njit(nogil=True)

@@ -1,4 +1,4 @@
-"""What training reaches with the same number of gradients, by how many learners compute them.
+"""Result of training with the same number of gradients, by the number of learners.
 
 One process makes all steps of a run; n learners make one n-th each, each with its own draw of
 mini-batches. Contenders, with the same optimizer and rate:
@@ -41,7 +41,7 @@ PRELOAD = ["gadei_ps.benchmarks.asynchrony", "torch._dynamo"]
 
 @dataclass(frozen=True)
 class Part:
-    """What one process of a run does. job: of gadei-ps; else `shared` may be the model."""
+    """Part of one process in a run. job: of gadei-ps; else `shared` may be the model."""
 
     task: str
     lr: float
@@ -124,7 +124,7 @@ def trained(kind: str, task: Task, lr: float, learners: int, steps: int, seed: i
             _answer(ours, "ready")
         for word in ("done", None):
             for pipe in pipes:
-                pipe.send("go on")
+                pipe.send("continue")
             answers = [_answer(pipe, word) for pipe in pipes]
         figure: float = answers[0]
         for one in members:

@@ -149,7 +149,7 @@ class Data:
         return SentenceClassifier(self._texts.vocabulary_size, self._texts.classes, seed=seed)
 
     def loss(self, model: nn.Module, random: np.random.Generator) -> torch.Tensor:
-        """Of a mini-batch that is drawn."""
+        """Return the loss of a random mini-batch."""
         if self._task.name == "gpt":
             return self._gpt_loss(model, self._text, random, self._task.batch)
         if self._task.name == "resnet":

@@ -1,4 +1,4 @@
-"""How long a learner takes to bring a large model, beside zeroing the same memory.
+"""Time that a learner takes to bring a large model, beside zeroing the same memory.
 
 Attach: Client(..., tensors=...) in a process that has imported it and filled its arrays, at a job
 without a model: the learner copies its values into an anonymous file, the watchdog makes weights,
@@ -107,7 +107,7 @@ def _attach(optimizer: str, values: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def _ask(pipe: Connection, socket: str) -> None:
-    """Asks for the status until it is told to end; tells the slowest answer, s."""
+    """Request the status until the pipe closes; send the time of the slowest reply (s)."""
     slowest = 0.0
     with control.Connection(socket) as connection:
         connection.request(Status())

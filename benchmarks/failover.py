@@ -1,11 +1,11 @@
-"""What the death of a server costs: until the next gradient is applied, until one stands by again.
+"""Cost of a server's death: time to the next applied gradient, and to the next standby.
 
 Two learners push dense gradients without a pause. The active server is killed (SIGKILL) at random
 instants, or both servers at once. This process looks at the job's memory every LOOK_S. All times
 begin at the kill and end when
 
-    lease            every shard of the next server has its lease: it goes on where the dead one was
-    next gradient    a gradient is applied that was not at the kill: mostly the one in hand
+    lease            every shard of the next server has its lease: it continues the dead one's work
+    next gradient    a gradient is applied that was not at the kill: mostly the current one
     standby          one server serves and another one stands by again
 
 `no death` is the control: the same wait for the next gradient, from instants without a kill. What
@@ -14,7 +14,7 @@ one is killed:
 
     DDP under torchrun    torchrun starts both processes again, and each makes a step. The weights
                           are lost; loading a checkpoint would come on top
-    torchft               the other process goes on alone: its first step that began after the kill
+    torchft               the other process continues alone: its first step begun after the kill
 
 ratio: the peer's median over that of gadei-ps, for the death of one process.
 """
@@ -59,7 +59,7 @@ REACH_S = {
     (BOTH, NEXT): 0.05,
     (OURS, STANDBY): 0.05,
 }
-"""Of the median."""
+"""Targets for the median (s)."""
 
 Times = dict[tuple[str, str], list[float]]
 """Seconds by contender and by what is waited for."""
@@ -141,7 +141,7 @@ class Job:
         return [min(map(_native.load, words)) for words in self._applied]
 
     def _has_moved_by(self, before: Sequence[int], count: int) -> bool:
-        """Whether so many gradients have been applied of one of the learners."""
+        """Return whether so many gradients have been applied of one of the learners."""
         now = self.consumed()
         return any(b - a >= count for a, b in zip(before, now, strict=True))
 
@@ -149,7 +149,7 @@ class Job:
         return [_native.load32(word) for word in self._tids]
 
     def _is_whole(self, dead: Sequence[int]) -> bool:
-        """Whether one server serves and another one stands by, none of them `dead`."""
+        """Return whether one server serves and another one stands by, none of them `dead`."""
         active, standby = self.processes.server(ready=True), self.processes.standby()
         if active is None or standby is None:
             return False
@@ -163,7 +163,7 @@ class Job:
         time.sleep(SETTLED_S + APART_S * self._chance.random())
 
     def wait(self) -> float:
-        """From now until the next gradient is applied, without a death; s."""
+        """Measure the time until the next gradient is applied, without a death (s)."""
         begin, before = time.monotonic(), self.consumed()
         return await_(lambda: self._has_moved_by(before, 1), "a gradient") - begin
 

@@ -113,7 +113,7 @@ def _torchft(file: str, values: int, member: int, lighthouse: str) -> None:
 
 
 def _lighthouse(file: str) -> None:
-    """Writes its address into the file, and goes on until it is ended."""
+    """Write its address into the file, and run until it is killed."""
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(bind="[::]:0", min_replicas=1)

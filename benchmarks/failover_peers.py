@@ -1,4 +1,4 @@
-"""What a death costs elsewhere: torch's DistributedDataParallel under torchrun, and torchft.
+"""Cost of a death for the peers: DistributedDataParallel under torchrun, and torchft.
 
 Each process of a peer (failover_member.py) writes a line of a file after each step. This process
 reads the file, and kills one of them.
@@ -31,7 +31,7 @@ STEPS = 3
 APART_S = 0.2
 DDP, TORCHFT = "DDP under torchrun", "torchft"
 LINE = np.dtype([("pid", "<i8"), ("began", "<f8"), ("ended", "<f8"), ("steps", "<i8")])
-"""Of a member: the last step that counts, when it began and ended (time.monotonic), its number."""
+"""Last step of a member that counts: its start and end (s, time.monotonic) and its number."""
 
 Peer = Callable[[int, int], list[float]]
 """Takes bytes of weights and kills; returns seconds from each kill to the next step."""
@@ -88,14 +88,14 @@ class Members:
             time.sleep(LOOK_S)
 
     def have_made(self, pids: Sequence[int]) -> bool:
-        """Whether these processes, one for each member, have made STEPS steps."""
+        """Return whether these processes, one for each member, have made STEPS steps."""
         return all(
             self.lines[one]["pid"] == pids[one] and self.lines[one]["steps"] >= STEPS
             for one in MEMBERS
         )
 
     def ended(self, member: int) -> float:
-        """When it ended its last step, time.monotonic()."""
+        """Return the end of its last step (s, time.monotonic)."""
         return float(self.lines[member]["ended"])
 
 
@@ -123,7 +123,7 @@ def _kill_rank(members: Members, chance: random.Random) -> float:
 
 
 def torchft(size: int, kills: int) -> list[float]:
-    """The replica that remains goes on when the lighthouse has given it a new quorum."""
+    """Measure until the remaining replica continues with a new quorum from the lighthouse."""
     _need("torch")
     _need("torchft")
     chance = random.Random(size)

@@ -1,4 +1,4 @@
-"""What the death of a machine costs its group, and whether anything is lost or counted twice.
+"""Cost of a machine's death for its group, and a check that nothing is lost or counted twice.
 
 Machines train in one group, as jobs that Ray has placed (benchmarks/machines.py). All processes of
 a machine are killed (SIGKILL) at random instants, and so is the head of Ray. Times begin at the
@@ -6,8 +6,8 @@ kill and end when a survivor's job has the weights of the next finished round.
 
     no death       the same wait from instants without a kill: mostly the rest of a round
     machine        beyond it is the price of the death
-    head of Ray    nobody should notice; then a machine is killed, which nobody starts again until
-                   the same command is run anew. That takes over those that live
+    head of Ray    no machine should notice; then a machine is killed, which is not started again
+                   until the same command is run again. That takes over those that live
     all are back   until all machines are members again and have made two rounds
 
 What must not happen is counted (group_deaths_counts.py): a survivor that goes back, whose job has
@@ -205,7 +205,7 @@ def storm(
 
 
 def _left(run: Machines) -> list[str]:
-    """What is left once what is ending has had its time."""
+    """List the remains after the ending processes have had their time."""
     end = time.monotonic() + 5.0
     while run.left() and time.monotonic() < end:
         time.sleep(LOOK_S)

@@ -1,6 +1,6 @@
-"""What must not happen when machines of a group die, counted from what is seen of them.
+"""Counts of faults that must not happen when machines of a group die.
 
-`Rounds` looks at what machines tell of their rounds. After the same round, all machines of a group
+`Rounds` reads the machines' reports of their rounds. After the same round, all machines of a group
 have the same weights. Each round reaches a machine's job as one frame of its agent.
 
 `batches` looks at the weights at the end (group_deaths_learner.py): which batches are in them, and
@@ -28,10 +28,10 @@ NONE_BELOW, ONCE_BELOW, SAME_WITHIN = 1e-3, 1 + 1e-2, 1e-2
 
 @dataclass(frozen=True)
 class Sight:
-    """What a machine that is a member tells.
+    """Status of a machine that is a member.
 
-    pid: of its agent. frames: of this agent that the job has applied; None if it is not told. They
-    are looked at after the rounds, so there may be more of them, but never less.
+    pid: of its agent. frames: of this agent that the job has applied; None if unknown. They are
+    read after the rounds, so there may be more of them, but never fewer.
     """
 
     machine: int
@@ -42,7 +42,7 @@ class Sight:
 
     @classmethod
     def of(cls, machine: int, facts: Mapping[str, Any] | None) -> Self | None:
-        """From a machine's status; None if it is no member of its group."""
+        """Read a machine's status; None if it is not a member of its group."""
         if facts is None or facts["agent"]["state"] != "member" or not facts["agent"]["pid"]:
             return None
         agent, job = facts["agent"], facts["job"] or {"learners": []}
@@ -52,17 +52,17 @@ class Sight:
 
 
 class Rounds:
-    """What has been seen of the rounds of one group."""
+    """Observed rounds of one group."""
 
     def __init__(self, counts: Counter[str]) -> None:
-        """counts: to which faults are added, and COMPARED: rounds that two machines have told."""
+        """Add faults to `counts`, and COMPARED: rounds that two machines have reported."""
         self._counts = counts
         self._sums: dict[int, set[int]] = {}
         self._told: dict[int, set[int]] = {}
-        """By round: the machines that have told of it."""
+        """The machines that have reported a round, by round."""
         self._last: dict[int, Sight] = {}
         self._surplus: dict[int, int] = {}
-        """By agent: the fewest frames beyond its rounds since the last `settle`."""
+        """The fewest frames beyond an agent's rounds since the last `settle`, by agent."""
         self._before: dict[int, int] = {}
 
     def saw(self, sight: Sight) -> None:
@@ -82,8 +82,11 @@ class Rounds:
             self._surplus[sight.pid] = min(surplus, self._surplus.get(sight.pid, surplus))
 
     def settle(self) -> None:
-        """Counts frames that came beside those of rounds. After several sights of each machine:
-        a round's frame is applied before its agent tells of the round."""
+        """Count frames beyond those of rounds.
+
+        Call it after several sights of each machine: a round's frame is applied before its agent
+        reports the round.
+        """
         for pid, surplus in self._surplus.items():
             self._counts[TWICE] += max(0, surplus - self._before.get(pid, surplus))
             self._before[pid] = surplus

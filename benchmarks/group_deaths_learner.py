@@ -1,7 +1,7 @@
 """A learner of `bench group_deaths`: python -m gadei_ps.benchmarks.group_deaths_learner DIRECTORY
 
 It answers batches. The gradient of a batch is -1 at the batch's place, and at a second place a
-number of its own, which it writes down first: so the weights tell which batches are in them, and
+number of its own, which it writes down first: so the weights show which batches are in them, and
 whether one is in them twice. Without batches to be divided, it pushes a constant.
 """
 

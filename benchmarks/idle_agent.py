@@ -1,4 +1,4 @@
-"""What an agent beside a job costs while there is nothing to exchange.
+"""Cost of an agent beside a job while there is nothing to exchange.
 
 Learners take batches that the server hands out, and push a prepared gradient for each as fast as
 they can (learners_team.py). Two jobs take turns: one alone, one with an agent, which has begun its
@@ -63,7 +63,7 @@ class Agent:
             ready, _, _ = select.select([self._child.stdout], [], [], left)
             part = os.read(self._child.stdout.fileno(), 65536) if ready else b""
             if not part:
-                raise Failed(f"the agent does not begin: {told.decode()!r}")
+                raise Failed(f"the agent does not start: {told.decode()!r}")
             told += part
 
     def rate(self, team: Team, seconds: float) -> float:

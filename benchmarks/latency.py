@@ -88,7 +88,7 @@ def remove_shared(prefix: str) -> None:
 
 
 def rounds_of(gangs: Gangs, times: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """By contender and quantile, the figures of each round."""
+    """Return the figures of each round, by contender and quantile."""
     order = {"times": times, "pause_s": PAUSE_S[gangs.mode]}
     highs: dict[str, list[float]] = {who: [] for who in gangs.members}
 
@@ -127,7 +127,7 @@ def compare(report: Report, mode: str, found: Mapping[str, Mapping[str, list[flo
 def measure(quick: bool) -> Report:
     """Measure each mode. All its contenders exist; those whose turn it is not sleep."""
     size = sizes("latency", quick)
-    report = Report(["4 KB push", "p50 us", "/ours", "p99 us", "/ours"])
+    report = Report(["4 KB push", "p50 µs", "/ours", "p99 µs", "/ours"])
     if cores() < 2:
         report.notes.append("with one core, no contender can spin while the other side works")
     for mode in PAUSE_S:

@@ -31,7 +31,7 @@ CHECK = 16  # gradients between two looks at the clock
 
 
 class Steps(NamedTuple):
-    """What a member does."""
+    """Steps of a member."""
 
     push: Callable[[], Any]
     """Makes a gradient."""

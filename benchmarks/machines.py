@@ -100,19 +100,19 @@ class Machines:
             )
 
     def said(self) -> str:
-        """What the command has said last."""
+        """Return the last line that the command has printed."""
         lines = self._said.read_text(errors="replace").splitlines()
         return " / ".join(lines[-3:])
 
     def facts(self, number: int) -> Facts | None:
-        """What a machine says of itself; None if it is not there."""
+        """Return the status of a machine; None if it does not exist."""
         try:
             return door.ask(self.name, number, "status")
         except (GadeiError, OSError, ValueError):
             return None
 
     def rounds(self, number: int) -> int:
-        """Rounds that the machine has, 0 if it is no member of its group."""
+        """Return the rounds of the machine, 0 if it is not a member of its group."""
         found = self.facts(number)
         if found is None or found["agent"]["state"] != "member":
             return 0
@@ -193,7 +193,7 @@ class Machines:
             self._process = None
 
     def left(self) -> list[str]:
-        """What is still there of the run: processes, shared memory, files."""
+        """List the remains of the run: processes, shared memory, files."""
         here = os.environ["GADEI_PS_RUNTIME_DIR"]
         processes = [
             f"process {one.pid}"
@@ -218,7 +218,7 @@ class Machines:
 
 
 def _environment(one: psutil.Process) -> dict[str, str]:
-    """Of a process; nothing if it has ended, or is another user's."""
+    """Return the environment of a process; empty if it has ended, or is another user's."""
     try:
         return one.environ()
     except (psutil.Error, OSError):
@@ -231,7 +231,7 @@ def _shared() -> set[str]:
 
 
 def is_of(name: str, run: str) -> bool:
-    """Whether a new name in /dev/shm may be of this run: all but those of other jobs."""
+    """Return whether a new name in /dev/shm may be of this run: all but those of other jobs."""
     match = shm.SEGMENT_NAME.fullmatch(name)
     return match is None or match["job"].startswith(f"{run}-")
 

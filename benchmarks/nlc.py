@@ -31,7 +31,7 @@ from gadei_ps.benchmarks.sizes import sizes
 PEERS = {1: [SINGLE, SINGLE_SPARSE], 2: [HOGWILD, HOGWILD_SPARSE, DDP]}
 ORDER = [OURS, LIMIT, *PEERS[1], *PEERS[2]]
 REACH = {DDP: 15.0, HOGWILD: 5.0, HOGWILD_SPARSE: 1.1, LIMIT: 0.9}
-"""On mr with two learners at mini-batch 1. For other cases: no peer is faster."""
+"""Targets on mr with two learners at mini-batch 1. For other cases: no peer is faster."""
 WARM_UP = 0.15
 """Seconds of the warm-up before a window."""
 

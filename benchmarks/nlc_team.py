@@ -185,7 +185,7 @@ class Team:
             raise RuntimeError(f"{who} has ended; read its messages above") from None
 
     def dismiss(self) -> None:
-        """Tell the members to end, without waiting for it."""
+        """Let the members end, without waiting for it."""
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.close()

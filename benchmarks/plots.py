@@ -47,13 +47,13 @@ COLOURS = {
     "ZeroMQ": "teal",
     "Queue": "gold",
 }
-"""Of all plots: red is gadei-ps, and no two contenders of a plot share a colour."""
+"""Colours of all plots: red is gadei-ps, and no two contenders of a plot share a colour."""
 NAMES = {
     OURS: "gadei-ps (its own linear kernel)",
     "DDP gloo": "DDP (gloo, dense embedding)",
     "limit": "limit (forward and backward, torch's kernel)",
 }
-"""What contenders are called where their name alone would mislead."""
+"""Labels of contenders whose name alone would mislead."""
 
 
 def _drawn(name: str) -> Callable[[Drawing], Drawing]:

@@ -23,7 +23,7 @@ MACHINE = re.compile(r"(EPYC|Xeon).*family (\d+), model (\d+)")
 UNPUBLISHED = {"table7", "table8"}
 SIZES = {"bytes": 1e6}  # shown in MB
 WHERE = ("set", "optimizer", "wire", "members", "learners", "mini_batch", "bytes")
-"""The parameters of a row that tell its case."""
+"""The parameters of a row that identify its case."""
 WHY = {
     ("latency", "asleep"): "two wake-ups of this virtual machine take 22 to 40 µs",
     ("apply", "float32"): "26 bytes instead of 28 are 1.08 times fewer",
@@ -47,7 +47,7 @@ WHY = {
     ("learners", "200"): "learners and server share two cores",
     ("start", "gadei-ps run, empty cache"): "compiling the kernels",
 }
-"""What limits a figure, by the result file and the contender or quantity."""
+"""Limiting factor of a figure, by the result file and the contender or quantity."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _sources() -> list[str]:
 
 
 def _judged(name: str, result: Row) -> Iterator[tuple[str, str, float, float, bool, Row]]:
-    """What was compared, its unit, the target, the figure, whether it was missed, and the row."""
+    """Yield quantity, unit, target, figure, whether the target was missed, and the row."""
     for row in [*result["rows"], *result["ratios"]]:
         if row.get("reach_s"):
             what = str(row.get("what") or row.get("mode") or row["contender"])

@@ -32,7 +32,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.machine import process
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "scripts"
-"""Of a checkout."""
+"""Directory of the scripts in a checkout."""
 TIMED = re.compile(r"^(\d+) samples in ([\d.]+) s$", re.M)
 PLAIN, ONE_THREAD = "plain", "plain, one thread"
 OURS = "gadei-ps"
@@ -93,7 +93,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """What one run has shown. rate: samples per second."""
+    """Result of one run. rate: samples per second."""
 
     rate: float
     reached: float
@@ -101,7 +101,7 @@ class Ended:
 
 
 def _ended(outputs: Sequence[str]) -> Ended:
-    """Of what each process printed; the last one ended last."""
+    """Parse the output of each process; the last one ended last."""
     timed = [TIMED.search(text) for text in outputs]
     if not all(timed):
         raise Refused("it printed no time")

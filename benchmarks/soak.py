@@ -48,7 +48,7 @@ POLL_S = 0.02
 SAMPLES = 60  # of a whole run, at least LEAST_S apart
 LEAST_S = 1.0
 SETTLED_S = 2.0  # age from which a process is measured; a younger one is still loading
-MATURE_S = USEFUL_S + 1.0  # age from which a learner is hit; a job gives up after early deaths
+MATURE_S = USEFUL_S + 1.0  # age from which a learner is hit; a job fails after early deaths
 KEEP = 3  # checkpoints
 WARM_UP_S = 300.0  # at most, until all processes and checkpoints exist; includes compiling
 UNITS = {"rss": "bytes", "private": "bytes", "bytes": "bytes", "checkpoint bytes": "bytes"}
@@ -211,13 +211,13 @@ class Soak:
 
 
 def older(target: Target, seconds: float) -> bool:
-    """Whether a process is older than `seconds`."""
+    """Return whether a process is older than `seconds`."""
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return up_s - target.start / os.sysconf("SC_CLK_TCK") > seconds
 
 
 def size_of(path: Path) -> int:
-    """Size of a file in bytes. 0 if the path is no file or has been removed."""
+    """Return the size of a file (bytes). 0 if the path is not a file or has been removed."""
     try:
         return path.stat().st_size if path.is_file() else 0
     except OSError:

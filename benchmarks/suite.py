@@ -15,7 +15,7 @@ from gadei_ps.benchmarks.common import Report, machine, table
 from gadei_ps.errors import UsageError
 
 RESULTS = Path(__file__).resolve().parent / "results"
-"""Of a checkout."""
+"""Directory of the results in a checkout."""
 
 BENCHMARKS = {
     "apply": "the update kernels against C with OpenMP, torch and the memory's bandwidth",

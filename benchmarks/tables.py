@@ -36,7 +36,7 @@ class Table:
         )
 
     def text(self) -> str:
-        """Of the page."""
+        """Return the text of the page."""
         return (DOCS / self.page).read_text()
 
     def filled(self) -> str:
@@ -50,5 +50,5 @@ class Table:
         return self.mark.sub(lambda found: found[1] + table, self.text())
 
     def write(self) -> None:
-        """Writes the page anew."""
+        """Rewrite the page."""
         (DOCS / self.page).write_text(self.filled())

@@ -3,7 +3,7 @@
 - *stretched*: stages that wait besides computing, so that a few cores are enough for many stages.
   Once the pipeline is full, at most 1 / slowest stage mini-batches end a second. Beside it,
   torch.distributed.pipelining, one process for each stage: a mini-batch of m micro-batches leaves
-  the pipeline empty after each update, so of k equal stages each stands still for (k - 1) / (m + k
+  the pipeline empty after each update, so of k equal stages each is idle for (k - 1) / (m + k
   - 1) of the time. A micro-batch has as many samples as a mini-batch here. Its gradients are of the
   current weights; here they are of those s_local mini-batches before.
 - *stages*: stages of real layers (gadei_ps.benchmarks.virtual_stages).
@@ -31,7 +31,7 @@ PACKAGE = "gadei_ps.benchmarks"
 OURS, LIMIT = "gadei-ps", "1 / slowest stage"
 SCHEDULES = "GPipe", "1F1B"
 REACH = 0.95
-"""Of the limit."""
+"""Target as a share of the limit."""
 START_S = 120.0  # several processes load torch at once
 MEMBER = ["-m", f"{PACKAGE}.virtual_member"]
 
@@ -133,7 +133,7 @@ def _rate(told: Mapping[str, Any]) -> float:
 
 
 def _bytes(report: Report, members: Gang, jobs: Jobs, s_locals: Sequence[int]) -> None:
-    """Of a plain learner, and of virtual workers."""
+    """Measure the bytes of a plain learner, and of virtual workers."""
     shape = Shape(2)
     alone = 0.0
     for s_local in (None, *s_locals):

@@ -214,7 +214,7 @@ def towers(shape: Shape, count: int, at: float, seconds: float) -> dict[str, Any
 
 
 def main() -> None:
-    """Does what it is told, until its input ends."""
+    """Execute requests until the input ends."""
     torch.set_num_threads(1)
     ways = {"pipeline": pipeline, "plain": plain, "towers": towers, "planned": planned}
     for order in orders():

@@ -20,7 +20,7 @@ from gadei_ps.benchmarks.virtual_shape import Shape
 
 OURS = "gadei-ps"
 REACH = 0.1
-"""How far a stage's time may be from the prediction."""
+"""Allowed relative distance of a stage's time from the prediction."""
 IN_FLIGHT = 4
 DEVICES = ["host:1"] * 2
 
@@ -42,7 +42,7 @@ def measure(report: Report, members: Gang, size: Mapping[str, Any], jobs: Jobs) 
 
 
 def _off(told: Mapping[str, Any]) -> float:
-    """By how much the worst stage is off its prediction."""
+    """Return the relative distance of the worst stage from its prediction."""
     pairs = zip(told["stages_s"], told["predicted_s"], strict=True)
     return float(max(abs(real / predicted - 1) for real, predicted in pairs))
 

@@ -1,4 +1,4 @@
-"""What the processes of the benchmark of virtual workers tell each other of a model."""
+"""Shape of a model, as the processes of the benchmark of virtual workers exchange it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shape:
     waits: Sequence[Sequence[float]] = ()
 
     def told(self) -> dict[str, Any]:
-        """As keywords, for another process."""
+        """Return the shape as keywords, for another process."""
         return asdict(self)
 
     @property

@@ -50,7 +50,7 @@ ONE, GROUPS = "one machine", "groups"
 EARLY, LATE = (0.25, 0.5, 0.75), (0.8, 0.85, 0.9, 0.95, 1.0)
 """Shares of the training at which the weights are copied."""
 REACH_SHARE = 0.9
-"""Of as many times one machine's speed as there are machines."""
+"""Target as a share of one machine's speed times the number of machines."""
 REACH_POINTS = 1.0
 MOST_S = 600.0
 END_S = 30.0
@@ -71,12 +71,12 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """That its gradients were computed from."""
+        """Number of samples that its gradients were computed from."""
         return total(self._control, "samples")
 
     @property
     def learners(self) -> int:
-        """That have pushed."""
+        """Number of learners that have pushed."""
         roster = self._control["roster"]
         return int(((roster["applied"] > 0) & (roster["name"] != AGENT.encode())).sum())
 
@@ -95,7 +95,7 @@ class Job:
         return self._flat.copy() if self._common is None else self._common
 
     def accuracy(self, flat: FloatArray, model: torch.nn.Module, found: Examples) -> float:
-        """In percent, on what is held out."""
+        """Return the accuracy on the held-out rows (%)."""
         views = self._table.views(flat)
         model.load_state_dict({name: torch.from_numpy(view) for name, view in views.items()})
         return 100 - found.held_out(model)
@@ -103,7 +103,7 @@ class Job:
 
 @dataclass
 class Trained:
-    """What one training has reached. accuracies: at the shares EARLY and LATE, in percent."""
+    """Result of one training. accuracies: at the shares EARLY and LATE (%)."""
 
     rate: float
     accuracies: list[float]
@@ -118,7 +118,7 @@ class Trained:
 
 
 def command(name: str, size: dict[str, Any], seed: int) -> list[str]:
-    """Of a learner."""
+    """Return the command of a learner."""
     module = "gadei_ps.benchmarks.worker_groups_learner"
     return [sys.executable, "-P", "-m", module, name, str(size["wait_s"]), str(seed)]
 

@@ -1,4 +1,4 @@
-"""How the settings of `bench worker_groups` were chosen: by accuracy on held-out training rows.
+"""Choice of the settings of `bench worker_groups`, by accuracy on held-out training rows.
 
     python -m gadei_ps.benchmarks.worker_groups_choice TASK [--seeds 0,1] [--samples N] SETTINGS...
 
@@ -57,11 +57,11 @@ class Machine:
         return np.array(flat, np.float32)
 
     def take(self, weights: Floats) -> None:
-        """Goes on with these."""
+        """Continue with these weights."""
         nn.utils.vector_to_parameters(torch.from_numpy(weights.copy()), self._model.parameters())
 
     def accuracy(self) -> float:
-        """In percent."""
+        """Return the accuracy (%)."""
         return 100 - self._found.held_out(self._model)
 
 
@@ -130,10 +130,10 @@ def main() -> None:
         for seed in map(int, options.seeds.split(",")):
             shares = trained(options.task, found, settings, seed, samples, EARLY + LATE)
             means.append(statistics.mean(shares[len(EARLY) :]))
-            told = " ".join(f"{one:.1f}" for one in shares)
-            print(f"{settings}  seed {seed}: {told}; late {means[-1]:.2f} %", flush=True)
+            shown = " ".join(f"{one:.1f}" for one in shares)
+            print(f"{settings}  seed {seed}: {shown}; late {means[-1]:.2f}%", flush=True)
         taken = time.monotonic() - begin
-        print(f"{settings}: {statistics.mean(means):.2f} %, {taken:.0f} s", flush=True)
+        print(f"{settings}: {statistics.mean(means):.2f}%, {taken:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

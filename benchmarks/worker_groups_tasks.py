@@ -1,4 +1,4 @@
-"""What the machines of `bench worker_groups` train: real data, small networks.
+"""Tasks of the machines of `bench worker_groups`: real data, small networks.
 
     trec6   the sentence classifier, as `gadei-ps train` has it
     mnist   two convolutions, on images of 14 x 14

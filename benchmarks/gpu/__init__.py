@@ -1,1 +1,1 @@
-"""What learners on a GPU do, beside the limit or the peer that is measured in the same run."""
+"""Benchmarks of learners on a GPU, beside the limit or the peer measured in the same run."""

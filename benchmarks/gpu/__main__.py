@@ -1,4 +1,4 @@
-"""What learners on a GPU do, measured.
+"""Command line of the benchmarks of learners on a GPU.
 
     python -m gadei_ps.benchmarks.gpu [--quick] [--device cuda|host] [--out DIR] [NAME]...
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--out", type=Path, help="where results go, instead of the checkout")
-    parser.add_argument("--commit", help="the commit that results name; by default git tells")
+    parser.add_argument("--commit", help="the commit that results name; by default git's HEAD")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("parts", nargs="*", metavar="NAME", help=f"of {', '.join(PARTS)}")
     options = parser.parse_args()

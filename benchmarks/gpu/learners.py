@@ -38,7 +38,7 @@ LARGEST_SMALL = 32
 """Mini-batches up to this are to be faster than each peer's."""
 
 Figures = list[dict[str, Any]]
-"""Of a contender at a mini-batch: who, learners, network, set, mini_batch, values (samples/s)."""
+"""Rows of contenders: who, learners, network, set, mini_batch, values (samples/s)."""
 
 
 def measure(target: Target) -> Report:

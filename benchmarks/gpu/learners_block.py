@@ -37,7 +37,7 @@ from gadei_ps.machine import interrupts
 WARM_UP_S = 0.05
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.1, 1.0
 SLACK = 1.3
-"""By how much a window exceeds its time: the last step, and messages to the processes."""
+"""Factor by which a window may exceed its time: the last step, and messages to processes."""
 
 FAILURES = (RuntimeError, GadeiError, OSError)
 

@@ -28,7 +28,7 @@ END_S = 10.0
 
 
 def running() -> bool:
-    """Whether a service that others have started runs on this machine."""
+    """Return whether a service that others have started runs on this machine."""
     return any(one.info["name"] in (CONTROL, CONTROL[:15]) for one in psutil.process_iter(["name"]))
 
 

@@ -1,4 +1,4 @@
-"""What gadei-ps adds to a learner's forward and backward pass.
+"""Time that gadei-ps adds to a learner's forward and backward pass.
 
 On the stream that computes, a step has two parts: from zero_grad() to backward(), and from there to
 the end of optimizer.step(). The second part is the figure, measured in two ways:
@@ -8,7 +8,7 @@ the end of optimizer.step(). The second part is the figure, measured in two ways
 - as it trains: without that kernel. If the GPU waits for the host, this contains the host's time.
 
 A third figure is the host's time in step(). The peer is step() of torch's SGD, on a copy of the
-model; the goal is 30 us of the GPU's time.
+model; the target is 30 µs of the GPU's time.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ INPUTS = 16  # mini-batches, which lie on the device
 BUSY, TRAINING, HOST = "stream, busy", "stream, as it trains", "host"
 
 Found = tuple[list[float], list[float], list[float], list[bool]]
-"""Of each step: seconds of the stream before step() and in it, seconds of the host in step(), and
-whether newer weights arrived in it, which it then copies to where the network has them."""
+"""Times of each step (s): of the stream before step() and in it, and of the host in step(); and
+whether newer weights arrived in it, which it then copies to the network's."""
 
 Step = Callable[[int], torch.Tensor]
 """The loss of a mini-batch, given by its number."""
@@ -167,13 +167,13 @@ def _tell(
             report.rows.append(row)
             # The goal is for steps with a pull: they take longer.
             medians[who] = row.get("median_with_pull", row["median"])
-        # Steps of the two are no pairs: one contender's all come before the other's.
+        # Steps of the two are not pairs: one contender's all come before the other's.
         peer = {"contender": TORCH, **facts, "ratio": medians[TORCH] / medians[OURS]}
         best = min(found[TORCH][of]["step"]) / min(found[OURS][of]["step"])
         report.ratios.append(peer | {"best_ratio": best, "reach": None, "reached": None})
         reached = medians[OURS] < REACH_S if of == BUSY else None
         if of == BUSY:
-            limit = {"contender": "30 us", **facts, "ratio": REACH_S / medians[OURS]}
+            limit = {"contender": "30 µs", **facts, "ratio": REACH_S / medians[OURS]}
             best = REACH_S / min(found[OURS][of]["step"])
             report.ratios.append(limit | {"best_ratio": best, "reach": 1.0, "reached": reached})
         cells = [f"{medians[who] * 1e6:.1f}" for who in (OURS, TORCH)]

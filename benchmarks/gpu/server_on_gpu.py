@@ -2,9 +2,9 @@
 
 An owner has the weights on the GPU, and for each learner two slots for gradients; learners, which
 are other processes, map that memory. A learner computes a gradient from the weights in place,
-copies it into a slot on the device, and goes on; the owner's kernel subtracts it. The two wait for
-each other by interprocess events, and by counters in memory that the processes share, because an
-event can only be waited for once it has been recorded.
+copies it into a slot on the device, and continues; the owner's kernel subtracts it. The two wait
+for each other by interprocess events, and by counters in memory that the processes share, because
+an event can only be waited for once it has been recorded.
 
 The host's way is a real job, with the same computation: a gradient goes over the bus into a ring,
 the server's threads apply it, and weights come back over the bus.

@@ -73,7 +73,7 @@ class OnHost:
 
 
 def _compute(weights: Any, gradient: Any) -> None:
-    """On the current stream."""
+    """Compute a gradient on the current stream."""
     module = np if isinstance(weights, np.ndarray) else _cupy()
     module.multiply(weights, SHRINK, out=gradient)
 

@@ -1,4 +1,4 @@
-"""Where a part measures: on a GPU, or on the host, to try all that is not CUDA's.
+"""Device that a part measures on: a GPU, or the host, to try all that is not CUDA's.
 
 Times of a GPU are those of its stream, by events; on the host they are the clock's.
 """
@@ -23,7 +23,7 @@ from gadei_ps.machine import gpus
 from gadei_ps.machine.cuda import missing as cuda_missing
 
 SPIN_CYCLES_PER_S = 2e9
-"""About the clock of a GPU, by which torch's waiting kernel counts."""
+"""Approximate clock of a GPU, by which torch's waiting kernel counts (cycles/s)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Target:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks, when both have passed: see wait()."""
+        """Return the time between two marks, when both have passed: see wait()."""
         if not self.on_gpu:
             return float(end - begin)
         return float(begin.elapsed_time(end)) / 1e3
@@ -81,7 +81,7 @@ class Target:
 
 
 def why_not(device: str) -> str:
-    """What is missing to measure on the device, in one line; empty if nothing is."""
+    """Name in one line what is missing to measure on the device; empty if nothing is."""
     if device == "host":
         return ""
     if why := cuda_missing():

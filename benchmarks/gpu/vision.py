@@ -41,7 +41,7 @@ Pixels = NDArray[np.uint8]
 
 
 def images(count: int) -> tuple[Pixels, list[str]]:
-    """At most `count` images, uint8 (n, 3, 32, 32), and notes on their source."""
+    """Load at most `count` images, uint8 (n, 3, 32, 32), and notes on their source."""
     directory = data_directory() / "cifar10-jpeg"
     decode = _decoder()
     paths = [directory / f"{part}.tar.xz" for part in ("train", "test")]
@@ -63,7 +63,7 @@ def images(count: int) -> tuple[Pixels, list[str]]:
 
 
 def _decoder() -> Callable[[bytes], Pixels] | None:
-    """What decodes a JPEG file to (height, width, 3); None if nothing is installed for it."""
+    """Return a decoder of JPEG files to (height, width, 3); None if none is installed."""
     try:
         from PIL import Image
 

@@ -1,4 +1,4 @@
-"""What did not reproduce: a paragraph below a part's table, worked out from its figures."""
+"""Results that did not reproduce: a paragraph below a part's table, from its figures."""
 
 from __future__ import annotations
 

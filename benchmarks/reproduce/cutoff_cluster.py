@@ -49,7 +49,7 @@ def cluster(
     """Run times in seconds, (iterations, learners). slow: whether node `which` is, (iterations,).
 
     Learners differ a little at all times. The run times of the cluster and of nodes vary together
-    over some iterations. Each run time has its own noise (8 %). One in a hundred is longer by a
+    over some iterations. Each run time has its own noise (8%). One in a hundred is longer by a
     fifth or more.
     """
     generator = np.random.default_rng(seed)
@@ -77,7 +77,7 @@ def _wander(generator: np.random.Generator, iterations: int, count: int, std: fl
 
 
 def switches(iterations: int, seed: int) -> npt.NDArray[np.bool_]:
-    """Whether the node is slow, by iteration. It changes every 40 to 160 iterations."""
+    """Return whether the node is slow, by iteration. It changes every 40 to 160 iterations."""
     generator = np.random.default_rng(seed)
     turns = generator.integers(40, 161, iterations // 40 + 1)
     return np.repeat(np.arange(len(turns)) % 2 == 0, turns)[:iterations]

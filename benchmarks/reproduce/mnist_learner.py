@@ -27,7 +27,7 @@ def main() -> None:
     with Client() as client:
         try:
             for batch in client.batches(len(images.labels), batch_size, epochs, seed):
-                # Normal with a deviation of 5 %, as in a stable environment.
+                # Normal with a deviation of 5%, as in a stable environment.
                 until = time.monotonic() + speeds[number] * chance.normal(1, 0.05)
                 found, loss = mnist.gradient(
                     client.weights, images.pixels[batch.indices], images.labels[batch.indices]

@@ -149,7 +149,7 @@ def _plot(measured: list[Measured]) -> None:
         layout="constrained",
     )
     for line, one in zip(grid, measured, strict=True):
-        # More than a few hundred points cannot be told apart.
+        # More than a few hundred points cannot be distinguished.
         step = -(-one.cluster.learners // 300)
         ranks = np.arange(1, one.cluster.learners + 1)[::step]
         for axes, (iteration, found) in zip(line, one.shown.items(), strict=True):

@@ -39,7 +39,7 @@ def full_grid_scan(end_times: EndTimes) -> Plan:
 
 
 def _checked(found: Callable[[EndTimes], Plan], end_times: EndTimes) -> Plan:
-    """What a search finds. Raises ValueError for times of the wrong form."""
+    """Return the result of a search. Raises ValueError for times of the wrong form."""
     times = rows(end_times)
     check(_wrong(times))
     chosen, window = found(times)

@@ -43,7 +43,7 @@ QUICK_S = 0.5
 BOUND = 0.10
 
 Trace = list[list[float]]
-"""For each learner, the run times of its iterations in seconds."""
+"""Run times of iterations by learner (s)."""
 
 
 def run(quick: bool = False) -> Part:
@@ -124,7 +124,7 @@ def _simulated(model: str, trace: Trace, seconds: float) -> Outcome:
 
 
 def _real(model: str, learners: int, seconds: float, rounds: int) -> Iterator[tuple[Trace, float]]:
-    """For each round, the run times by learner, and the seconds that all learners waited."""
+    """Yield for each round the run times by learner, and the time that all learners waited (s)."""
     job = f"validation-{os.getpid()}"
     tensors = [{"name": "w", "shape": [VALUES]}]
     optimizer = {"kind": "sgd", "lr": 1e-3}

@@ -1,4 +1,4 @@
-"""What the weights of a mini-batch hold under WSP, read from the weights of real runs.
+"""Updates in the weights of a mini-batch under WSP, read from the weights of real runs.
 
     python -m gadei_ps.benchmarks.reproduce.wsp_staleness JOB NUMBER
 
