@@ -4,8 +4,8 @@ A compiled loop without the GIL calls them for a few values at a time, so that t
 first cache: the optimizers for one chunk (64 values), sums and conversions for up to 1024 values.
 No kernel allocates, each reads and writes each array once, and a call costs some nanoseconds.
 Arrays are contiguous, one-dimensional, of one length and do not overlap. A product that is added
-may be rounded once where `reference` rounds twice. Nothing else differs, infinite values and NaN
-included.
+may be rounded once where the reference of the tests (`tests/support/kernel_reference.py`) rounds
+twice. Nothing else differs, infinite values and NaN included.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 from shell import Cli
 
-from gadei_ps.cli import manual
-
-SHARE = Path(__file__).parents[2] / "docs" / "share"
-REMEDY = "run: python -m gadei_ps.cli.manual docs/share"
+DOCS = Path(__file__).parents[2] / "docs"
+SHARE = DOCS / "share"
+REMEDY = "run: python docs/manual.py docs/share"
+MANUAL = runpy.run_path(str(DOCS / "manual.py"))
 
 
 def test_the_files_in_the_sources_are_those_that_are_made() -> None:
@@ -22,13 +23,13 @@ def test_the_files_in_the_sources_are_those_that_are_made() -> None:
         for path in SHARE.rglob("*")
         if path.is_file()
     }
-    made = manual.files()
+    made = MANUAL["files"]()
     assert kept.keys() == made.keys(), REMEDY
     assert [name for name in made if kept[name] != made[name]] == [], REMEDY
 
 
 def test_a_page_has_all_that_the_help_has(cli: Cli) -> None:
-    page = manual.files()["man/man1/gadei-ps-gc.1"].replace("\\-", "-")
+    page = MANUAL["files"]()["man/man1/gadei-ps-gc.1"].replace("\\-", "-")
     for word in ("JOB", "--dry-run", "--json", "Remove segments, sockets and locks of dead jobs"):
         assert word in page
         assert word in cli("gc", "--help").out
@@ -59,7 +60,7 @@ def test_bash_completes(words: str, completed: str, tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "runs-4").mkdir()
     (tmp_path / "runs-4" / "history.jsonl").touch()
-    script = manual.COMPLETIONS["bash"]
+    script = MANUAL["COMPLETIONS"]["bash"]
     code = f"""
         source {SHARE / script}
         COMP_WORDS=(gadei-ps {words}) COMP_CWORD={len(words.split())}

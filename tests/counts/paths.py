@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 from support import Rig, eventually
+from support import kernel_reference as reference
 
 from gadei_ps import _native
-from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import NO_BATCH, Action, FrameKind, Role, Work

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import Child, Rig, eventually, rows_payload, same
+from support import kernel_reference as reference
 
 from gadei_ps import _native
-from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import WireType
 from gadei_ps.memory.layout import IDLE, Action, FrameKind, Role
 from gadei_ps.memory.weights import Model, Tensor

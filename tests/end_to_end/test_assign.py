@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 from support import Child, Stopped, daemon, eventually, fork, live_weights, spin, status
+from support import kernel_reference as reference
 
 from gadei_ps.errors import ModelMismatch, PushTimeout, UsageError
 from gadei_ps.job.processes import Processes
-from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.memory.layout import NO_BATCH

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import Stopped, daemon, eventually, fork, learner, status
+from support import kernel_reference as reference
 
 from gadei_ps import _native
 from gadei_ps.errors import (
@@ -27,7 +28,6 @@ from gadei_ps.errors import (
 )
 from gadei_ps.job.control import StopJob
 from gadei_ps.job.here import JOB_VARIABLE
-from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import (
     NONE,

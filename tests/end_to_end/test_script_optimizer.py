@@ -16,11 +16,11 @@ import pytest
 from saved_jobs import again, die, take
 from shell import Cli
 from support import FORK, daemon, eventually, gone, quick, status
+from support import kernel_reference as reference
 from support.supervised import Watched
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.processes import Processes
-from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import group_reference as reference
 
-from gadei_ps.groups import compress, parts, reading, reference, traffic
+from gadei_ps.groups import compress, parts, reading, traffic
 from gadei_ps.groups.compress import Feedback, Wire
 from gadei_ps.groups.outer import Outer
 from gadei_ps.groups.parts import Floats

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support import kernel_reference as reference
 
-from gadei_ps.kernels import cpu, reference
+from gadei_ps.kernels import cpu
 from gadei_ps.kernels.optimizers import (
     COEFFICIENTS,
     Kind,

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import kernel_reference as reference
 
-from gadei_ps.kernels import cpu, reference
+from gadei_ps.kernels import cpu
 from gadei_ps.kernels.optimizers import (
     COEFFICIENTS,
     KIND,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import Rig, eventually
+from support import kernel_reference as reference
 
-from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import WireType
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CHUNK, Action, Reason, Role

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Rig, eventually
+from support import kernel_reference as reference
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError
 from gadei_ps.job import modes
-from gadei_ps.kernels import reference
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import (

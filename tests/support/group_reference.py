@@ -1,4 +1,4 @@
-"""What this room computes, written plainly, value by value: the oracle of the tests.
+"""Reference of `gadei_ps/groups/`, written plainly, value by value.
 
 Every operation is rounded to float32 on its own, as the vectorized code does it.
 """

@@ -1,4 +1,4 @@
-"""What every kernel computes, written plainly in NumPy: the oracle of the tests.
+"""Reference of every kernel of `gadei_ps/kernels/`, written plainly in NumPy.
 
 Arithmetic on weights is float32 throughout, each operation rounded on its own; scalars are worked
 out in float64 and rounded once. Formulas are those of `torch.optim`, in its order.

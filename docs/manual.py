@@ -1,7 +1,6 @@
-"""The manual pages, from what --help shows, and the scripts of shells' completions.
+"""Make the manual pages, from what --help shows, and the scripts of shells' completions.
 
-`python -m gadei_ps.cli.manual DIRECTORY` writes them, as they are in docs/share of the sources. The
-wheel brings them to where man and shells look.
+`python docs/manual.py docs/share` writes them. The wheel installs them where man and shells look.
 """
 
 from __future__ import annotations
