@@ -88,7 +88,7 @@ def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
 
 
 def is_lasting(error: OSError) -> bool:
-    """Whether another try would fail as well: then it is a mistake, with exit code 2."""
+    """Return whether another try would fail as well: then it is a mistake, with exit code 2."""
     return error.errno in _LASTING
 
 
@@ -99,7 +99,7 @@ class GadeiError(Exception):
 
 
 class UsageError(GadeiError):
-    """What was asked for makes no sense; nothing was started or changed."""
+    """An invalid request; nothing was started or changed."""
 
     exit_code = 2
 
@@ -117,7 +117,7 @@ class JobInUse(GadeiError):
 
 
 class JobDiffers(JobInUse):
-    """What is in memory fits neither the job file nor this build; another try would not either."""
+    """Memory that fits neither the job file nor this build; another try would fail as well."""
 
     exit_code = 2
 
@@ -131,11 +131,11 @@ class SegmentError(GadeiError):
 
 
 class NotOurs(SegmentError):
-    """What has the name of a segment or lock is no file that this user alone can open."""
+    """A file with the name of a segment or lock that this user is not alone to open."""
 
 
 class OtherVersion(SegmentError):
-    """It is of another layout version, or of another build of gadei-ps; `what` tells which."""
+    """A segment of another layout version, or of another build of gadei-ps; `what` names it."""
 
     def __init__(self, where: str, what: str) -> None:
         super().__init__(where, what)
@@ -152,7 +152,7 @@ class ControlError(GadeiError):
 
 
 class DirectoryMistake(ControlError):
-    """The runtime directory is none that can be used; another try would fail as well."""
+    """The runtime directory cannot be used; another try would fail as well."""
 
     exit_code = 2
 
@@ -235,7 +235,7 @@ class MemberLost(AgentError):
 
     def __init__(self, member: int, why: str) -> None:
         super().__init__(
-            f"member {member} {why}: form the group anew without it, under the next generation"
+            f"member {member} {why}: form the group again without it, under the next generation"
         )
         self.member = member
         self.why = why

@@ -16,5 +16,5 @@ CACHE = Path("/var/cache/gadei-ps")
 
 
 def of_the_system() -> bool:
-    """Whether the runtime directory is given as that of the system's units."""
+    """Return whether the runtime directory is given as that of the system's units."""
     return Path(os.environ.get("GADEI_PS_RUNTIME_DIR", "")) == RUNTIME

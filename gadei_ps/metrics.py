@@ -20,7 +20,7 @@ class Kind(Enum):
 
 
 class Place(Enum):
-    """Where the value of a metric is."""
+    """Place of a metric's value."""
 
     CONTROL = auto()
     """A word of the control segment."""
@@ -33,20 +33,20 @@ class Place(Enum):
 
 
 class Lifetime(Enum):
-    """When a metric is lost, or begins at zero again."""
+    """End of a metric's value, after which it is lost or starts at zero."""
 
     NOW = auto()
     """It is measured when it is asked for, or is known to one watchdog only."""
     LEARNER = auto()
-    """When the learner's row of the roster is given to another one."""
+    """Until the learner's row of the roster is given to another one."""
     MEMORY = auto()
-    """With the memory of the job: it outlives learners, servers and watchdogs."""
+    """Until the memory of the job is removed: it outlives learners, servers and watchdogs."""
     CHECKPOINT = auto()
-    """With the last checkpoint: a job that continues from a checkpoint continues to count."""
+    """Until the last checkpoint is removed: a job that resumes from one continues to count."""
 
 
 class Values(Enum):
-    """Which values a metric can have."""
+    """Possible values of a metric."""
 
     COUNT = auto()
     """Whole numbers from 0."""
@@ -87,7 +87,7 @@ class Metric:
     """The field of the struct in native/ps_layout.h; empty if the watchdog computes the value."""
     kind: Kind = Kind.COUNTER
     unit: str = ""
-    """What it counts, or the base unit of Prometheus: `seconds`, `bytes`."""
+    """Counted thing, or the base unit of Prometheus: `seconds`, `bytes`."""
     lifetime: Lifetime = Lifetime.MEMORY
     values: Values = Values.COUNT
     shown: Shown | None = None

@@ -1,1 +1,1 @@
-"""What the commands do."""
+"""Implementation of the commands."""

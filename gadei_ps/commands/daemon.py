@@ -82,7 +82,7 @@ class Daemon:
 
         start_silent_s: how long the watchdog's start may make no progress. learners: how many are
         to come; their rings must fit into memory beside the model. fresh: from zero, whatever
-        memory and checkpoints are there. keep: the job goes on after this process, as one of
+        memory and checkpoints are there. keep: the job outlives this process, as one of
         `gadei-ps serve`; its log goes to a file. survives: if this process is killed, and as long
         as `keeps` is true, the memory stays at the end for the next `run`. child: a process for the
         watchdog that was started before; not one with `silent` or `keep`. wanted: raises during the
@@ -93,7 +93,7 @@ class Daemon:
             self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
         self.survives = survives
         self.keeps = survives
-        """Whether the memory of what was trained stays at the end."""
+        """Whether the memory of the trained model stays at the end."""
         self.socket = paths.socket_path(config.name)
         self._flags = [f"--{flag}" for flag, on in (("silent", silent), ("keep", keep)) if on]
         self._how = {"verbose": verbose, "learners": learners, "keep": keep, "survives": survives}
@@ -193,17 +193,17 @@ class Daemon:
 
     @property
     def log(self) -> Path:
-        """Where a job that is kept writes its log."""
+        """Log file of a job that is kept."""
         return state_directory() / f"{self.config.name}.log"
 
     @property
     def _where_why(self) -> str:
         if self._keep:
-            return f"{self.log} says why"
-        return "--verbose shows why" if self._silent else "its messages above say why"
+            return f"see {self.log}"
+        return "run with --verbose" if self._silent else "see its messages above"
 
     def _answers(self) -> bool:
-        """Whether our watchdog answers; another one may have taken the name before it."""
+        """Return whether our watchdog answers; another one may have taken the name before it."""
         assert self._process is not None
         try:
             answer = control.ask(str(self.socket), Status(), 1.0)
@@ -265,7 +265,7 @@ class Daemon:
                     raise
 
     def let_go(self) -> None:
-        """A job that is kept goes on without this object."""
+        """Detach from a job that is kept: it continues without this object."""
         assert self._process is not None and self._keep
         self._process.kill()  # what stands between this process and the watchdog
         self._process.wait()
@@ -302,7 +302,7 @@ class Daemon:
 
 
 def restartable(job: str) -> bool:
-    """Whether `run` can continue a job from memory: an earlier `run` has left it, and has ended."""
+    """Return whether `run` can continue a job from the memory that an ended `run` has left."""
     living = presence.living(job)
     control = presence.peek(job)
     of_run = control is not None and int(control["temporary"]) == Kept.BY_RUN
@@ -319,7 +319,7 @@ def kept_version(job: str) -> int | None:
 
 
 def running(job: str) -> bool:
-    """Whether a watchdog answers at the job's socket."""
+    """Return whether a watchdog answers at the job's socket."""
     try:
         with control.Connection(job):
             return True
@@ -331,8 +331,8 @@ def check_code(job: str, code: int) -> None:
     """Raises NotSaved or JobFailed where a watchdog has ended with this exit code."""
     if code == NotSaved.exit_code:
         raise NotSaved(
-            f"job {job!r} has stopped without its last checkpoint, and its memory stays; its last "
-            "log lines say why"
+            f"job {job!r} has stopped without its last checkpoint, and its memory stays; see its "
+            "last log lines"
         )
     if code:
-        raise JobFailed(f"job {job!r} has failed; its last log lines say why")
+        raise JobFailed(f"job {job!r} has failed; see its last log lines")

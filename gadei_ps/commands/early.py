@@ -19,14 +19,14 @@ from gadei_ps.machine import lines, process
 
 @dataclass
 class Child:
-    """The process, and the descriptor of our end of the socket to it. used: it was told."""
+    """A watchdog's process, and our end of the socket to it. used: its job was sent."""
 
     process: subprocess.Popen[bytes]
     end: int
     used: bool = False
 
     def tell(self, config: str, **how: Any) -> None:
-        """What it is to serve. config: a JobConfig as JSON. how: see gadei_ps.watchdog.child."""
+        """Send the job to serve. config: a JobConfig as JSON. how: see gadei_ps.watchdog.child."""
         self.used = True
         # If it is dead, that is seen later.
         lines.write(self.end, json.dumps(how | {"config": json.loads(config)}).encode())
@@ -39,7 +39,7 @@ class Child:
 
 
 def start(*flags: str, log_file: int | None = None, dies: bool = True) -> Child:
-    """Starts a watchdog's process, which waits to be told. Raises OSError.
+    """Start a watchdog's process, which waits for its job. Raises OSError.
 
     log_file: for its output; else its output goes to stderr. dies: with this process.
     """

@@ -53,7 +53,7 @@ def find(source: str) -> Path:
 
 
 class Run(NamedTuple):
-    """What a history tells of one run of a job.
+    """Summary of one run of a job in a history.
 
     started, changed: times of its first and last line, s since 1970. state: running, or how it has
     ended; empty if its watchdog was killed. accuracy, loss: the last ones.
@@ -124,7 +124,7 @@ def read(source: str, last: int | None = None) -> dict[str, Any]:
             lines = history.parsed(file.read(history.MOST_BYTES))
     except FileNotFoundError:
         raise UsageError(
-            f"{path}: there is no history yet; it begins a second after the job's model is there"
+            f"{path}: there is no history yet; it starts a second after the job's model exists"
         ) from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None

@@ -73,7 +73,7 @@ def jobs() -> list[Job]:
 
 
 def status(job: str) -> dict[str, Any]:
-    """What the job's watchdog reports. Raises JobNotFound or ControlError."""
+    """Return the status from the job's watchdog. Raises JobNotFound or ControlError."""
     try:
         return plain(control.ask(job, Status(), ANSWER_TIMEOUT_S))
     except JobNotFound as error:
@@ -367,7 +367,7 @@ def old_histories(
 
 
 def foreign(names: Iterable[str] | None = None) -> list[str]:
-    """Why what has a name of a job's files is left alone, a line each. names: as in collect()."""
+    """Explain in one line each which files of a job are left alone. names: see collect()."""
     uid, wanted = paths.owner(), _names() if names is None else set(names)
     lines = [
         one.foreign
@@ -388,7 +388,7 @@ def kept() -> list[str]:
 
 
 def left_alone(names: Iterable[str], removed: Iterable[Leftover]) -> list[str]:
-    """Why collect() has removed nothing of these jobs, a line for each of which that is known."""
+    """Explain in one line for each job, if known, why collect() has removed nothing of it."""
     lines = []
     for name in set(names) - {one.job for one in removed}:
         if _answers(name):
@@ -434,7 +434,7 @@ def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
 
 
 def _answers(job: str) -> bool:
-    """Whether a process listens at the job's socket, even if it is slow to answer."""
+    """Return whether a process listens at the job's socket, even if it is slow to answer."""
     try:
         with Connection(job, ANSWER_TIMEOUT_S):
             return True
@@ -445,7 +445,7 @@ def _answers(job: str) -> bool:
 
 
 def _leftovers(job: str, dry_run: bool) -> list[Leftover]:
-    """What the job has left. The caller holds the job's lock."""
+    """List the remains of a job. The caller holds the job's lock."""
     dead = [one for one in _segments(job) if one.stale]
     found = []
     # A watchdog with another runtime directory does not see the lock file.

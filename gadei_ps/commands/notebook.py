@@ -38,7 +38,7 @@ LOOK_S = 0.2
 PATIENCE_S = 10.0  # until the next watchdog answers
 DRAIN_S = 30.0
 _served: dict[str, ServedJob] = {}
-"""Jobs of this process by name; a job goes on although nothing refers to its object."""
+"""Jobs of this process by name; a job continues although nothing refers to its object."""
 
 
 def serve(
@@ -64,14 +64,14 @@ def serve(
     however that ends, and nothing is left of it.
 
     job: its name, or a job file (`.toml`); None: serve-PID. optimizer: its kind, or what the table
-    [optimizer] of a job file holds; where nothing is said, the script that makes an Optimizer says
-    it. lr: learning rate. sync: synchronization model. checkpoint: True for the defaults of the
-    table [checkpoint], a directory, or what the table holds; then the job goes on from its newest
-    checkpoint. fresh: begins from zero all the same. keep: the job outlives this process, until
-    `gadei-ps stop`; if it is running already, it is taken up again, with what the arguments
-    change as `gadei-ps reload` does. verbose: logs what the servers do. fields: others of the job
-    file. They count before those of the job file. learner_timeout_s is 0 unless it is given: a
-    person may think for longer between two cells than a learner may hang.
+    [optimizer] of a job file holds; settings that are missing come from the script that makes an
+    Optimizer. lr: learning rate. sync: synchronization model. checkpoint: True for the defaults of
+    the table [checkpoint], a directory, or the content of the table; the job then resumes from its
+    newest checkpoint. fresh: start from zero all the same. keep: the job outlives this process,
+    until `gadei-ps stop`; if it is running already, it is used again, with the changes of the
+    arguments as by `gadei-ps reload`. verbose: log what the servers do. fields: others of the job
+    file, which they override. learner_timeout_s is 0 unless it is given: a user may think for
+    longer between two cells than a learner may hang.
 
     Raises UsageError, JobInUse, JobFailed, and what else a start can meet.
     """
@@ -88,7 +88,7 @@ def serve(
             "returned, or choose another name"
         )
     if before is not None:
-        with contextlib.suppress(GadeiError):  # its learners have heard of it
+        with contextlib.suppress(GadeiError):  # its learners were notified
             before.let_go()
     return ServedJob(wanted, fresh=fresh, keep=keep, verbose=verbose)
 
@@ -141,7 +141,7 @@ def _config(
 
 
 class _Keeper(threading.Thread):
-    """Holds the daemon of a job until it is told to let it end."""
+    """Thread that holds the daemon of a job until end() is called."""
 
     def __init__(self, wanted: JobConfig, *, fresh: bool, verbose: bool) -> None:
         super().__init__(name=f"gadei-ps serve {wanted.name}", daemon=True)
@@ -185,7 +185,7 @@ class _Keeper(threading.Thread):
         return self._over.is_set()
 
     def end(self) -> None:
-        """Ends the job; it goes on to end if this call is interrupted."""
+        """End the job; it continues to end if this call is interrupted."""
         self._ending.set()
         if self.ident is not None:  # else it could not be started
             self._over.wait()
@@ -234,7 +234,7 @@ class ServedJob:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended, or this object has let go of it."""
+        """Whether the job has ended, or this object is detached from it."""
         if self.kept and not self._closed:  # anybody may have stopped it
             return not daemon.running(self.name)
         return self._over
@@ -245,11 +245,11 @@ class ServedJob:
 
     @property
     def of_this_process(self) -> bool:
-        """Whether this process has made it, and is no fork of the one that has."""
+        """Whether this very process has made it, and not a parent before a fork."""
         return os.getpid() == self._process
 
     def status(self) -> dict[str, Any]:
-        """What `gadei-ps status --json` prints. Raises JobNotFound once the job has ended."""
+        """Return the output of `gadei-ps status --json`. Raises JobNotFound after the job's end."""
         until = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -305,7 +305,7 @@ class ServedJob:
                 jobs.stop(self.name, drain=True, timeout_s=DRAIN_S)
 
     def let_go(self) -> bool:
-        """Lets go of the job: of one that is not kept, it ends. Whether that was still to do."""
+        """Detach from the job; one that is not kept ends. Returns whether that was still to do."""
         if self._closed or not self.of_this_process:
             return False
         try:

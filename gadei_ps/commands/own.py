@@ -1,4 +1,4 @@
-"""Which learners of a job a command has started, and what became of their gradients."""
+"""Learners that a command has started, and the counts of their gradients."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class OwnLearners:
 
     @property
     def attached(self) -> int:
-        """How many of our learners are attached."""
+        """Number of our learners that are attached."""
         return self._count(self._own.keys())
 
     def has_applied(self, pid: int) -> bool:
-        """Whether a gradient was applied of a process that the command has started."""
+        """Return whether a gradient was applied of a process that the command has started."""
         return pid in self._applied
 
     def look(self, pids: Collection[int]) -> None:
-        """To be called often. pids: of all learners that the command has started."""
+        """Read the roster; call it often. pids: of all learners that the command has started."""
         for row in self._control["roster"].copy():
             generation = int(row["generation"])
             there = generation != int(row["retired"])
@@ -61,7 +61,7 @@ class OwnLearners:
                 self._applied.add(self._own[generation])
 
     def counts(self) -> dict[str, int]:
-        """Of gradients and samples, under the names of status."""
+        """Return the counts of gradients and samples, under the names of status."""
         rows = self._control["roster"].copy()
         counts = self._past_counts() - self._past
         there = rows[rows["generation"] != rows["retired"]]
@@ -74,7 +74,7 @@ class OwnLearners:
 
     @property
     def others(self) -> int:
-        """How many learners of other commands are attached."""
+        """Number of attached learners of other commands."""
         return self._count(self._others.keys())
 
     @property

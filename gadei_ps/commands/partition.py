@@ -84,7 +84,7 @@ def partition(
 
 
 def found(option: str, text: str, *, call: bool = True) -> Found:
-    """What MODULE:NAME stands for; what it returns, if it is a function. Raises UsageError."""
+    """Import the object of MODULE:NAME; call it if it is a function. Raises UsageError."""
     what = f"{option} {text}".strip()
     module, colon, name = text.partition(":")
     parts = name.split(".")
@@ -167,7 +167,7 @@ def _sample(text: str, value: Any) -> Sample:
 
 
 def _optimizer(text: str) -> tuple[str, Make | None]:
-    """How a script says it, and the function that makes it; None for the server's."""
+    """Return the optimizer's name in a script, and its constructor; None for the server's."""
     if text == SERVERS:
         return "", None
     if ":" in text:

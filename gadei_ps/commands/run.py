@@ -230,7 +230,7 @@ NOTHING_KEPT: Mapping[str, Any] = {"kept_version": None, "kept_in": None}
 
 
 def _kept(wanted: JobConfig) -> dict[str, Any]:
-    """Where the weights of a job are after its end: in memory, or in a directory of checkpoints."""
+    """Find the weights of a job after its end: in memory, or in a directory of checkpoints."""
     if (version := kept_version(wanted.name)) is not None:
         return {"kept_version": version, "kept_in": "memory"}
     if wanted.checkpoint is not None:
@@ -247,9 +247,9 @@ def _compute(options: RunOptions) -> Compute:
     if shared := compute.shared(options.learners):
         _say(shared)
     if compute.why:
-        _say(f"warning: {compute.why}; learners are not told which GPU to use")
+        _say(f"warning: {compute.why}; no GPU is assigned to learners")
     elif compute.each is not None:
-        return compute  # virtual workers need no CuPy, and say themselves where they compute
+        return compute  # virtual workers need no CuPy, and print themselves where they compute
     elif (why := compute.without()) and (compute.gpus or gpus.has_driver()):
         _say(f"learners compute on the host: {why}")
     return compute
@@ -380,7 +380,7 @@ class _Run:
         return self._summary()
 
     def _watch(self, learners: Learners, signalled: Callable[[], int | None]) -> None:
-        """Until the last learner has ended for good."""
+        """Watch the learners until the last one has ended for good."""
         until, runs = math.inf, True
         while (learners.pids or self.due) and time.monotonic() < until:
             self.pids.update(learners.pids)
@@ -410,7 +410,7 @@ class _Run:
         return self.options.out is not None or self.signal == signal.SIGHUP
 
     def _stay(self, signalled: Callable[[], int | None]) -> None:
-        """While the job is wanted without its learners, if they have ended well."""
+        """Wait while the job is wanted without its learners, if they have ended well."""
         if self.options.stays is None or any(one.code for one in self.ended.values()):
             return
         while self.job.report() is not None and self.options.stays() and signalled() is None:
@@ -548,7 +548,7 @@ class _Run:
             _say(text)
 
     def _look_at_stop(self) -> Stop:
-        """How the job's learners are asked to end; once it is Stop.NOW, it stays so."""
+        """Return the job's request to its learners to end; once it is Stop.NOW, it stays so."""
         if self.asked != Stop.NOW:
             self.asked = Stop(int(self.job.control["stop"]))
         return self.asked
@@ -619,7 +619,7 @@ class _Run:
         return None, f"{POLICY.limit} deaths in a row {useless}"
 
     def _tell_of_missed(self) -> None:
-        """Tells the job which learners have ended, while it awaits all of them for the first step.
+        """Report learners that have ended, while the job awaits all of them for the first step.
 
         Not yet of one that the job still takes for present: it would count twice.
         """

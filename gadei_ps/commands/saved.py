@@ -95,7 +95,7 @@ class Saved:
 
     @property
     def notice(self) -> str:
-        """What is not as the checkpoint's job had it; empty with a job file."""
+        """Describe the differences from the checkpoint's job; empty with a job file."""
         if self.job is not None:
             return ""
         return (
@@ -108,7 +108,7 @@ def find(source: str, version: int | None = None, job_file: Path | None = None) 
     """The newest whole checkpoint of `source`, or that of a version.
 
     source: a checkpoint, a directory of them, a job file, or a job's name (in the state directory).
-    job_file: to serve it with, if `source` is none. Raises CheckpointError, UsageError.
+    job_file: to serve it with, if `source` is not one. Raises CheckpointError, UsageError.
     """
     job = config.load(job_file) if job_file is not None else None
     name = None
@@ -185,7 +185,7 @@ def export_memory(job: str, out: Path) -> None:
 
 
 def _find_named(job: str, version: int | None) -> Saved:
-    """As find(), but the error says whose job it may be."""
+    """Call find(); the error names the possible owner of the job."""
     try:
         return find(job, version)
     except CheckpointError as found:

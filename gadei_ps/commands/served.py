@@ -1,4 +1,4 @@
-"""Where the learners of `run` and `attach` have their job: in another process, or in this one."""
+"""Job of the learners of `run` and `attach`: served by another process, or by this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gadei_ps.memory import shm, totals
 from gadei_ps.memory.layout import MAX_LEARNERS, Phase
 
 DRAIN_S = 30.0
-TEXT = 4000  # of a command, that tells it from others
+TEXT = 4000  # characters of a command that distinguish it from others
 
 
 def launch(count: int, command: Sequence[str]) -> Launch:
@@ -46,7 +46,7 @@ class _Job(ABC):
     @property
     @abstractmethod
     def control(self) -> np.void:
-        """The job's control segment, also once the job has ended: it is still mapped."""
+        """Return the job's control segment, even after the job's end: it is still mapped."""
 
     def reserve(self, wanted: Launch) -> Numbers:
         """Numbers for the command's learners, until release() or the command's end."""
@@ -126,7 +126,7 @@ class Attached(_Job):
         return self.before | totals.counts(words) | told
 
     def was_stopped(self) -> bool:
-        """Whether the job's stop has ended the learners, and not the learners' end the job."""
+        """Return whether the job's stop has ended the learners, and not vice versa."""
         stopped = (Phase.DRAINING, Phase.KEPT, Phase.STOPPED)
         return int(self._processes.control["phase"]) in stopped and not self._ends_idle
 
@@ -151,7 +151,7 @@ class Served(_Job):
         self.says_sync = "sync" in served.config.model_fields_set
         """Whether its model of synchronization was chosen, and is not the default."""
         self._control = Processes(served.config.name).control
-        # Of a job that goes on from a checkpoint it is not 0.
+        # Of a job that resumes from a checkpoint it is not 0.
         self.before: dict[str, Any] = {"version": int(self._control["version"])}
 
     def _ask(self, message: Any) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Served(_Job):
                 self._daemon.request(LeaveOut(number=number))
 
     def keep(self, wanted: bool) -> None:
-        """Whether the job's memory is to stay at its end."""
+        """Set whether the job's memory stays at its end."""
         self._daemon.keeps = wanted and self._daemon.survives
 
     def end(self, reason: str = "") -> dict[str, Any] | None:

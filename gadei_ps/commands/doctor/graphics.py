@@ -17,7 +17,7 @@ from gadei_ps.machine.cuda import has_cupy
 
 # The first drivers that run CUDA 13 and CUDA 12 (CUDA Compatibility, minor version compatibility).
 DRIVER_OF_EXTRA = {"cuda13": 580, "cuda12": 525}
-BROKEN_GPU = "nvidia-smi and dmesg tell more; until then --device host leaves the GPU alone"
+BROKEN_GPU = "see nvidia-smi and dmesg; until then, --device host does not use the GPU"
 
 
 def driver_shows() -> Found:
@@ -25,7 +25,7 @@ def driver_shows() -> Found:
 
 
 def gpu(timeout_s: float) -> Found:
-    """What the driver shows."""
+    """Check the GPUs that the driver shows."""
     try:
         found = gpus.listed(timeout_s)
     except DeviceError as error:
@@ -52,7 +52,7 @@ def without_cupy(timeout_s: float) -> Found:
     try:
         found = bool(gpus.listed(timeout_s))
     except DeviceError:
-        found = False  # the check of the GPU tells
+        found = False  # the check of the GPU reports it
     if not found:
         return Level.OK, "CuPy not installed; only learners on a GPU need it", ""
     return (
@@ -63,7 +63,7 @@ def without_cupy(timeout_s: float) -> Found:
 
 
 def cupy_for(driver: str) -> str:
-    """How to install CuPy for a driver of this version; empty where it is not known."""
+    """Return the command that installs CuPy for a driver of this version; empty if unknown."""
     if not driver.partition(".")[0].isdecimal():
         return "pip install 'gadei-ps[cuda13]', or [cuda12] for a driver before 580"
     major = int(driver.partition(".")[0])
@@ -74,7 +74,7 @@ def cupy_for(driver: str) -> str:
 
 
 def cuda(command: Sequence[str], timeout_s: float) -> Found:
-    """What the probe finds, which `command` starts: CuPy, and how fast memory moves."""
+    """Check CuPy and the speed of memory by the probe that `command` starts."""
     try:
         found = gpus.probe(command, timeout_s, os.environ | gpus.order())
     except DeviceError as error:
@@ -95,7 +95,7 @@ def cuda(command: Sequence[str], timeout_s: float) -> Found:
         try:
             level = Level.WARNING if gpus.listed() else Level.OK
         except DeviceError:
-            level = Level.OK  # the check of the GPU tells
+            level = Level.OK  # the check of the GPU reports it
         why = str(found["missing"]).removesuffix("; run gadei-ps doctor for details")
         told.append(f"learners compute on the host: {why}")
         return level, "; ".join(told), _remedy(found) if level != Level.OK else ""
@@ -106,7 +106,7 @@ def cuda(command: Sequence[str], timeout_s: float) -> Found:
 
 
 def _remedy(found: Mapping[str, Any]) -> str:
-    """For GPUs that CuPy cannot use: often it is made for a newer driver."""
+    """Advise on GPUs that CuPy cannot use: often it is made for a newer driver."""
     version = gpus.driver()
     first = DRIVER_OF_EXTRA.get(f"cuda{str(found['runtime']).partition('.')[0]}", 0)
     major = version.partition(".")[0]
@@ -135,7 +135,7 @@ def _transfers(device: Mapping[str, Any]) -> str:
 
 
 def _pinned() -> str:
-    """What learners on a GPU pin; the limit is told because some set-ups count it."""
+    """Describe the memory that learners on a GPU pin, and the limit that some set-ups apply."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:,.0f} MiB"
     return f"{to_pin(SHM) / 2**20:,.1f} MiB in {SHM} to pin for running jobs (ulimit -l: {shown})"

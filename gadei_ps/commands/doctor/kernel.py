@@ -52,14 +52,14 @@ def pidfd() -> Found:
     except OSError as error:
         return (
             Level.ERROR,
-            f"{error.strerror}: the death of a learner cannot be told",
+            f"{error.strerror}: the death of a learner cannot be detected",
             "use Linux 5.3 or newer, and a sandbox that allows it",
         )
     return Level.OK, "works", ""
 
 
 def robust_mutex() -> Found:
-    """Whether the next thread gets a lease, and the news, after a thread that ended with it."""
+    """Check that the next thread gets the lease, and the news, of a thread that ended with it."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     lease = _native.address(memory)
     try:
@@ -77,7 +77,7 @@ def robust_mutex() -> Found:
         return Level.OK, "work", ""
     return (
         Level.ERROR,
-        f"do not work ({reason}): the death of a server cannot be told",
+        f"do not work ({reason}): the death of a server cannot be detected",
         "use an ordinary Linux kernel, and a sandbox that allows set_robust_list",
     )
 

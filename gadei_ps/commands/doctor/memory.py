@@ -54,7 +54,7 @@ def remove_ipc() -> Found:
 
 
 def logind(root: Path, uid: int) -> Found:
-    """Whether the logind of the system below `root` takes this user's segments away."""
+    """Check whether logind of the system below `root` removes this user's segments."""
     if not (root / "run/systemd/system").is_dir() or not (root / "run/systemd/seats").is_dir():
         return Level.OK, "no logind here", ""
     try:
@@ -76,7 +76,7 @@ def logind(root: Path, uid: int) -> Found:
 
 
 def lingers(root: Path, user: str) -> bool:
-    """Whether the user's manager starts with the machine and outlives the user's sessions."""
+    """Return whether the user's manager starts at boot and outlives the user's sessions."""
     return (root / "var/lib/systemd/linger" / user).exists()
 
 
@@ -93,7 +93,7 @@ def system_uid_max(root: Path) -> int:
 
 
 def removes_ipc(root: Path) -> bool:
-    """What logind's files below `root` say of RemoveIPC; its default is yes."""
+    """Read RemoveIPC from logind's files below `root`; its default is yes."""
     files = {
         path.name: path
         for place in ("usr/lib", "usr/local/lib", "run", "etc")  # a later one hides an earlier's

@@ -1,4 +1,4 @@
-"""How a check of `gadei-ps doctor` ends."""
+"""Result of a check of `gadei-ps doctor`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Found = tuple["Level", str, str]
 
 
 class Level(StrEnum):
-    """How a check ended. A job cannot run where there is an error."""
+    """Severity of a check's result. A job cannot run if there is an error."""
 
     OK = "ok"
     WARNING = "warning"
