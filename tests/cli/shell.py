@@ -54,8 +54,11 @@ class Result:
 class Running:
     """A running command. Its output goes to files."""
 
-    def __init__(self, start: Callable[..., Any], directory: Path) -> None:
+    def __init__(
+        self, start: Callable[..., Any], directory: Path, patience_s: float = support.PATIENCE_S
+    ) -> None:
         """start: as Cli._started, without the command's words and the environment."""
+        self._patience_s = patience_s
         number = len(list(directory.glob("*.out")))
         self._paths = [directory / f"{number}.{kind}" for kind in ("out", "err")]
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
@@ -81,7 +84,7 @@ class Running:
         return self.wait()
 
     def wait(self) -> Result:
-        return Result(self.process.wait(support.PATIENCE_S), self.out, self.err)
+        return Result(self.process.wait(self._patience_s), self.out, self.err)
 
 
 def program(path: Path, text: str) -> Path:
@@ -106,6 +109,7 @@ class Cli:
         self.directory = directory
         self.interpreters = interpreters
         self.nursery = False  # jobs have one
+        self.patience_s = support.PATIENCE_S
         self._servers = servers
         self._running: list[Running] = []
         self._served: list[str] = []
@@ -133,7 +137,7 @@ class Cli:
         self,
         *arguments: object,
         stdin: bytes = b"",
-        patience_s: float = support.PATIENCE_S,
+        patience_s: float | None = None,
         **env: str,
     ) -> Result:
         """Runs a command until it ends."""
@@ -148,7 +152,7 @@ class Cli:
             given.seek(0)
             process = self._started(tuple(map(str, arguments)), env, given, out, err)
             try:
-                code = process.wait(patience_s)
+                code = process.wait(patience_s or self.patience_s)
             except BaseException:
                 process.kill()
                 process.wait()
@@ -162,7 +166,9 @@ class Cli:
     def start(self, *arguments: object, **env: str) -> Running:
         """Starts a command in the background. It is ended when the test ends."""
         words = tuple(map(str, arguments))
-        one = Running(lambda *streams: self._started(words, env, *streams), self.directory)
+        one = Running(
+            lambda *streams: self._started(words, env, *streams), self.directory, self.patience_s
+        )
         self._running.append(one)
         return one
 
