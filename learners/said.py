@@ -9,20 +9,13 @@ from typing import Any, SupportsFloat
 from gadei_ps.errors import UsageError
 from gadei_ps.job.groups import Group
 from gadei_ps.job.optimizer import MOST_GROUPS, Said, Settings
-from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.kernels.optimizers import NAMES, Kind, OptimizerSpec, traits
 
-KINDS = tuple(kind.name.lower() for kind in Kind)
-# What torch.optim's class has where the script says only its kind.
+KINDS = NAMES
 OF_TORCH: dict[str, dict[str, float]] = {
-    "sgd": {"lr": 1e-3, "weight_decay": 0.0},
-    "momentum": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0},
-    "nesterov": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0},
-    "adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
-    "adam": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
-    "add": {"lr": 1.0},  # not torch's
-    "adamw": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2},
-    "rmsprop": {"lr": 1e-2, "momentum": 0.0, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0},
+    name: {"lr": traits(name).torch_lr, **traits(name).settings} for name in NAMES
 }
+"""The defaults of torch's class, if the script sets only its kind."""
 # Of torch's classes: what only tells how they compute, and what the job cannot do.
 HOW = frozenset(("foreach", "fused", "capturable"))
 CANNOT = frozenset(
@@ -68,12 +61,12 @@ def said(
 ) -> Says:
     """The settings that a script gives.
 
-    kind: sgd, momentum, nesterov, adagrad, adam, adamw, rmsprop or add; sgd with a momentum is
-    momentum, as in torch.optim.SGD. With a kind, what is not given has the default of torch's
-    class. Without one, only lr and weight_decay can be given, for whichever the job has. groups: as
-    torch's parameter groups, the names of parameters, or patterns of names, as `params`; what a
-    group does not say is that of the optimizer. A parameter belongs to the first group that names
-    it. others: further keywords of torch's classes. Raises UsageError for what a job cannot do.
+    kind: one of KINDS; sgd with a momentum is momentum, as in torch.optim.SGD. With a kind, what is
+    not given has the default of torch's class. Without one, only lr and weight_decay can be given,
+    for whichever the job has. groups: as torch's parameter groups, the names of parameters, or
+    patterns of names, as `params`; what a group does not say is that of the optimizer. A parameter
+    belongs to the first group that names it. others: further keywords of torch's classes. Raises
+    UsageError for what a job cannot do.
     """
     _check_others(others)
     own = None if groups is None else [_group(number, one) for number, one in enumerate(groups)]

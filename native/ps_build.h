@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x43ecee10882cfadcull
+#define PS_BUILD 0x837000cc4d8f7785ull
 
 #endif

@@ -349,7 +349,7 @@
  */
 #define PS_STATE_FIELDS(F, P, T)                                                           \
   F(T, 0, header, header, , W, "")                                                         \
-  F(T, 128, u64, streams, , W, "optimizer slots: 0 SGD and add, 2 Adam and AdamW, else 1") \
+  F(T, 128, u64, streams, , W, "optimizer slots of its kind: 0, 1 or 2")                      \
   F(T, 136, u64, slots_at, , W, "the slots, bytes from the segment's begin")               \
   F(T, 144, u64, slot_bytes, , W, "of one stream")                                         \
   F(T, 152, u64, undo_at, , W, "the undo logs, bytes from the segment's begin")            \

@@ -11,6 +11,7 @@ import typer
 
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
+from gadei_ps.kernels.optimizers import NAMES
 from gadei_ps.machine.launch import DEVICE_VARIABLE
 
 if TYPE_CHECKING:
@@ -23,17 +24,12 @@ MODELS = (
 SERVED = "Only if this command starts the job."
 
 
-class OptimizerName(StrEnum):
-    """Values of `kind` in the [optimizer] table of a job file."""
+if TYPE_CHECKING:
 
-    SGD = "sgd"
-    MOMENTUM = "momentum"
-    NESTEROV = "nesterov"
-    ADAGRAD = "adagrad"
-    ADAM = "adam"
-    ADAMW = "adamw"
-    RMSPROP = "rmsprop"
-    ADD = "add"
+    class OptimizerName(StrEnum):
+        """Values of `kind` in the [optimizer] table of a job file."""
+else:
+    OptimizerName = StrEnum("OptimizerName", {name.upper(): name for name in NAMES})
 
 
 class Wire(StrEnum):

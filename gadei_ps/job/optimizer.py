@@ -7,27 +7,22 @@ learner, the defaults.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gadei_ps.job.number_types import Real
+from gadei_ps.kernels.optimizers import DEFAULTS, NAMES, traits, usual
 from gadei_ps.memory import layout
 
-FIELDS: Final = ("kind", "lr", "momentum", "beta1", "beta2", "alpha", "eps", "weight_decay")
+FIELDS: Final = ("kind", *DEFAULTS)
 MOST_GROUPS: Final = layout.MAX_GROUPS - 1
 """Groups that a job may name; the parameters that are in none of them are one more."""
-DEFAULTS: Final[dict[str, Any]] = {
-    "kind": "sgd",
-    "lr": 0.01,
-    "momentum": 0.9,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "alpha": 0.99,
-    "weight_decay": 0.0,
-}
-OF_KIND: Final[dict[str, dict[str, Any]]] = {"add": {"lr": 1.0}, "rmsprop": {"momentum": 0.0}}
-"""Other defaults. add: updates, as they are."""
+DEFAULT_KIND: Final = "sgd"
+if TYPE_CHECKING:
+    KindName = str
+else:
+    KindName = Literal[NAMES]
 
 
 class Settings(BaseModel):
@@ -35,9 +30,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: (
-        Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "adamw", "rmsprop", "add"] | None
-    ) = None
+    kind: KindName | None = None
     lr: Real | None = None
     momentum: Real | None = None
     beta1: Real | None = None
@@ -55,19 +48,18 @@ class Settings(BaseModel):
         """Return the settings that mean the same for an optimizer of that kind."""
         if self.kind not in (None, kind) and "add" in (self.kind, kind):
             return {}
-        found = {name: value for name, value in self.said.items() if name in uses(kind)}
-        if (kind == "adagrad") != (self.kind == "adagrad"):
-            found.pop("eps", None)
-        if (kind == "rmsprop") != (self.kind == "rmsprop"):
-            found.pop("momentum", None)
-        return found
+        theirs, ours = usual(self.kind or DEFAULT_KIND), usual(kind)
+        # A number means something else where it has another default: eps of Adagrad, for example.
+        other = {name for name in ours.keys() - {"lr"} if ours[name] != theirs[name]}
+        names = set(uses(kind)) - other
+        return {name: value for name, value in self.said.items() if name in names}
 
     def filled(self, script: Settings) -> Self:
         """These settings, where they say nothing the script's, and then the defaults."""
-        kind = self.kind or script.kind or DEFAULTS["kind"]
-        usual = DEFAULTS | OF_KIND.get(kind, {})
+        kind = self.kind or script.kind or DEFAULT_KIND
+        defaults = {name: value for name, value in usual(kind).items() if name != "eps"}
         taken = script.applying(kind)
-        return self.model_copy(update={**usual, **taken, "kind": kind, **self.said})
+        return self.model_copy(update={**defaults, **taken, "kind": kind, **self.said})
 
 
 class Said(Settings):
@@ -108,16 +100,5 @@ def rows(base: Settings, groups: Sequence[Settings], kind: str | None) -> list[S
 
 
 def uses(kind: str) -> tuple[str, ...]:
-    """The fields that an optimizer of this kind looks at."""
-    if kind == "add":
-        return "kind", "lr"
-    own: tuple[str, ...] = ()
-    if kind in ("momentum", "nesterov"):
-        own = ("momentum",)
-    elif kind in ("adam", "adamw"):
-        own = ("beta1", "beta2", "eps")
-    elif kind == "rmsprop":
-        own = ("momentum", "alpha", "eps")
-    elif kind == "adagrad":
-        own = ("eps",)
-    return ("kind", "lr", *own, "weight_decay")
+    """The fields that an optimizer of this kind uses."""
+    return ("kind", "lr", *traits(kind).settings)

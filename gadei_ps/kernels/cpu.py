@@ -338,6 +338,19 @@ def added(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None
         w[i] += rate * wide(g[i])
 
 
+KERNELS: dict[int, Callable[..., None]] = {
+    SGD: sgd,
+    MOMENTUM_SGD: momentum,
+    NESTEROV: momentum,  # with other coefficients
+    ADAGRAD: adagrad,
+    ADAM: adam,
+    ADAMW: adamw,
+    RMSPROP: rmsprop,
+    ADD: added,
+}
+"""The loop of each kind."""
+
+
 @_kernel
 def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
     """Apply one gradient to some values in place; an unknown kind changes nothing.

@@ -1,20 +1,25 @@
 """What the server can compute: optimizers, schedules, wire types and their parameters.
 
+TABLE describes each kind of optimizer; the command line, the job file, learners and the display
+derive from it. The loop of a kind is in cpu.py.
+
 A specification travels from the process that starts a job to the one that applies gradients as a
 float64 array of shape (PACKED,), so that it can lie in shared memory. Index constants name its
-elements. Importing this file costs NumPy only.
+elements. The command line imports this file, so it does not import NumPy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Kind(IntEnum):
@@ -55,7 +60,7 @@ KIND = 0
 LR = 1
 MOMENTUM = 2
 BETA1 = 3
-BETA2 = 4  # for RMSPROP alpha, which its squares decay by in the same way
+BETA2 = 4  # or alpha, which RMSprop's squares decay by in the same way
 EPS = 5
 WEIGHT_DECAY = 6
 SCHEDULE = 7
@@ -82,24 +87,109 @@ OF_MOMENT = 8  # what multiplies the momentum or first moment in the direction
 OF_GRADIENT = 9  # what multiplies the gradient beside it; for Adam times 1 - beta1**t
 COEFFICIENTS = 10
 
-_SLOTS = {
-    Kind.SGD: 0,
-    Kind.MOMENTUM: 1,
-    Kind.NESTEROV: 1,
-    Kind.ADAGRAD: 1,
-    Kind.ADAM: 2,
-    Kind.ADAMW: 2,
-    Kind.ADD: 0,
-    Kind.RMSPROP: 2,
+
+@dataclass(frozen=True)
+class Traits:
+    """A kind of optimizer, except for its arithmetic."""
+
+    settings: Mapping[str, float]
+    """Fields that it uses beside `lr`, each with the default of torch's class."""
+    slots: tuple[str, ...] = ()
+    """What it keeps for each weight, by torch's names: at most two float32, which begin at zero."""
+    torch: str = ""
+    """Its class in `torch.optim`; empty: none. The first kind of a class stands for the class."""
+    torch_lr: float = 1e-3
+    """Default learning rate of that class."""
+    torch_fixed: Mapping[str, object] = field(default_factory=dict)
+    """Settings of that class that the kind does not have as fields."""
+    torch_saved: Mapping[str, object] = field(default_factory=dict)
+    """The same, of those that only a saved state has."""
+    torch_steps: bool = True
+    """Whether that class counts the steps of each parameter."""
+    with_momentum: str = ""
+    """The slot that torch keeps only if there is a momentum."""
+    job: Mapping[str, float] = field(default_factory=dict)
+    """Defaults of a job that differ from DEFAULTS, eps aside."""
+
+
+_MOMENTUM = {"momentum": 0.9, "weight_decay": 0.0}
+_ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+_SGD = {"dampening": 0.0, "nesterov": False}
+
+TABLE: Final[Mapping[Kind, Traits]] = {
+    Kind.SGD: Traits(
+        {"weight_decay": 0.0},
+        torch="SGD",
+        torch_fixed=_SGD | {"momentum": 0.0},
+        torch_steps=False,
+    ),
+    Kind.MOMENTUM: Traits(
+        _MOMENTUM, ("momentum_buffer",), "SGD", torch_fixed=_SGD, torch_steps=False
+    ),
+    Kind.NESTEROV: Traits(
+        _MOMENTUM,
+        ("momentum_buffer",),
+        "SGD",
+        torch_fixed=_SGD | {"nesterov": True},
+        torch_steps=False,
+    ),
+    Kind.ADAGRAD: Traits({"eps": 1e-10, "weight_decay": 0.0}, ("sum",), "Adagrad", 1e-2),
+    Kind.ADAM: Traits(
+        _ADAM,
+        ("exp_avg", "exp_avg_sq"),
+        "Adam",
+        torch_saved={"decoupled_weight_decay": False},
+    ),
+    Kind.ADAMW: Traits(
+        _ADAM | {"weight_decay": 1e-2},
+        ("exp_avg", "exp_avg_sq"),
+        "AdamW",
+        torch_saved={"decoupled_weight_decay": True},
+    ),
+    Kind.ADD: Traits({}, torch_lr=1.0, job={"lr": 1.0}),  # updates, as they are
+    Kind.RMSPROP: Traits(
+        {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0},
+        ("square_avg", "momentum_buffer"),
+        "RMSprop",
+        1e-2,
+        torch_fixed={"centered": False},
+        with_momentum="momentum_buffer",
+        job={"momentum": 0.0},
+    ),
 }
-_EPS = {Kind.ADAGRAD: 1e-10}
-_EPS_ADAM = 1e-8
+assert [*TABLE] == [*Kind], "each kind has a row, in the order of their numbers"
+
+NAMES: Final = tuple(kind.name.lower() for kind in Kind)
+"""The kinds as job files and scripts name them."""
+DEFAULTS: Final[Mapping[str, float]] = {
+    "lr": 0.01,
+    "momentum": 0.9,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "alpha": 0.99,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+}
+"""Of a job, for most kinds; usual() has those of one kind."""
+
+
+def traits(name: str) -> Traits:
+    """Return the row of a kind by its name, one of NAMES."""
+    return TABLE[Kind[name.upper()]]
+
+
+def usual(name: str) -> dict[str, float]:
+    """Return the defaults of a job whose optimizer is of that kind, one of NAMES."""
+    one = traits(name)
+    eps = {"eps": one.settings["eps"]} if "eps" in one.settings else {}
+    return {**DEFAULTS, **eps, **one.job}
+
 
 # The kernels compute in float32. A larger value would be an infinity there, and a smaller learning
 # rate zero; with an eps of zero, 0 / (sqrt(0) + 0) is not a number.
-_LARGEST = float(np.finfo(np.float32).max)
-_LEAST_RATE = float(np.finfo(np.float32).smallest_subnormal)
-_LEAST_EPS = float(np.finfo(np.float32).tiny)
+_LARGEST = (2 - 2.0**-23) * 2.0**127
+_LEAST_RATE = 2.0**-149
+_LEAST_EPS = 2.0**-126
 # The largest count that a float64 holds exactly together with all smaller ones.
 _LARGEST_COUNT = 2**53
 
@@ -107,11 +197,9 @@ _LARGEST_COUNT = 2**53
 def slots(kind: int) -> int:
     """Return how many float32 values the optimizer keeps for each weight (0, 1 or 2).
 
-    Slot 0 is the momentum buffer, Adagrad's sum of squares, Adam's first moment or RMSprop's mean
-    of squares; slot 1 is Adam's second moment or RMSprop's momentum buffer. All begin at zero.
-    Raises ValueError for an unknown kind.
+    TABLE names them. Raises ValueError for an unknown kind.
     """
-    return _SLOTS[Kind(kind)]
+    return len(TABLE[Kind(kind)].slots)
 
 
 @dataclass(frozen=True)
@@ -176,17 +264,17 @@ class OptimizerSpec:
         object.__setattr__(self, "kind", _member("kind", Kind, self.kind))
         object.__setattr__(self, "schedule", _member("schedule", Schedule, self.schedule))
         if self.eps is None:
-            object.__setattr__(self, "eps", _EPS.get(self.kind, _EPS_ADAM))
+            object.__setattr__(self, "eps", usual(self.kind.name)["eps"])
 
         lr = _number("lr", self.lr)
         _require("lr", lr, lr >= 0, "at least 0")
         _require(
-            "lr", lr, lr == 0 or bool(np.float32(lr)), f"0, or at least {_LEAST_RATE:.3g} (float32)"
+            "lr", lr, lr == 0 or _rounded(lr) > 0, f"0, or at least {_LEAST_RATE:.3g} (float32)"
         )
         for name in ("momentum", "beta1", "beta2", "alpha"):
             value = _number(name, getattr(self, name))
             _require(name, value, 0 <= value < 1, "in [0, 1)")
-            _require(name, value, bool(np.float32(value) < 1), "below 1 when rounded to float32")
+            _require(name, value, _rounded(value) < 1, "below 1 when rounded to float32")
         eps = _number("eps", self.eps)
         _require("eps", eps, eps >= _LEAST_EPS, f"at least {_LEAST_EPS:.3g}")
         decay = _number("weight_decay", self.weight_decay)
@@ -224,9 +312,11 @@ class OptimizerSpec:
 
     def pack(self) -> NDArray[np.float64]:
         """Return the specification as a new float64 array of shape (PACKED,)."""
+        import numpy as np
+
         hyper = np.zeros(PACKED, np.float64)
-        for index, field in _fields_of(self.kind).items():
-            hyper[index] = getattr(self, field)
+        for index, name in _fields_of(self.kind).items():
+            hyper[index] = getattr(self, name)
         return hyper
 
     @classmethod
@@ -235,7 +325,7 @@ class OptimizerSpec:
 
         Raises ValueError for another shape or type, and for values that no specification has.
         """
-        if hyper.shape != (PACKED,) or hyper.dtype != np.float64:
+        if hyper.shape != (PACKED,) or hyper.dtype != "float64":
             raise ValueError(f"hyper must be float64 of shape ({PACKED},)")
         values: dict[str, Any] = {}
         for index, name in _fields_of(hyper[KIND]).items():
@@ -267,7 +357,8 @@ assert {*_FIELDS.values(), "alpha"} == {field.name for field in fields(Optimizer
 
 def _fields_of(kind: float) -> dict[int, str]:
     """Return the field of each element."""
-    return _FIELDS | {BETA2: "alpha"} if kind == Kind.RMSPROP else _FIELDS
+    has_alpha = any(kind == one and "alpha" in row.settings for one, row in TABLE.items())
+    return _FIELDS | {BETA2: "alpha"} if has_alpha else _FIELDS
 
 
 def _whole(value: float) -> float | int:
@@ -311,6 +402,12 @@ def _number(name: str, value: object) -> float:
         shown = value if isinstance(value, float) else "a larger one"
         raise ValueError(f"{name} must be at most {_LARGEST:.3g} (float32), not {shown}")
     return value
+
+
+def _rounded(value: float) -> float:
+    """Return a number that is not above _LARGEST as float32 has it."""
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
 
 
 def _count(name: str, value: object) -> None:

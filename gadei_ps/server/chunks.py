@@ -16,8 +16,7 @@ from numba import types
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.compiled import inlined, inner
-from gadei_ps.kernels.cpu import ADAGRAD, ADAM, ADAMW, ADD, MOMENTUM_SGD, NESTEROV, RMSPROP, SGD
-from gadei_ps.kernels.optimizers import COEFFICIENTS
+from gadei_ps.kernels.optimizers import COEFFICIENTS, slots
 from gadei_ps.memory import layout
 from gadei_ps.server.constants import ASSIGN, ASSIGNMENTS, CHUNK, IDLE, ONE, ZERO
 from gadei_ps.server.context import (
@@ -212,32 +211,16 @@ def _change(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> None:
 def _loop(kind: int, form: Any) -> Callable[..., None]:
     """The loop that changes a span, for one kind of optimizer and one form of gradient.
 
-    Both are constants of the loop. Numba then leaves out all branches but one; it would not if the
-    names of the kinds were attributes of a module.
+    The kernel and the number of slots are constants of the loop.
     """
-    if kind == NESTEROV:
-        kind = MOMENTUM_SGD  # one kernel, other coefficients
+    kernel, kept = cpu.KERNELS[kind], slots(kind)
 
     def move(
         part: np.uint64, coef: np.uint64, gradient: np.uint64, piece: int, start: int, end: int
     ) -> None:
         m = _move_of(part, coef)
         g = Values(gradient, form)
-        span = Span(piece, start, end)
-        if kind == SGD:
-            _change(cpu.sgd, 0, m, g, span)
-        elif kind == MOMENTUM_SGD:
-            _change(cpu.momentum, 1, m, g, span)
-        elif kind == ADAGRAD:
-            _change(cpu.adagrad, 1, m, g, span)
-        elif kind == ADAM:
-            _change(cpu.adam, 2, m, g, span)
-        elif kind == ADAMW:
-            _change(cpu.adamw, 2, m, g, span)
-        elif kind == RMSPROP:
-            _change(cpu.rmsprop, 2, m, g, span)
-        elif kind == ADD:
-            _change(cpu.added, 0, m, g, span)
+        _change(kernel, kept, m, g, Span(piece, start, end))
 
     return move
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gadei_ps.kernels.optimizers import NAMES, traits, usual
 from gadei_ps.show.counts import counted
 
 SOURCES = {
@@ -16,18 +17,26 @@ SOURCES = {
 }
 WORDS = {"weight_decay": "weight decay"}
 MANY = 8  # learners, from which on Adam comes further under BSP (benchmark asynchrony)
-USUAL = {"beta1": 0.9, "beta2": 0.999, "alpha": 0.99, "weight_decay": 0.0, "clip_norm": 0.0}
 
 
 def optimizer(settings: Mapping[str, Any]) -> str:
     """Return `adamw, lr 0.001, weight decay 0.01 (from the script)`. settings: of a status."""
     kind, sources = settings["kind"], settings.get("from", {})
+    defaults = {"clip_norm": 0.0} | (
+        usual(kind) if kind in NAMES else {}
+    )  # else of a later release
+    if defaults.get("momentum"):
+        del defaults["momentum"]  # shown in any case
+    always = {name for name, source in sources.items() if source == "script"} & {"weight_decay"}
+    if kind in NAMES and traits(kind).settings.get("weight_decay"):
+        always.add("weight_decay")
+    names = ("momentum", "beta1", "beta2", "alpha", "weight_decay", "clip_norm")
     shown = ["lr"]
-    for name in ("momentum", "beta1", "beta2", "alpha", "weight_decay", "clip_norm"):
-        usual = 0.0 if (kind, name) == ("rmsprop", "momentum") else USUAL.get(name)
-        asked = name == "weight_decay" and (kind == "adamw" or sources.get(name) == "script")
-        if name in settings and (asked or settings[name] != usual):
-            shown.append(name)
+    shown += [
+        name
+        for name in names
+        if name in settings and (name in always or settings[name] != defaults.get(name))
+    ]
     parts = [kind, *(f"{WORDS.get(name, name)} {settings[name]:g}" for name in shown)]
     if settings.get("schedule", "constant") != "constant":
         parts.append(f"{settings['schedule']} schedule")

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.kernels.optimizers import TABLE, Kind, OptimizerSpec
 from gadei_ps.learners.said import HOW, OF_A_GROUP, Says, said
 from gadei_ps.learners.torch.model import Trained
 
-KINDS: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.SGD: "sgd",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adamw",
-    torch.optim.RMSprop: "rmsprop",
+CLASSES: dict[Kind, type[torch.optim.Optimizer]] = {
+    kind: getattr(torch.optim, one.torch) for kind, one in TABLE.items() if one.torch
 }
+KINDS: dict[type[torch.optim.Optimizer], str] = {}
+for _kind, _class in CLASSES.items():
+    KINDS.setdefault(_class, _kind.name.lower())
 # What schedulers add to a group, and what is not a setting.
 NOT_SETTINGS = (
     "params",
@@ -208,19 +207,12 @@ def _of(kind: str, values: dict[str, Any], groups: list[dict[str, Any]] | None =
 
 def shown(spec: OptimizerSpec) -> dict[str, Any]:
     """A job's optimizer as the settings of torch's class."""
-    group: dict[str, Any] = {"lr": spec.lr}
-    if spec.kind in (Kind.SGD, Kind.MOMENTUM, Kind.NESTEROV):
-        group["momentum"] = 0.0 if spec.kind is Kind.SGD else spec.momentum
-        group["dampening"] = 0.0
-        group["nesterov"] = spec.kind is Kind.NESTEROV
-    elif spec.kind is Kind.RMSPROP:
-        group |= {"momentum": spec.momentum, "alpha": spec.alpha, "eps": spec.eps}
-        group["centered"] = False
-    elif spec.kind is not Kind.ADD:
-        group["eps"] = spec.eps
-        if spec.kind is not Kind.ADAGRAD:
-            group["betas"] = spec.beta1, spec.beta2
-    return group | {"weight_decay": spec.weight_decay}
+    one = TABLE[spec.kind]
+    names = ("lr", *(name for name in one.settings if name != "weight_decay"))
+    group = {name: getattr(spec, name) for name in names}
+    if "beta1" in group:
+        group["betas"] = group.pop("beta1"), group.pop("beta2")
+    return {**group, **one.torch_fixed, "weight_decay": spec.weight_decay}
 
 
 def check_unchanged(group: Mapping[str, Any], made: Mapping[str, Any], number: int = 0) -> None:

@@ -12,31 +12,13 @@ import numpy as np
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
+from gadei_ps.kernels.optimizers import TABLE, Kind, OptimizerSpec
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import casts
+from gadei_ps.learners.torch.like import CLASSES
 from gadei_ps.learners.torch.model import Trained
 
-CLASSES: dict[Kind, type[torch.optim.Optimizer]] = {
-    Kind.SGD: torch.optim.SGD,
-    Kind.MOMENTUM: torch.optim.SGD,
-    Kind.NESTEROV: torch.optim.SGD,
-    Kind.ADAGRAD: torch.optim.Adagrad,
-    Kind.ADAM: torch.optim.Adam,
-    Kind.ADAMW: torch.optim.AdamW,
-    Kind.RMSPROP: torch.optim.RMSprop,
-}
-# What torch calls the slots.
-SLOTS: dict[Kind, tuple[str, ...]] = {
-    Kind.SGD: (),
-    Kind.MOMENTUM: ("momentum_buffer",),
-    Kind.NESTEROV: ("momentum_buffer",),
-    Kind.ADAGRAD: ("sum",),
-    Kind.ADAM: ("exp_avg", "exp_avg_sq"),
-    Kind.ADAMW: ("exp_avg", "exp_avg_sq"),
-    Kind.RMSPROP: ("square_avg", "momentum_buffer"),
-}
 MOVED_BY_SCHEDULERS = ("momentum", "betas")
 OURS = "gadei_ps"  # beside torch's entries: what torch's class does not keep
 KEPT = (
@@ -62,9 +44,7 @@ def whole_group(client: Client, group: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {
         name: one.default for name, one in has if one.default is not inspect.Parameter.empty
     }
-    if kind in (Kind.ADAM, Kind.ADAMW):
-        defaults["decoupled_weight_decay"] = kind is Kind.ADAMW
-    return defaults | dict(group)
+    return defaults | dict(TABLE[kind].torch_saved) | dict(group)
 
 
 def read_state(
@@ -76,7 +56,8 @@ def read_state(
     """
     kind, found = _kind(client), client.job_state()
     state: dict[int, dict[str, torch.Tensor]] = {}
-    if not SLOTS[kind] or not (found.steps or any(slot.any() for slot in found.slots)):
+    one_of = TABLE[kind]
+    if not one_of.slots or not (found.steps or any(slot.any() for slot in found.slots)):
         return state, found.steps
     views = [client.model.views(slot) for slot in found.slots]
     names = {id(parameter): name for name, parameter in trained.parameters.items()}
@@ -86,11 +67,11 @@ def read_state(
         name = names[id(parameter)]
         one = {
             key: torch.from_numpy(view[name]).to(parameter.device, parameter.dtype)
-            for key, view in zip(SLOTS[kind], views, strict=True)
+            for key, view in zip(one_of.slots, views, strict=True)
         }
-        if kind is Kind.RMSPROP and not moving[name]:
-            del one["momentum_buffer"]  # torch has none then
-        if kind in (Kind.ADAGRAD, Kind.ADAM, Kind.ADAMW, Kind.RMSPROP):
+        if not moving[name]:
+            one.pop(one_of.with_momentum, None)
+        if one_of.torch_steps:
             one = {"step": torch.tensor(float(found.steps))} | one
         state[number] = one
     return state, found.steps
@@ -105,31 +86,32 @@ def load_state(
     for the state of another optimizer, what Client.load_optimizer_state raises otherwise.
     """
     kind = _kind(client)
+    slots, optional = TABLE[kind].slots, TABLE[kind].with_momentum
     ids = [one for group in saved["param_groups"] for one in group["params"]]
     names = {id(parameter): name for name, parameter in trained.parameters.items()}
     steps: set[int] = set()
-    values: list[dict[str, np.ndarray]] = [{} for _ in SLOTS[kind]]
+    values: list[dict[str, np.ndarray]] = [{} for _ in slots]
     for number, parameter in zip(ids, parameters, strict=True):
         state = {key: one for key, one in saved["state"].get(number, {}).items() if one is not None}
         if not state or id(parameter) not in names:
             continue  # it never had a gradient; it is frozen now
         name = names[id(parameter)]
-        if kind is Kind.RMSPROP and "square_avg" in state:
-            state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-        if {*state} - {"step"} != {*SLOTS[kind]}:
+        if optional and {*slots} - {*state} == {optional}:
+            state[optional] = torch.zeros_like(parameter)
+        if {*state} - {"step"} != {*slots}:
             raise UsageError(
                 f"load_state_dict: the state has {', '.join(sorted(state))}, and the job's "
-                f"{kind.name.lower()} has {', '.join(SLOTS[kind]) or 'none'}: it is of another "
+                f"{kind.name.lower()} has {', '.join(slots) or 'none'}: it is of another "
                 "optimizer"
             )
         if "step" in state:
             steps.add(round(float(state["step"])))
-        for slot, key in zip(values, SLOTS[kind], strict=True):
+        for slot, key in zip(values, slots, strict=True):
             slot[name] = casts.host(state[key])
     if not steps and saved.get(OURS):
         steps.add(int(saved[OURS]["steps"]))
     if not any(steps) and not any(values):  # it is new
-        if client.is_new or not (steps or SLOTS[kind]):
+        if client.is_new or not (steps or slots):
             return
         steps.add(0)
     if len(steps) > 1:

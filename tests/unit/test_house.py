@@ -33,8 +33,8 @@ MESH = f"{PACKAGE}._mesh"
 # of one layer know nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("gadei_ps", "_native", "_mesh", "errors", "homes", "metrics"),
-    ("machine", "kernels", "show"),
-    ("memory", "sync"),
+    ("machine", "kernels"),
+    ("memory", "sync", "show"),
     ("storage", "groups"),
     ("job", "run_times"),
     ("server", "learners", "simulate"),
