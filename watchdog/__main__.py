@@ -1,7 +1,7 @@
 """`python -m gadei_ps.watchdog`: a job's watchdog as the child of a command.
 
-The command is commands/daemon.py. What is imported here is little: the nursery, which loads what
-servers need, is started first, so that both load at the same time.
+The command is commands/daemon.py. Little is imported here: the fork server, which loads the modules
+of servers, is started first, so that both load at the same time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gadei_ps.watchdog import nursery
 
 
 def _outlive() -> None:
-    """Goes on in a process of its own session, which no launcher takes for its own.
+    """Continue in a process of its own session, which no launcher takes for its own.
 
     The one that the launcher has started ends with it, or is killed once the job is ready.
     """

@@ -1,8 +1,8 @@
-"""How a model and learners come in. Their segments are made meanwhile, so the answers come later.
+"""Admission of a model and of learners. Their segments take time, so the replies come later.
 
 An offer makes the model, unless it is there or being made. An attach gets a ring; where the model
-is being made, it waits for that first. Clients that wait are told how far it is, as long as there
-is progress. A ring that no client waits for any more is given up. A model is not: others need it.
+is being made, it waits for that first. Waiting clients get notes of the progress, as long as there
+is any. A ring that no client waits for any more is abandoned. A model is not: others need it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SAY_S = 0.3  # between two notes to those who wait
 NOT_YET = "waiting for learner 0, which makes the model"
 
 Answer = dict[str, Any] | None
-"""What a client is told now; None if it waits."""
+"""Reply to a client; None if it waits."""
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class File:
     fd: int
 
     def close(self) -> None:
-        """For a thread that has time."""
+        """Close the file; for a thread that has time."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -115,7 +115,7 @@ class Admission:
 
     @property
     def model_coming(self) -> str:
-        """How far the model is, in words; empty if none is being made."""
+        """Describe the progress of the model; empty if none is being made."""
         return self._coming[0].text if self._coming is not None else ""
 
     # -- the model ------------------------------------------------------------------------------
@@ -198,10 +198,10 @@ class Admission:
         return None
 
     def _hear_early(self, which: Callable[[float], bool]) -> None:
-        """Goes on with offers that waited for learner 0. which: of them, by when they came."""
-        heard = [one for since, one in self._early if which(since)]
+        """Process offers that waited for learner 0. which: selects them by their arrival."""
+        chosen = [one for since, one in self._early if which(since)]
         self._early = [(since, one) for since, one in self._early if not which(since)]
-        for one in heard:
+        for one in chosen:
             self._ask_again(one)
 
     def _model_made(
@@ -227,7 +227,7 @@ class Admission:
             self._ask_again(one)
 
     def _wait(self, client: Client, request: Callable[[], Answer]) -> None:
-        """For the model that is coming."""
+        """Repeat the request when the model is there."""
         assert self._coming is not None
         self._waiting.append(Waiting(client, request))
         self._sockets.note(client, {"note": "making", **self._coming[0].facts})
@@ -303,7 +303,7 @@ class Admission:
             if isinstance(error, FileExistsError):  # another row's name may be free
                 self._ask_again(one)
                 return
-            if isinstance(error, Cancelled):  # also where the thread is in the middle of it
+            if isinstance(error, Cancelled):  # even if the thread is in the middle of it
                 name = shm.segment_name(self._memory.config.name, f"ring.{coming.row}")
                 segment.unlink(name)
             self._refuse(client, error)
@@ -326,13 +326,15 @@ class Admission:
         )
 
     def _drop(self, ring: Segment) -> None:
-        """Of a ring that was made in vain."""
+        """Remove a ring that was made in vain."""
         segment.unlink(ring.name)  # first: what goes last frees the memory
         self._maker.drop(ring)
 
     def _settled(self, request: Attach) -> tuple[Script, str]:
-        """What the scripts have said with this learner, and what it is to be told. Raises
-        UsageError."""
+        """Merge the learner's settings with those of other scripts; return them and a note for it.
+
+        Raises UsageError.
+        """
         memory = self._memory
         assert memory.model is not None
         says = request.optimizer or NOTHING
@@ -341,7 +343,7 @@ class Admission:
         return said, "; ".join(filter(None, told))
 
     def first_batch(self, client: Client, request: FirstBatch) -> dict[str, Any]:
-        """Whether a learner of another process has begun with the same mini-batch."""
+        """Report whether a learner of another process has begun with the same mini-batch."""
         others = {digest for one, digest in self._begun.items() if one.pid != client.pid}
         if client in self._learning:
             self._begun[client] = request.digest
@@ -356,7 +358,7 @@ class Admission:
     # -- all of them ----------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Gives up what nobody wants, and tells those who wait how far it is. Every tick."""
+        """Cancel unwanted segments, and send notes of the progress to clients. Every tick."""
         for client, task in self._asked.items():
             is_model = self._coming is not None and task is self._coming[0]
             if self._stopping.begun or (not is_model and client not in self._sockets):
@@ -379,7 +381,7 @@ class Admission:
             self._sockets.note(client, {"note": "making", **task.facts})
 
     def _refuse(self, client: Client, error: BaseException) -> None:
-        """Tells why it did not come to be. A client whose watchdog ends asks the next one."""
+        """Send the reason of a failure. A client whose watchdog ends asks the next one."""
         if isinstance(error, Cancelled):
             if not self._stopping.begun and not self._failed:
                 self._sockets.close(client)
@@ -394,6 +396,6 @@ class Admission:
         self._sockets.reply(client, failure(error))
 
     def end(self, failed: str) -> None:
-        """Gives up everything. failed: why the job has failed; empty if it has not."""
+        """Cancel everything. failed: why the job has failed; empty if it has not."""
         self._failed = failed
         self._maker.end()

@@ -1,7 +1,7 @@
-"""How servers come into being: as forks of the nursery or, where there is none, as programs.
+"""Start of servers: as forks of the fork server or, if there is none, as programs.
 
-The nursery is a convenience: while it is dead, servers start as programs of their own, which takes
-longer. It is started anew when it dies.
+The fork server is a convenience: while it is dead, servers start as programs of their own, which
+takes longer. It is restarted when it dies.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.nursery import ENVIRONMENT, Nursery
 from gadei_ps.watchdog.restart import Exit, Policy
 
-CODE_S = 0.1  # how long the word of a server's end may take, which the kernel has told of
+CODE_S = 0.1  # how long the message of a server's end may take, which the kernel has reported
 POLICY = Policy(first_s=0.5, longest_s=30.0)
 USEFUL_S = 5.0
-START_LIMIT_S = 60.0  # how long the nursery may load without progress
+START_LIMIT_S = 60.0  # how long the fork server may load without progress
 FORK_LIMIT_S = 1.0  # a fork takes milliseconds
 LOOK_S = 1.0  # between two looks at the files of a build that is another one
 GONE_S = 5.0
@@ -39,7 +39,7 @@ GONE_S = 5.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server process that has begun: a program (child), or a fork of this nursery.
+    """A server process that has started: a program (child), or a fork of this fork server.
 
     files: of the build that it runs, before that was loaded.
     """
@@ -55,7 +55,7 @@ class Server:
 
 @dataclass(frozen=True)
 class _Ending:
-    """A nursery that was killed: the kernel may take its time. ended: called with its exit code."""
+    """A killed fork server: the kernel may take its time. ended: called with its exit code."""
 
     made: Nursery
     pidfd: int
@@ -64,8 +64,11 @@ class _Ending:
 
 
 class Births:
-    """born: called with each server. failed: called if one could not be started. died: called when
-    the nursery has died, unless it was of another build."""
+    """Starter of servers and of the fork server.
+
+    born: called with each server. failed: called if one could not be started. died: called when the
+    fork server has died, unless it was of another build.
+    """
 
     def __init__(
         self,
@@ -101,18 +104,18 @@ class Births:
 
     @property
     def pid(self) -> int:
-        """Of the nursery; 0 while there is none."""
+        """Pid of the fork server; 0 while there is none."""
         return 0 if self._nursery is None else self._nursery.child.pid
 
     @property
     def busy_s(self) -> float:
-        """Processor time of a nursery that still loads, s."""
+        """Processor time of a fork server that still loads (s)."""
         if self._nursery is None or self._ready_at is not None:
             return 0.0
         return process.cpu_s(self._nursery.child.pid)
 
     def take(self, made: Nursery) -> None:
-        """Uses a nursery that has been started."""
+        """Use a fork server that has been started."""
         self._nursery = made
         self._ready_at, self._has_borne, self._killed = None, False, False
         self._selector.register(made.end, selectors.EVENT_READ, lambda _: self._hear())
@@ -120,9 +123,9 @@ class Births:
             self._say(self._loads[0])
 
     def prepare(self, optimizer: int, sync: str, compiled: int) -> None:
-        """The next server needs the code of these. compiled: how many servers have theirs.
+        """Have the code of these loaded for the next server. compiled: servers that have theirs.
 
-        One that has just compiled it has kept it, so the nursery looks again.
+        A server that has just compiled it has stored it, so the fork server looks again.
         """
         wanted = Load(optimizer, sync), compiled
         if wanted != self._loads:
@@ -130,19 +133,19 @@ class Births:
             self._say(wanted[0])
 
     def ask(self, number: int, arguments: list[str]) -> None:
-        """A server is to begin; `born` or `failed` tells, perhaps before this returns."""
+        """Start a server; `born` or `failed` is called, perhaps before this returns."""
         self._asked = Start(number, arguments)
         if not self._say(self._asked):
             self._start_program()
 
     def _say(self, message: words.Message) -> bool:
-        """False if there is no nursery that hears it."""
+        """Send a message; False if no fork server receives it."""
         if self._nursery is None:
             return False
         try:
             words.send(self._nursery.end, message)
         except OSError:
-            process.send_signal(self._nursery.child, signal.SIGKILL)  # the end of its socket tells
+            process.send_signal(self._nursery.child, signal.SIGKILL)  # its socket's end reports it
             return False
         return True
 
@@ -165,10 +168,10 @@ class Births:
             return
         self._born(Server(asked.number, child.pid, start, pidfd, files, child))
 
-    # -- the nursery ----------------------------------------------------------------------------
+    # -- the fork server ------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Starts a nursery that is missing and due, kills one that hangs. Called every tick."""
+        """Start a fork server that is missing and due, kill one that hangs. Called every tick."""
         if self._ending is not None and now >= self._ending.since + GONE_S:
             self._end_ending(-signal.SIGKILL)
         if self._nursery is None:
@@ -186,7 +189,7 @@ class Births:
             signs["asked"] = self._asked.number
         if self._watch.look(now, signs) and not self._killed:
             self._killed = True
-            self._log.warning("the nursery hangs and is killed", pid=self._nursery.child.pid)
+            self._log.warning("the fork server hangs and is killed", pid=self._nursery.child.pid)
             process.send_signal(self._nursery.child, signal.SIGKILL)
 
     def _start(self, now: float) -> None:
@@ -200,7 +203,7 @@ class Births:
         try:
             self.take(nursery.start())
         except OSError as error:
-            self._log.warning("cannot start the nursery", reason=in_words(error))
+            self._log.warning("cannot start the fork server", reason=in_words(error))
             self._note_death(now, useful=False)
 
     def _note_death(self, now: float, *, useful: bool) -> None:
@@ -208,14 +211,14 @@ class Births:
         self._died_at = now
 
     def _hear(self) -> None:
-        """Whatever the nursery has said."""
+        """Process the fork server's messages."""
         while (made := self._nursery) is not None:
             try:
                 message, pidfd = words.receive(made.end)
             except BlockingIOError:
                 return
             except (OSError, ValueError) as error:
-                self._log.error("the nursery cannot be understood", reason=in_words(error))
+                self._log.error("invalid message from the fork server", reason=in_words(error))
                 message = None
             if message is None:
                 self._lost()
@@ -244,7 +247,7 @@ class Births:
         self._failed(OSError(number, os.strerror(number)))
 
     def _lost(self) -> None:
-        """The nursery is dead. What it was asked for begins without it."""
+        """Handle the fork server's death. The requested server starts without it."""
         assert self._nursery is not None
         now = time.monotonic()
         lived = self._ready_at is not None and now - self._ready_at > USEFUL_S
@@ -260,14 +263,14 @@ class Births:
                 how = process.signal_name(-code) if code < 0 else f"exit code {code}"
                 self._died()
             self._log.warning(
-                "the nursery died; servers start as programs until it is back", how=how
+                "the fork server died; servers start as programs until it is back", how=how
             )
 
         self._forget(ended)
         self._start_program()
 
     def _forget(self, ended: Callable[[int], None]) -> None:
-        """Ends the nursery, and does not wait for that. ended: called with its exit code."""
+        """Kill the fork server without waiting. ended: called with its exit code."""
         assert self._nursery is not None
         made, self._nursery = self._nursery, None
         self._codes.clear()
@@ -293,13 +296,13 @@ class Births:
 
     @staticmethod
     def _exit_code(made: Nursery, timeout_s: float = 0.0) -> int:
-        """Of a nursery that was killed; SIGKILL's if the kernel still blocks it then."""
+        """Return the exit code of a killed fork server; SIGKILL's if the kernel still blocks it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return made.child.wait(timeout_s)
         return -signal.SIGKILL
 
     def renew(self) -> None:
-        """The nursery runs a build that cannot serve the job: the next one is of the files then."""
+        """Replace a fork server whose build cannot serve the job by one of the current files."""
         if self._nursery is not None:
             self._refused, self._looked_at = self._nursery.files, time.monotonic()
             self._forget(lambda code: None)
@@ -320,7 +323,7 @@ class Births:
         return self._codes.pop(server.pid, None)
 
     def end(self) -> None:
-        """Ends the nursery, and a server that it has borne and that nobody knows yet."""
+        """Kill the fork server, and a server of it that was not reported yet."""
         self._asked = None
         if self._ending is not None:
             self._end_ending(self._exit_code(self._ending.made, GONE_S))

@@ -16,9 +16,9 @@ from gadei_ps.watchdog.memory import JobMemory
 
 
 def change(memory: JobMemory, request: SetOptimizer) -> dict[str, Any]:
-    """What `gadei-ps set` wants; returns the fields that differ now, each with both values.
+    """Apply the request of `gadei-ps set`; return the changed fields, each with both values.
 
-    Raises UsageError, and changes nothing, for what the job's optimizer cannot have.
+    Raises UsageError, and changes nothing, for settings that the job's optimizer cannot have.
     """
     before = wanted(memory)
     values = changes.checked(request.values, before[-1].kind.name.lower(), len(before) - 1)
@@ -32,12 +32,12 @@ def change(memory: JobMemory, request: SetOptimizer) -> dict[str, Any]:
 
 
 def wanted(memory: JobMemory) -> list[OptimizerSpec]:
-    """What counts of all that is said, for each group, and at last for the other parameters."""
+    """Return the resulting settings of each group, and at last of the other parameters."""
     return settings.specs_of(memory.config, memory.script, memory.changes)
 
 
 def is_settled(memory: JobMemory) -> bool:
-    """Whether the servers apply gradients with what counts."""
+    """Return whether the servers apply gradients with the resulting settings."""
     return numbers.are_in_force(memory.control, settings.packed(wanted(memory)))
 
 

@@ -1,7 +1,7 @@
-"""When checkpoints are made, and which requests wait for one. A saver (saver.py) makes them.
+"""Schedule of checkpoints, and the requests that wait for one. The checkpoint writer is saver.py.
 
-A copy for a client takes no saver, which would need some tenths of a second to start: a thread of
-the watchdog makes it.
+A copy for a client needs no writer process, which would take some tenths of a second to start: a
+thread of the watchdog makes it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Checkpoints:
     last: dict[str, Any] = field(default_factory=dict)
     """The outcome of the last one."""
     problem: str = ""
-    """Why none could be made when that was tried or looked at last."""
+    """Reason why the last attempt or look failed."""
     unsure: bool = False
     """Whether it is not known yet if checkpoints can be made; see examine()."""
     _looks: bool = False
@@ -90,10 +90,10 @@ class Checkpoints:
             return self._dots
         return self._dots + progress(process.cpu_s(self._saver.pid), SILENT_S)
 
-    # -- memory that is gone on from ------------------------------------------------------------
+    # -- jobs that resume from memory -----------------------------------------------------------
 
     def examine(self) -> None:
-        """Begins to look at what is on the disk, for a job that goes on from memory.
+        """Begin to look at the checkpoints, for a job that resumes from memory.
 
         The directory may have become one that takes no checkpoints, and a checkpoint may be newer
         than the memory.
@@ -111,7 +111,7 @@ class Checkpoints:
         if self._mistake:
             raise CheckpointMistake(
                 f"{self._mistake}; the memory of job {self.memory.config.name!r} stays, and the "
-                "next start goes on from it"
+                "next start resumes from it"
             )
 
     @property
@@ -122,14 +122,14 @@ class Checkpoints:
 
     @property
     def warning(self) -> str:
-        """What an administrator should know; empty if nothing."""
+        """Warning for the administrator; empty if there is none."""
         if self.problem:
             return f"no checkpoint: {self.problem}"
         if newer := self.newer:
             name = self.memory.config.name
             stop = service.command(name, f"stop {name} --discard")
             return (
-                f"checkpoint {newer} is newer than the memory that the job goes on from; to take "
+                f"checkpoint {newer} is newer than the memory that the job resumes from; to use "
                 f"it: {stop}, and start the job again ({service.serve(name)})"
             )
         return ""
@@ -146,7 +146,7 @@ class Checkpoints:
             if self.newer:
                 version = int(self._control["version"])
                 self.log.warning(
-                    f"goes on from memory at version {version}; {self.warning}. Without that, the "
+                    f"resuming from memory at version {version}; {self.warning}. Otherwise the "
                     "next checkpoint of the job sets it aside",
                     path=self._newer[1],
                 )
@@ -310,13 +310,13 @@ class Checkpoints:
                 self.log.warning("checkpoint", problem=outcome["problem"])
             if outcome["aside"]:
                 way = service.take(self.memory.config.name, Path(outcome["aside"]))
-                self.log.warning(f"a newer checkpoint is set aside; to go on from it: {way}")
+                self.log.warning(f"a newer checkpoint is set aside; to resume from it: {way}")
         else:
             control["checkpoint_failures"] += 1
             self._failed_at = time.monotonic()
             self.problem = outcome["error"]
             ends = int(control["phase"]) == Phase.DRAINING
-            rest = "the job is stopping" if ends else "training goes on"
+            rest = "the job is stopping" if ends else "training continues"
             self.log.error(f"no checkpoint; {rest}", reason=outcome["error"])
         self.last = outcome | {"time": time.time()}
         self._answer(outcome)
@@ -328,7 +328,7 @@ class Checkpoints:
         self._go_on()
 
     def _go_on(self) -> None:
-        """With those who have asked meanwhile."""
+        """Serve the requests that have come meanwhile."""
         waiting, self._next = self._next, []
         for one, into, slots in waiting:
             try:
@@ -349,6 +349,6 @@ class Checkpoints:
 
 
 def _close(file: int) -> None:
-    """Of a client; NOWHERE."""
+    """Close a client's file, unless it is NOWHERE."""
     if file != NOWHERE:
         reserve.let_go(file)

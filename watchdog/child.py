@@ -1,4 +1,4 @@
-"""A watchdog that a command has started, which gives its configuration and hears its errors."""
+"""A watchdog that a command has started, which sends its configuration and receives its errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NotifyLauncher(Notify):
 
 
 class Order(TypedDict):
-    """What a command's watchdog is to serve: config, and fields of Options."""
+    """Job that a command's watchdog serves: config, and fields of Options."""
 
     config: dict[str, Any]
     fresh: bool

@@ -49,7 +49,7 @@ def clear_dead(job: str) -> list[str]:
         if not alone:
             raise JobInUse(f"job {job!r} has just been started by another")
         _end_servers(job)
-        # The control segment last: only its locks and pids tell which processes use the others.
+        # The control segment last: only its locks and pids show which processes use the others.
         names = sorted((one.name for one in found), key=lambda name: name.endswith(".control"))
         return [name for name in names if segment.unlink(name)]
 
@@ -108,12 +108,12 @@ def _tell_learners(job: str) -> None:
 
 
 def differs(job: str, how: str, remedy: str) -> JobDiffers:
-    """For memory that this watchdog cannot use. remedy: what to do where no unit ends the job."""
+    """Return the error for unusable memory. remedy: advice if no unit ends the job."""
     unit = service.here(job)
     if service.runs_in(job, watchdog=True):
         remedy = (
             f"{unit.end} ends it, with its last checkpoint if it can; "
-            f"{unit.systemctl('status', unit.end)} tells, and {unit.systemctl('start')} begins anew"
+            f"see {unit.systemctl('status', unit.end)}; {unit.systemctl('start')} starts it again"
         )
     elif service.runs_in(job):
         drop = service.command(job, f"gc {job}")

@@ -1,7 +1,7 @@
 """A job whose processes were in another pid namespace, for example in a container that is gone.
 
 Its pids mean nothing here: they may be other processes', even with the same start times. So only
-what the kernel vouches for counts: locks on the control segment, and whether a ring is open for
+evidence of the kernel counts: locks on the control segment, and whether a ring is open for
 writing.
 """
 
@@ -38,7 +38,7 @@ def check_dead(job: str, control: np.void) -> None:
 
 
 def take_over(job: str, control: np.void) -> None:
-    """After check_dead(): makes sure that no server of the job begins to serve there any more.
+    """Make sure, after check_dead(), that no server of the job begins to serve there any more.
 
     One may just have been starting when its watchdog died. It takes its lock, then looks whether it
     is still named; here the names are removed first, and then the locks are looked at. The memory

@@ -1,6 +1,7 @@
-"""Ends jobs that have lost their watchdog, as that would have: with their last checkpoints.
+"""End of jobs that have lost their watchdog, as by that: with their last checkpoints.
 
-The job's memory tells how (recorded.py), so that no mistake in a job file keeps a job from its end.
+The configuration comes from the job's memory (recorded.py), so that a mistake in a job file does
+not keep a job from its end.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from gadei_ps.watchdog.supervisor import Supervisor
 def finish(job: str, file: JobConfig | UsageError, options: Options, notify: Notify) -> int:
     """Does nothing if nothing of the job is there. Returns the exit code.
 
-    file: what the job file says, or why it cannot be used; it counts where the job's memory does
-    not tell its configuration. Whatever goes wrong, no server goes on afterwards; memory with
-    gradients that no checkpoint has stays then. Raises GadeiError, JobInUse where another watchdog
-    has the job, OSError or MemoryError.
+    file: the job file, or why it cannot be used; it applies if the job's memory does not hold its
+    configuration. Whatever goes wrong, no server runs afterwards; memory with gradients that no
+    checkpoint has stays then. Raises GadeiError, JobInUse if another watchdog has the job, OSError
+    or MemoryError.
     """
     try:
         own = recorded.read(job)
@@ -69,14 +70,14 @@ def end(job: str) -> None:
 
 
 def _clear(job: str, why: UsageError) -> None:
-    """Removes what is of no use. Raises UsageError where memory is: nothing tells how to end it."""
+    """Remove useless files. Raises UsageError if there is memory without a configuration."""
     lock = NameLock(job)
     try:
         if segment.is_kept(job):
             raise UsageError(
-                f"job {job!r} is in memory, but neither its memory nor its job file tells how it "
-                f"ends: its servers are ended and its memory stays; mend the file and repeat, or "
-                f"drop it with {service.command(job, f'gc {job}')} ({why})"
+                f"job {job!r} is in memory, but neither its memory nor its job file holds a valid "
+                f"configuration: its servers are ended and its memory stays; fix the file and "
+                f"repeat, or drop it with {service.command(job, f'gc {job}')} ({why})"
             )
         clear_dead(job)
         remove_dead(paths.socket_path(job))
@@ -86,9 +87,9 @@ def _clear(job: str, why: UsageError) -> None:
 
 @dataclass(frozen=True)
 class _Finished:
-    """What came of a watchdog that ends a job.
+    """Result of a watchdog that ends a job.
 
-    signalled: it was told to end meanwhile; interrupted: before it could begin.
+    signalled: a signal asked it to end meanwhile; interrupted: before it could begin.
     """
 
     code: int = 0
@@ -106,14 +107,14 @@ def _finish(config: JobConfig, options: Options, notify: Notify) -> _Finished:
 
 
 def serve(config: JobConfig, options: Options, notify: Notify) -> int:
-    """As supervisor.serve(), but a stop that a dead watchdog had begun is completed before.
+    """Call supervisor.serve() after completing a stop that a dead watchdog had begun.
 
-    The job then begins anew, from the last checkpoint of that stop. If that has failed, the job
-    goes on from memory, unless none can be made there: then the start fails and the memory stays.
+    The job then starts from the last checkpoint of that stop. If that has failed, the job resumes
+    from memory, unless no checkpoint can be made: then the start fails and the memory stays.
     """
     if not options.fresh and options.checkpoint is None and _is_stopping(config.name):
         own = recorded.read(config.name)
-        # The nursery that was started early is for the job that begins anew: one watchdog uses it.
+        # The fork server that was started early is for the job that starts: one watchdog uses it.
         given = replace(options, recorded=own is not None, nursery=None)
         done = _finish(own or config, given, Earlier(notify))
         interrupts.install()  # the watchdog's own handling of signals has ended with it
@@ -123,7 +124,7 @@ def serve(config: JobConfig, options: Options, notify: Notify) -> int:
 
 
 def _is_stopping(job: str) -> bool:
-    """Whether a watchdog of the job has died during a stop."""
+    """Return whether a watchdog of the job has died during a stop."""
     control = presence.peek(job)
     if control is None or not int(control["model_ready"]):
         return False

@@ -77,12 +77,12 @@ class History:
         self._flush(now)
 
     def note(self, values: dict[str, float]) -> None:
-        """What somebody has measured, such as an accuracy. Raises nothing."""
+        """Record a user's measurement, such as an accuracy. Raises nothing."""
         if self._memory.config.history:
             self._add({"measured": values}, int(self._control["version"]))
 
     def end(self) -> None:
-        """The job ends, or goes on without this process. Waits a second at most."""
+        """Write the rest, as the job leaves this process. Waits a second at most."""
         now = time.monotonic()
         if self._begun and self._memory.config.history:
             self._note_changes()
@@ -212,7 +212,7 @@ class History:
         path = str(self._memory.config.history_file())
         if problem:
             self._log.warning(
-                "the history cannot be written for now; training goes on",
+                "the history cannot be written for now; training continues",
                 path=path,
                 reason=problem.decode(errors="replace"),
             )

@@ -54,7 +54,7 @@ class Writer:
             lines.write(1, problem.partition("\n")[0].encode(errors="replace"))
 
     def _with_command(self, raw: bytes) -> bytes:
-        """A line with a learner's pid gets its command line instead; empty if that is no news."""
+        """Replace a learner's pid in a line by its command line; empty if that is known already."""
         if b'"pid":' not in raw:
             return raw
         values = json.loads(raw)

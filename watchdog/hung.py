@@ -33,7 +33,7 @@ def cpu_s(pid: int) -> float:
 
 
 class Sign(NamedTuple):
-    """Of a learner that others wait for. moves: what changes while it takes part in the job."""
+    """Heartbeat of an awaited learner. moves: changes while it takes part in the job."""
 
     moves: Hashable
     pid: int
@@ -110,6 +110,6 @@ class Hung:
         return Standing(stands_s, left_s, sign.paused)
 
     def _is_late(self, key: int) -> bool:
-        """Whether it has had half of its time, and nothing was said of that yet."""
+        """Return whether half of its time is over, and that was not reported yet."""
         one = self.standing[key]
         return not (self._seen[key].warned or one.paused or one.stands_s < WARN_AT * self.limit_s)

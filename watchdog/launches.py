@@ -58,7 +58,7 @@ class Launches:
         }
 
     def report(self) -> list[dict[str, Any]]:
-        """For the status."""
+        """Return the launches for the status."""
         return [
             {"pid": one.pid, **one.asked.model_dump(include=set(_REPORTED))}
             for one in self._living()

@@ -1,4 +1,4 @@
-"""When a job ends by itself: after a number of gradients, samples or epochs."""
+"""Limits that end a job: a number of gradients, samples or epochs."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class Watch:
     """Several signs that must each change within limit_s seconds while they are looked at.
 
-    late_s: if a look comes later than this after the last one, all times begin anew. The observer
+    late_s: if a look comes later than this after the last one, all times start again. The observer
     itself did not run, so perhaps no process did (a suspended machine).
     """
 
@@ -38,11 +38,11 @@ LEAST_SHARE = 0.005  # of a core
 
 
 def progress(cpu_s: float, silent_s: float, most_cpu_s: float = MOST_CPU_S) -> int:
-    """How many steps a start has got on: processor time that it has used, counted coarsely.
+    """Count the steps of a start's progress: the processor time that it has used, coarsely.
 
     A step is LEAST_SHARE of a core for silent_s. A process that sleeps in a loop and wakes ten
     times a second needs less, so it makes no progress. A process that compiles gets more even where
-    a hundred others want the same core. Beyond most_cpu_s computing is no progress either.
+    a hundred others want the same core. Beyond most_cpu_s, computing is not progress either.
     """
     return int(min(cpu_s, most_cpu_s) / (LEAST_SHARE * silent_s))
 

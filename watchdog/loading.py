@@ -1,9 +1,9 @@
-"""Which learner writes what scripts load when they begin: weights, and the optimizer's state.
+"""Choice of the learner that writes what scripts load at the start: weights and optimizer state.
 
 Every learner of a job runs the same script, and loads the same. One of them writes it, before the
 job's first gradient; the others wait for it. A learner that comes later does not: the job has
-trained further. What one that dies or gives up has written in part, the next learner writes whole
-that loads before the job has made a step, or after a step of its own.
+trained further. If a learner dies or fails after writing a part, the next learner that loads before
+the job has made a step, or after a step of its own, writes the whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Loading:
     _told: int = 0  # generation of a learner that has died
 
     def _is_dead(self, generation: int) -> bool:
-        """Whether this learner was loading and is gone or gave up; not of 0, nobody."""
+        """Return whether this learner was loading and is gone or has failed; False for 0, none."""
         roster = self.memory.control.view(layout.CONTROL)["roster"]
         return bool(generation) and not bool((roster["wanted"] == generation).any())
 
@@ -42,17 +42,17 @@ class Loading:
         loading = int(self.memory.state.view(layout.STATE)["loading"][KINDS.index("state")])
         before, self._told = self._told, loading if self._is_dead(loading) else 0
         if self._told not in (0, before):
-            did = "given up" if loading == GAVE_UP else "died"
+            did = "failed" if loading == GAVE_UP else "died"
             self.log.warning(
                 f"a learner has {did} while it loaded the optimizer's state: a part of it may be "
-                "of before, until a learner loads it again"
+                "stale until a learner loads it again"
             )
 
     def ask(self, request: Load) -> str:
-        """What the learner is to do. Raises ControlError before there is a model.
+        """Return the learner's task. Raises ControlError before there is a model.
 
-        "write": it writes, and says when it is done. "wait": it asks again. "same": this was
-        written, or heard. "other": something else was, or the job has made steps without it.
+        "write": it writes, and reports the end. "wait": it asks again. "same": this was written, or
+        read. "other": something else was, or the job has made steps without it.
         """
         if self.memory.state is None:
             raise ControlError("the job has no model yet")

@@ -36,7 +36,7 @@ class NameLock:
             os.close(self._fd)
 
     def is_named(self) -> bool:
-        """Whether the file's name still leads to the file that is locked."""
+        """Return whether the file's name still leads to the file that is locked."""
         with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(self._fd), self._path.lstat())
         return False

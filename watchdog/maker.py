@@ -19,7 +19,7 @@ from gadei_ps.memory.reserve import Cancelled, Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.progress import making
 
-END_S = 5.0  # for the piece in hand; a learner's file on a disk that blocks must not keep the job
+END_S = 5.0  # for the current piece; a learner's file on a disk that blocks must not keep the job
 
 
 @dataclass(eq=False)
@@ -34,28 +34,28 @@ class Task:
     error: BaseException | None = field(default_factory=Cancelled)
 
     def run(self) -> None:
-        """In the thread."""
+        """Make the segment, in the thread."""
         if self.progress.cancelled:
             return
         try:
             self.result = self.make(self.progress)
             self.error = None
-        except BaseException as error:  # the watchdog's thread tells who asked
+        except BaseException as error:  # the watchdog's thread reports it to the client
             self.error = error.with_traceback(None)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """How far it is, in bytes, for the status and for those who wait."""
+        """Progress in bytes, for the status and for waiting clients."""
         return {"what": self.what, "done": self.progress.done, "total": self.progress.total}
 
     @property
     def text(self) -> str:
-        """How far it is, in words."""
+        """Progress in words."""
         return making(self.facts)
 
 
 class Maker:
-    """What is being made. All methods are for the watchdog's thread."""
+    """Segments that are being made. All methods are for the watchdog's thread."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -72,7 +72,7 @@ class Maker:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What is being made just now, and how far it is; None if there is nothing."""
+        """The segment that is being made, and its progress; None if there is none."""
         return self._tasks[0].facts if self._tasks and self._tasks[0].what else None
 
     def ask(
@@ -132,7 +132,7 @@ class Maker:
         task.done(task.result, task.error)
 
     def end(self) -> None:
-        """Cancels everything and tells those who asked. Waits for the piece in hand."""
+        """Cancel everything and notify the clients. Waits for the current piece."""
         for task in self._tasks:
             task.progress.cancel()
         blocked = False

@@ -64,9 +64,9 @@ class JobMemory:
     job_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     model: Model | None = None
     script: Script = field(default_factory=Script)
-    """What the learners' scripts have said about the optimizer."""
+    """Settings of the optimizer from the learners' scripts."""
     changes: Changes = NO_CHANGES
-    """What `gadei-ps set` has changed of it."""
+    """Changes of them by `gadei-ps set`."""
     control: Segment = field(init=False)
     weights: Segment | None = field(default=None, init=False)
     state: Segment | None = field(default=None, init=False)
@@ -76,7 +76,7 @@ class JobMemory:
     unnamed: bool = field(default=False, init=False)
     """Whether names were seen to be lost; set by the supervisor, as looking costs time."""
     _lost: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64), init=False)
-    """A word for the guards of rings, which nobody reads: the servers tell that a ring is lost
+    """A word for the guards of rings, which is never read: the servers report that a ring is lost
     (Gone.DAMAGED). The guards here only keep the watchdog alive."""
     files: dict[str, int] = field(default_factory=dict, init=False)
     """Open segments that a checkpoint is made of: it can be made even when their names are lost."""

@@ -63,10 +63,10 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
     except (ValueError, UsageError) as error:
         why = invalid(error) if isinstance(error, ValidationError) else str(error)[:MOST_SHOWN]
         raise CheckpointMistake(
-            f"{path}: the job cannot go on with the checkpoint's optimizer: {why}; say another in "
-            "[optimizer] of the job file, or begin anew (serve --fresh)"
+            f"{path}: the job cannot resume with the checkpoint's optimizer: {why}; change "
+            "[optimizer] in the job file, or start over (serve --fresh)"
         ) from None
-    # Where the job file says nothing, the job goes on as it was.
+    # Settings that the job file lacks stay as they were.
     going_on = Script(said, is_open=True, saved=True)
     if changed.values:
         log.warning("the optimizer is as gadei-ps set has left it", **changed.values)
@@ -102,7 +102,7 @@ def in_groups(config: JobConfig, first: First) -> First:
 
 
 def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
-    """Raises CheckpointMistake if the job cannot go on from the checkpoint at `path`."""
+    """Raise CheckpointMistake if the job cannot resume from the checkpoint at `path`."""
     made_by = snapshot.config.get("optimizer")
     kind = made_by.get("kind") if isinstance(made_by, dict) else None
     wanted = config.optimizer.kind
@@ -110,7 +110,7 @@ def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
         # Slots and step count of one optimizer mean nothing to another.
         raise CheckpointMistake(
             f"{path}: the checkpoint is of optimizer {str(kind)[:40]}, the job of {wanted}: "
-            "begin anew (serve --fresh, or move the checkpoints away), or export the weights "
+            "start over (serve --fresh, or move the checkpoints away), or export the weights "
             "(gadei-ps export) and give them as `weights`"
         )
     if config.tensors:
@@ -118,7 +118,7 @@ def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
             weights.check_same(snapshot.model, _tensors(config))
         except ModelMismatch as error:
             raise CheckpointMistake(
-                f"{path}: the checkpoint is of another model: {error}; begin anew (serve "
+                f"{path}: the checkpoint is of another model: {error}; start over (serve "
                 "--fresh, or move the checkpoints away), or give the job file the tensors it had"
             ) from None
 
@@ -131,11 +131,11 @@ def _newest(config: JobConfig, log: Any) -> tuple[Snapshot | None, Path | None]:
     if problems and snapshot is None:
         lasts = all(isinstance(one, CheckpointMistake) for one in problems)
         raise (CheckpointMistake if lasts else CheckpointError)(
-            f"{directory}: none of {counted(len(problems), 'checkpoint')} can be used; begin anew "
+            f"{directory}: none of {counted(len(problems), 'checkpoint')} can be used; start over "
             "(serve --fresh, or move them away), or put a whole one there"
         )
     if path is not None:
-        log.warning("going on from a checkpoint", path=str(path))
+        log.warning("resuming from a checkpoint", path=str(path))
     return snapshot, path
 
 
@@ -161,7 +161,7 @@ def _of_file(config: JobConfig, path: Path) -> First:
     from safetensors.numpy import load_file
 
     try:
-        with given.opened(path):  # tells why not; the library's errors have no number
+        with given.opened(path):  # reports why not; the library's errors have no number
             arrays = load_file(path)
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
@@ -191,12 +191,12 @@ def _of_file(config: JobConfig, path: Path) -> First:
 
 
 def _role(array: np.ndarray) -> Role:
-    """Of a tensor of a file that does not tell it: whole numbers are not trained."""
+    """Return the role of a tensor in a file without roles: whole numbers are not trained."""
     return Role.PARAMETER if array.dtype.kind == "f" else Role.BUFFER
 
 
 def _roles(text: str) -> dict[str, Role]:
-    """What an export says of its tensors; what cannot be is left out."""
+    """Parse an export's roles of its tensors; invalid ones are left out."""
     try:
         said = json.loads(text or "{}")
     except ValueError:
@@ -207,7 +207,7 @@ def _roles(text: str) -> dict[str, Role]:
 
 
 def _aliases(text: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """What an export says of tensors that it has under two names; what is not so is left out."""
+    """Parse an export's tensors with two names; entries that are not true are left out."""
     try:
         said = json.loads(text or "{}")
     except ValueError:
@@ -223,7 +223,7 @@ def _aliases(text: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def enter(memory: JobMemory, first: First, made: tuple[Segment, Segment], log: Any) -> None:
-    """The job has this model from now on; tells the servers."""
+    """Give the job this model, and notify the servers."""
     memory.enter_model(first, made)
     memory.control.view(layout.CONTROL)["model_ready"] = 1
     memory.ring_bells()
@@ -234,7 +234,7 @@ def enter(memory: JobMemory, first: First, made: tuple[Segment, Segment], log: A
 
 
 def unused_groups(config: JobConfig, model: Model) -> str:
-    """What is told of groups of the job file that have no parameter; empty if all have one."""
+    """Describe groups of the job file that have no parameter; empty if all have one."""
     groups = config.optimizer.groups
     empty = [groups[number] for number in job_groups.without(model.tensors, groups)]
     if not empty:
@@ -247,7 +247,7 @@ def unused_groups(config: JobConfig, model: Model) -> str:
 
 
 def started(memory: JobMemory) -> str:
-    """What a job with a model does with gradients, in one line."""
+    """Describe in one line what a job with a model does with gradients."""
     sync = modes.text(memory.control, modes.done(memory.control))
     told = script.report(memory.config, memory.script, memory.changes, memory.model)
     return start({"settings": told, "sync": sync})

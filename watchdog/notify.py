@@ -1,4 +1,4 @@
-"""What the watchdog tells systemd: ready, what it is doing, still alive, stopping.
+"""Notifications of the watchdog to systemd: ready, current action, still alive, stopping.
 
 The protocol of sd_notify(3): datagrams of NAME=VALUE lines to the socket in $NOTIFY_SOCKET. Nothing
 here waits or fails: without that socket, or if no process reads it, every call does nothing.
@@ -15,7 +15,7 @@ from collections.abc import Hashable, MutableMapping
 from typing import Self
 
 DIGITS = re.compile("[0-9]{1,19}")  # of an unsigned 64-bit number
-AGAIN_S = 5.0  # a manager that is executed anew forgets that it was asked for more time
+AGAIN_S = 5.0  # a manager that is executed again forgets that it was asked for more time
 PASSING = ("WATCHDOG", "EXTEND_TIMEOUT_USEC")  # true at this moment only
 
 
@@ -41,7 +41,7 @@ class Notify:
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Self:
-        """As systemd has set it up. Removes the variables: children must not speak in our name."""
+        """Read systemd's variables, and remove them: children must not send in our name."""
         address = environ.pop("NOTIFY_SOCKET", None)
         within_us = environ.pop("WATCHDOG_USEC", "")
         ours = environ.pop("WATCHDOG_PID", "") in ("", str(os.getpid()))
@@ -51,7 +51,7 @@ class Notify:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a manager to tell."""
+        """Whether there is a manager to notify."""
         return self._socket is not None
 
     def ready(self) -> None:
@@ -61,7 +61,7 @@ class Notify:
     def starting(self, timeout_s: float, done: Hashable) -> None:
         """The start has got on to `done`, and takes at most `timeout_s` until it does so again.
 
-        The manager then waits beyond the unit's TimeoutStartSec, if it is told before that.
+        The manager then waits beyond the unit's TimeoutStartSec, if it is notified before that.
         """
         if done != self._done:
             self._done = done
@@ -80,7 +80,7 @@ class Notify:
     def more_time(self, timeout_s: float) -> None:
         """The end has got on: from now it takes at most `timeout_s`, or this is called again.
 
-        watchdog() tells the manager, and says it again as long as it holds.
+        watchdog() notifies the manager, and repeats that as long as it holds.
         """
         self._until = max(self._until, time.monotonic() + timeout_s)
 
@@ -134,7 +134,7 @@ class Notify:
 
 
 class Earlier(Notify):
-    """For the end of an earlier life of the service, which is a part of its start.
+    """Notifications for the end of an earlier incarnation of the service, a part of its start.
 
     It asks for the time that this takes, and is neither ready nor stopping.
     """

@@ -1,4 +1,4 @@
-"""Starts a nursery: early, so that it loads while the watchdog imports what it needs itself."""
+"""Start of a fork server: early, so that it loads while the watchdog imports its own modules."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gadei_ps.machine import process
 from gadei_ps.memory import build
 
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-"""Of servers: NumPy's own threads would have to end before the kernel hands the leases over."""
+"""Variables of servers: NumPy's own threads would delay the kernel's transfer of the leases."""
 TITLE = {"SPT_NOENV": "1"}
-"""Of a fork, /proc/PID/environ stays what it is: there is room for its command line."""
+"""Variable that keeps /proc/PID/environ of a fork: there is room for its command line."""
 ROOM = " " * 256
 
 
 @dataclass(frozen=True)
 class Nursery:
-    """A nursery. end: the watchdog's end of the socket. files: of its build, before it started."""
+    """A fork server. end: the watchdog's end of the socket. files: of its build at its start."""
 
     child: subprocess.Popen[bytes]
     end: socket.socket
@@ -27,7 +27,7 @@ class Nursery:
 
 
 def start() -> Nursery:
-    """Starts a nursery, which dies with this process. Raises OSError."""
+    """Start a fork server, which dies with this process. Raises OSError."""
     files = build.files()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     words = str(theirs.fileno()), f"{build.of_server():x}", ROOM

@@ -1,4 +1,4 @@
-"""How a watchdog is started."""
+"""Start options of a watchdog."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ START_SILENT_S = 180.0  # how long a start may go without progress
 
 @dataclass(frozen=True)
 class Options:
-    """How a watchdog is started.
+    """Start options of a watchdog.
 
     fresh: use neither the memory of a dead watchdog nor checkpoints. resume: look for checkpoints;
     False for the jobs of commands. survives: unless a client has asked for the stop, the memory
     stays at the end for the next `gadei-ps run` of the job. finish: serve nothing, but end a job
     that is in memory without a watchdog. recorded: the configuration was read from that memory.
-    checkpoint: go on from this one instead of from memory. notice: a warning to log once the job is
-    served. quiet, verbose, as_json: of the servers' log. start_silent_s: how long the start may
-    make no progress. learners: how many are to come, where the job file does not say: their rings
-    must fit into memory beside the model. nursery: one that was started before.
+    checkpoint: resume from this one instead of from memory. notice: a warning to log once the job
+    is served. quiet, verbose, as_json: of the servers' log. start_silent_s: how long the start may
+    make no progress. learners: how many are to come, if the job file has no number: their rings
+    must fit into memory beside the model. `nursery`: a fork server that was started before.
     """
 
     fresh: bool = False
@@ -41,7 +41,7 @@ class Options:
 
     @property
     def kept(self) -> Kept:
-        """Which command continues with the job's memory."""
+        """Command that continues with the job's memory."""
         if self.survives:
             return Kept.BY_RUN
         return Kept.BY_SERVE if self.resume else Kept.NEVER

@@ -1,7 +1,7 @@
 """Batches that a job is to hand out, where it owns a part of them: as its agent says.
 
 Each change is one store, after which it counts: a watchdog that dies before it has changed nothing,
-and is asked again. What was given is told by its number, so a request that comes twice counts once.
+and gets the request again. Each range has a number, so a request that comes twice counts once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _words(control: Any, epoch: int, begin: int, end: int) -> tuple[int, int]:
     if not (begin < end <= batches and epoch < epochs):
         raise ControlError(
             f"the job has {epochs} epochs of {batches} batches, and none from {begin} to {end} "
-            f"of epoch {epoch}: let a learner say first how many there are"
+            f"of epoch {epoch}: a learner has to set their number first"
         )
     return owned.words(epoch, begin, end)
 

@@ -4,7 +4,7 @@ So the job can be ended without its job file, and the next watchdog knows the ch
 in the control segment behind the control record, in two places of equal size. Each place holds a
 number, the length of the text, a CRC-32 of all three, and the text (JSON). The whole place with the
 higher number counts: a watchdog may die while it writes the other one, which is not whole then, as
-its CRC-32 tells.
+its CRC-32 shows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read(job: str) -> JobConfig | None:
 
 
 def read_changes(control: Segment) -> Changes:
-    """What `gadei-ps set` has changed; nothing where there is no record."""
+    """Read the changes by `gadei-ps set`; empty if there is no record."""
     memory = control.memory
     size = _place(len(memory))
     found = [_read(bytes(memory[at : at + size])) for at in (AT, AT + size)]

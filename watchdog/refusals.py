@@ -15,14 +15,14 @@ from gadei_ps.watchdog.memory import JobMemory
 LOOK_S = 0.5
 SAY_S = 10.0
 DIVERGED = (
-    "the weights stay as they are. If this goes on, the model has diverged: lower the learning "
+    "the weights stay as they are. If this continues, the model has diverged: lower the learning "
     "rate, or set clip_norm"
 )
 
 
 @dataclass(eq=False)
 class Refusals:
-    """What a job has refused, and what was said of it."""
+    """Refused gradients of a job, and the warnings about them."""
 
     memory: JobMemory
     log: Any
@@ -54,7 +54,7 @@ class Refusals:
 
 
 def _reason(control: np.void) -> Reason:
-    """Of the learners that are there, the one refused most often says why; else why it was last."""
+    """Return the reason of the attached learner refused most often; else the last reason."""
     roster = control["roster"]
     worst = int(np.argmax(roster["refused"]))
     if not int(roster["refused"][worst]):  # it has left; a row keeps its reason until the next one

@@ -1,4 +1,4 @@
-"""What clients of the control socket ask for, and what they are answered.
+"""Requests of the control socket's clients, and the replies.
 
 Learners attach, detach, and bring the model and their work. Tools ask for the status, checkpoints,
 another synchronization model, and the end.
@@ -103,7 +103,7 @@ class Requests:
         self._admission.closed(client)
 
     def look(self, now: float) -> None:
-        """What goes on between two requests. Every tick."""
+        """Do the work between two requests. Every tick."""
         self._admission.look(now)
         self._start.hand_out(self._stopping.begun)
         self._refusals.look(now)
@@ -246,9 +246,9 @@ class Requests:
         self._checkpoints.ask(heard, client.fds.pop(0), slots=request.slots)
 
     def _discard(self, client: Client) -> None:
-        """Raises ControlError where no checkpoint is newer: a stop is to lose nothing.
+        """Raise ControlError if no checkpoint is newer: a stop must not lose anything.
 
-        JobStopped if a stop has begun, which was told that it saves.
+        Raises JobStopped if a stop that saves has begun.
         """
         self._stopping.refuse()
         if not self._checkpoints.newer:
@@ -263,7 +263,7 @@ class Requests:
         return {}
 
     def _leave_out(self, request: LeaveOut) -> dict[str, Any]:
-        """Where the job file has learners, those are awaited, and not a launcher's."""
+        """Exclude ended learners. A launcher's do not count if the job file has learners."""
         if self._memory.config.learners is None:
             self._start.leave_out(request.number)
         return {}
@@ -319,7 +319,7 @@ class Requests:
         if self._memory.model is None:
             modes.begin(memory, wanted)  # no server has looked at it yet
             return {"changes": True, "sync": str(wanted)}
-        # A file may have been written anew.
+        # A file may have been rewritten.
         if (
             str(wanted) == modes.text(memory, modes.done(memory))
             and "file" not in wanted.parameters
@@ -356,6 +356,6 @@ class Requests:
         control_["next"] = 0
         control_["epochs_done"] = 0
         control_["epochs"], control_["seed"] = wanted[1:]
-        control_["batches"] = wanted[0]  # last: with it the next watchdog goes on from here
+        control_["batches"] = wanted[0]  # last: with it the next watchdog continues from here
         self._start.hand_out(stopping=False)
         return {"set": True}

@@ -1,7 +1,7 @@
-"""When to start a dead process again: pure decisions on the history of its exits.
+"""Restart policy of dead processes: pure decisions on the history of their exits.
 
 A process that was useful is started again at once, however often it is killed. If a process dies
-repeatedly without having been useful, the pauses grow, and in the end it is given up.
+repeatedly without having been useful, the pauses grow, and in the end it is not restarted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Policy:
-    """limit: useless deaths in a row before giving up; within_s: older deaths do not count."""
+    """Limits of restarts. limit: useless deaths in a row; within_s: older deaths do not count."""
 
     limit: int = 10
     first_s: float = 0.1

@@ -1,4 +1,4 @@
-"""What a job takes from a checkpoint beside the values: counts and the work ledger."""
+"""State that a job takes from a checkpoint beside the values: counts and the batch ledger."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A row's life, each word with one writer (layout in native/ps_layout.h):
 
     free      retired == generation                                  (its ring is being made)
     attached  watchdog: ring made, `wanted` and then `generation` = g     server: `served` = g
-    leaving   watchdog: `wanted` = 0 (detached, or the kernel told of its death)
+    leaving   watchdog: `wanted` = 0 (detached, or the kernel reported its death)
     drained   server: all that was published is consumed, the ring unmapped: `retired` = g
     free      watchdog: ring unlinked
 """
@@ -84,7 +84,7 @@ class Roster:
         """Whether a learner has been attached, however briefly."""
 
     def limit(self, timeout_s: float) -> None:
-        """From now on, learners that hold up others for so long are killed; 0: never."""
+        """Set the time after which learners that hold up others are killed (s); 0: never."""
         self._hung.limit_s = timeout_s
 
     @property
@@ -98,7 +98,7 @@ class Roster:
         return sorted(self._pidfds)
 
     def told(self, more: str) -> str:
-        """How many they are, in words, and more."""
+        """Return the number of learners, in words, and `more`."""
         return f"{counted(len(self._pidfds), 'learner')}, {more}"
 
     @property
@@ -140,16 +140,16 @@ class Roster:
         self._memory.ring_bells()
 
     def look(self, now: float) -> None:
-        """Takes adopted places back that nobody has taken, as others would wait for them.
+        """Free adopted rows that no learner has taken, as others would wait for them.
 
-        The learner was not told of its place, and has asked the next watchdog for another one.
+        The learner was not notified of its row, and has asked the next watchdog for another one.
         """
         for row, since in list(self._doubtful.items()):
             if row not in self._pidfds or self._has_its_ring(row):
                 del self._doubtful[row]
             elif now >= since + TAKE_S:
                 pid = int(self._entries[row]["pid"])
-                self._log.warning("a learner has no ring mapped: let go", row=row, pid=pid)
+                self._log.warning("a learner has no ring mapped: evicted", row=row, pid=pid)
                 self._leave(row, Gone.DETACHED)
 
     def begin(self, pid: int, name: str, number: int = -1, *, has_buffers: bool = False) -> Coming:
@@ -187,7 +187,7 @@ class Roster:
         entry["name"] = coming.name.encode()[:31]
         for field in ("gone", "drained", "grant", "obsolete", "handed", *COUNTS, *STALENESS):
             entry[field] = 0
-        entry["loss"] = math.nan  # none is told yet
+        entry["loss"] = math.nan  # none is reported yet
         entry["outstanding"] = layout.NO_BATCH
         self._memory.control.view(layout.CONTROL)["has_buffers"][row] = coming.has_buffers
         self._memory.control.view(layout.CONTROL)["ring_inode"][row] = ring.inode
@@ -205,7 +205,7 @@ class Roster:
 
         Raises ControlError where its pid and ours do not mean the same, or without descriptors.
         """
-        if not pid:  # so the kernel tells of a process that this namespace does not show
+        if not pid:  # the kernel's pid of a process that this namespace does not show
             raise ControlError(
                 "the learner is in a pid namespace that the watchdog does not see; "
                 "learners must share the daemon's pid namespace"
@@ -267,10 +267,10 @@ class Roster:
             self._is_another_program(row)
 
     def _is_another_program(self, row: int) -> bool:
-        """Lets a learner go whose process has replaced itself by another program (exec).
+        """Evict a learner whose process has replaced itself by another program (exec).
 
-        The pid and the start time stay, the ring does not. The program is no learner, and lives. A
-        learner that was interrupted while it attached has no ring either.
+        The pid and the start time stay, the ring does not. The program is not a learner, and lives.
+        A learner that was interrupted while it attached has no ring either.
         """
         if self._has_its_ring(row):
             return False
@@ -283,7 +283,7 @@ class Roster:
         return True
 
     def _has_its_ring(self, row: int) -> bool:
-        """Whether the learner's process has mapped its ring, or that cannot be told."""
+        """Return whether the learner's process has mapped its ring, or that is unknown."""
         try:
             device = shm.SHM.stat().st_dev
         except OSError:
@@ -311,7 +311,7 @@ class Roster:
             entry = self._entries[row]
             head, tail = int(ring["head"]), int(entry["applied"])
             holds = bool((entry["outstanding"] != layout.NO_BATCH).any())
-            stands = int(entry["stand"])  # all others stand still for it
+            stands = int(entry["stand"])  # all others pause for it
             awaited = waiting - {row} and (int(entry["member"]) or (holds and not left) or stands)
             # One that waits itself, for a slot or for its turn, is not to blame.
             may_go_on = stands or (head < int(entry["grant"]) and not self._is_full(row))
@@ -353,7 +353,7 @@ class Roster:
             self._log.error("a learner hangs and is another user's: kill it", row=row)
 
     def close_rings(self, hung: bool) -> None:
-        """Lets go of all learners, of each once nothing more of it can come.
+        """Evict all learners, each as soon as nothing more of it can come.
 
         To be called again and again after the stop word says CLOSED. hung: those that are still
         publishing are killed. What they have published is applied.

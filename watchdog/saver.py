@@ -5,7 +5,7 @@ into memory alone, so a thread of the watchdog makes it, with the same code. The
 until a deadline, so that a saver that dies does not hold them. It prints the outcome as one line of
 JSON on standard output, and before that MOVED, a line, whenever more has reached the disk.
 
-For a watchdog that goes on from memory it does not save, but looks at what is on the disk.
+For a watchdog that resumes from memory it does not save, but looks at the checkpoints on the disk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MOVED = b"."  # a line before the outcome: more of the checkpoint is on the disk
 
 @dataclass(frozen=True)
 class Task:
-    """What to save, and where. config: written to the checkpoint. files: open segments, by part.
+    """Order to save. config: written to the checkpoint. files: open segments, by part.
 
     look_beyond: save nothing, but look for checkpoints newer than this version.
     """
@@ -135,7 +135,7 @@ class Saver:
     def save(self) -> dict[str, Any]:
         """Writes the checkpoint; returns the outcome. Raises CheckpointError."""
         snapshot, pause_s = self._take()
-        os.nice(5)  # training goes first, now that the shards go on
+        os.nice(5)  # training has priority, now that the shards continue
         changes = read(snapshot.changes)
         if changes.values:
             config = changes.applied(JobConfig.model_validate(snapshot.config))
@@ -223,13 +223,16 @@ class Saver:
         )
 
     def _is_paused(self, deadline: int) -> bool:
-        """Whether nothing can have moved since the shards parked."""
+        """Return whether nothing can have moved since the shards parked."""
         mine = _native.load(self._segment.word(CONTROL, "pause")) == deadline
         return mine and time.monotonic_ns() < deadline and self._all_parked(deadline)
 
     def _moment(self) -> tuple[int, ...]:
-        """What changes with every gradient. A superstep that was about to be published when the
-        pause began is applied within it, and the shards park again."""
+        """Return the words that change with every gradient.
+
+        A superstep that was about to be published when the pause began is applied within it, and
+        the shards park again.
+        """
         steps = self._state["record"]["steps"][: self._shards].tolist()
         told = (int(self._control[name]) for name in ("superstep", "version", "numbers_done"))
         return (*told, *steps)
@@ -276,8 +279,11 @@ class Saver:
         return snapshot
 
     def _copy_piece(self, number: int, here: slice) -> None:
-        """Of source `number`. A client's file is written and not mapped, for its owner may truncate
-        it, and an access beyond its end would end this process."""
+        """Copy a piece of source `number`.
+
+        A client's file is written and not mapped, for its owner may truncate it, and an access
+        beyond its end would end this process.
+        """
         source = self._sources[number]
         if self._into < 0:
             np.copyto(self._copies[number][here], source[here])
@@ -297,10 +303,10 @@ class Saver:
 
 
 def look(directory: Path, config: JobConfig, version: int) -> dict[str, Any]:
-    """What a job that goes on from memory at `version` has to know of its directory.
+    """Examine the directory of a job that resumes from memory at `version`.
 
-    Prints MOVED once checkpoints are known to be possible. Returns the newest checkpoint, where it
-    is newer than the memory and the job could go on from it. Raises CheckpointError if none can be
+    Prints MOVED once checkpoints are known to be possible. Returns the newest checkpoint, if it is
+    newer than the memory and the job could resume from it. Raises CheckpointError if none can be
     written, or if the directory cannot be read.
     """
     if config.checkpoint is not None:

@@ -1,4 +1,4 @@
-"""What a learner's script has said about the optimizer: in the job's memory, and against the job's.
+"""Optimizer settings of learners' scripts: in the job's memory, and compared with the job's.
 
 It lies in the control segment (`said`), in two places. One word (`said_word`) says which place
 counts and how many groups it has. So the next watchdog finds the old settings or the new ones, at
@@ -32,11 +32,11 @@ OPEN: Final = 2
 SAVED: Final = 4
 GROUPED: Final = 8  # groups are said, or that there are none; how many stands in the bits above
 COUNT_AT: Final = 4
-SAY_THE_SAME: Final = (
-    "say the same groups in all scripts, or give them in [[optimizer.groups]] of the job file, "
-    "which count before the scripts"
+SAME_GROUPS: Final = (
+    "use the same groups in all scripts, or set them in [[optimizer.groups]] of the job file, "
+    "which override the scripts"
 )
-NO_GROUPS: Final = "give them in [[optimizer.groups]] of the job file, or to a job that is new"
+NO_GROUPS: Final = "set them in [[optimizer.groups]] of the job file, or start a new job"
 
 MASK: Final = len(FIELDS)  # index in a row: a bit for each field that is there
 OWN: Final = layout.MAX_GROUPS - 1  # the row of the optimizer itself
@@ -44,10 +44,10 @@ OWN: Final = layout.MAX_GROUPS - 1  # the row of the optimizer itself
 
 @dataclass(frozen=True)
 class Script:
-    """What the scripts have said.
+    """Settings of the scripts.
 
-    is_open: no learner was let in yet; the first one may still say otherwise. saved: it is what a
-    checkpoint had.
+    is_open: no learner was admitted yet; the first one may still set others. saved: they are from
+    a checkpoint.
     """
 
     settings: Said = NOTHING
@@ -55,7 +55,7 @@ class Script:
     saved: bool = False
 
     def source(self, config: JobConfig, name: str) -> str:
-        """Who says what counts for a field: job, script, checkpoint or default."""
+        """Return the source of a field's value: job, script, checkpoint or default."""
         if getattr(config.optimizer, name) is not None:
             return "job"
         mine, now = getattr(self.settings, name), config.optimizer.filled(self.settings)
@@ -92,7 +92,7 @@ def _write_row(row: np.ndarray, settings: Settings) -> None:
 
 
 def read(control: Segment) -> Script:
-    """What was entered last; nothing in memory that is new."""
+    """Read the settings that were entered last; empty in new memory."""
     words = control.view(layout.CONTROL)
     word = int(words["said_word"])
     rows = words["said"][word & PLACE]
@@ -128,11 +128,11 @@ def _fields(spec: OptimizerSpec) -> dict[str, Any]:
 def settled(
     config: JobConfig, script: Script, says: Said, changes: Changes = NO_CHANGES
 ) -> tuple[Script, str]:
-    """What the scripts have said together with this learner's, and what it is to be warned of.
+    """Merge the scripts' settings with this learner's; return them and a warning for it.
 
-    The warning is empty unless the job overrides something that the learner's script says.
+    The warning is empty unless the job overrides a setting of the learner's script.
 
-    says: what the learner's own script says. Raises UsageError where it disagrees with the job.
+    says: the settings of the learner's own script. Raises UsageError if they differ from the job's.
     """
     now = in_force(config, script, changes)
     overridden: dict[str, Any] = {}
@@ -173,8 +173,8 @@ def _check_groups(
     of = f" from {whose['checkpoint' if script.saved else 'script']}" if had else ""
     if len(had) != len(says):
         raise UsageError(
-            f"optimizer: job {config.name!r} has {_counted(len(had))}{of}, and this script says "
-            f"{_counted(len(says))}: {SAY_THE_SAME if had else NO_GROUPS}"
+            f"optimizer: job {config.name!r} has {_counted(len(had))}{of}, but this script has "
+            f"{_counted(len(says))}: {SAME_GROUPS if had else NO_GROUPS}"
         )
     if script.is_open:
         return
@@ -185,7 +185,7 @@ def _check_groups(
             if value != other and number < len(says):
                 raise UsageError(
                     f"optimizer: job {config.name!r} has {name} {_text(value)} in parameter group "
-                    f"{number}{of}, and this script says {_text(other)}: {SAY_THE_SAME}"
+                    f"{number}{of}, but this script has {_text(other)}: {SAME_GROUPS}"
                 )
 
 
@@ -205,8 +205,8 @@ def check_members(
         if other != tensor.group:
             raise UsageError(
                 f"optimizer: job {config.name!r} has parameter {tensor.name!r} in "
-                f"{_place(tensor.group, says)}, and this script has it in {_place(other, says)}: "
-                f"{SAY_THE_SAME}"
+                f"{_place(tensor.group, says)}, but this script has it in {_place(other, says)}: "
+                f"{SAME_GROUPS}"
             )
 
 
@@ -229,24 +229,24 @@ def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) 
     }[source]
     flag = {"kind": " or with --optimizer", "lr": " or with --lr"}.get(name, "")
     advice = (
-        f"say the same in all scripts, or give it in [optimizer] of the job file{flag}, which "
-        "counts before the scripts"
+        f"use the same in all scripts, or set it in [optimizer] of the job file{flag}, which "
+        "overrides the scripts"
     )
     if name != "kind":
         advice = f"{advice}; gadei-ps set {config.name} {name}=VALUE changes it for all"
     if name == "kind" and "add" in (has, says):
         advice = (
             "add is for scripts that push updates (LocalOptimizer, Waves, VirtualWorker with "
-            "optimizer=), the others are for those that push gradients; say the same in all "
+            "optimizer=), the others are for those that push gradients; use the same in all "
             "scripts, and in [optimizer] of the job file or with --optimizer"
         )
     elif name == "kind" and source != "script":
         advice = (
-            f"say {has} in the script, or begin anew (--fresh) with {says} in [optimizer] of the "
+            f"use {has} in the script, or start over (--fresh) with {says} in [optimizer] of the "
             f"job file{flag}"
         )
     return UsageError(
-        f"optimizer: job {config.name!r} has {name} {_text(has)}{where}, and this script says "
+        f"optimizer: job {config.name!r} has {name} {_text(has)}{where}, but this script has "
         f"{_text(says)}: {advice}"
     )
 

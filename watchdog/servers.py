@@ -42,7 +42,7 @@ LOOK_S = 1.0  # between two looks at these files
 
 @dataclass(eq=False)
 class Running:
-    """A server process: a program, a fork of the nursery, or an adopted one."""
+    """A server process: a program, a fork of the fork server, or an adopted one."""
 
     number: int
     pid: int
@@ -67,8 +67,8 @@ class Running:
 class Servers:
     """Both servers of a job.
 
-    flags: for their command line. failed: called if the job fails. nursery: one that was started
-    before. learners: how many are to come.
+    flags: for their command line. failed: called if the job fails. `nursery`: a fork server that
+    was started before. learners: how many are to come.
     """
 
     memory: JobMemory
@@ -90,7 +90,7 @@ class Servers:
     _looked_at: float = 0.0
     _said_refused: bool = False
     stuck: str = ""
-    """Which killed server does not end, and why; or empty."""
+    """Name of a killed server that does not end, and the reason; or empty."""
     blocked: str = ""
     """The same if it is the active one, so that nothing can be applied any more."""
     _hung: Watch = field(init=False)
@@ -108,7 +108,7 @@ class Servers:
         self._idle = Watch(max(STANDBY_LIMIT_S, self.hang_s))
 
     def limit(self, hang_s: float) -> None:
-        """From now on, servers that stand still for so long are killed."""
+        """Set the time after which hung servers are killed (s)."""
         self.hang_s = self._hung.limit_s = hang_s
         self._idle.limit_s = max(STANDBY_LIMIT_S, hang_s)
 
@@ -162,7 +162,7 @@ class Servers:
         return [self._births.busy_s, *(self._loading_s(one) for one in self.running.values())]
 
     def _loading_s(self, one: Running) -> float:
-        """It stands still once the main loop turns, which uses a little for ever.
+        """Return the processor time of loading (s), which stops growing in the main loop.
 
         So a server that turns without getting ready makes no progress.
         """
@@ -194,7 +194,7 @@ class Servers:
             wait = self.policy.longest_s
             if not self._told_alone:
                 self._told_alone = True
-                self.log.error("no second server gets ready; going on with one")
+                self.log.error("no second server gets ready; continuing with one")
         elif wait == GIVE_UP:
             self.failed(
                 f"servers died {self.policy.limit} times without having been of use; "
@@ -240,7 +240,7 @@ class Servers:
         self._exits = restart.remembered((*self._exits, exit_), self.policy)
 
     def _is_refused(self, now: float) -> bool:
-        """Whether the files on the disk are still those of another build than the job's.
+        """Return whether the files on the disk are still those of another build than the job's.
 
         Its servers end at once, and the job's memory waits for the right ones.
         """
@@ -265,13 +265,13 @@ class Servers:
 
     @property
     def why_alone(self) -> str:
-        """Why no server can stand by; empty if nothing is known to prevent it."""
+        """Reason why no server can stand by; empty if none is known."""
         if self._refused is None:
             return ""
         return "the installed gadei-ps is another build than the job's"
 
     def _unknown_holder(self) -> bool:
-        """Whether an unknown server holds leases; if so, kills it. Raises OSError."""
+        """Return whether an unknown server holds leases, and kill it. Raises OSError."""
         pidfd = own.open_process(self.active_pid, int(self._control["lease_start"]))
         if pidfd is None:
             return False
@@ -300,7 +300,7 @@ class Servers:
         return some and time.monotonic() < self._last_exit + SOON_S
 
     def _arguments(self, number: int) -> list[str]:
-        """Of gadei_ps.server.manager."""
+        """Return the arguments of gadei_ps.server.manager."""
         config = self.memory.config
         given = [config.name, str(number), str(self.orphan_s), *self.flags]
         given += ["--learners", str(self.learners), "--patience", str(config.learner_timeout_s)]
@@ -322,7 +322,7 @@ class Servers:
         _native.bell(self.memory.control.word(CONTROL, "manager_bell"))
 
     def _prepare_births(self, now: float) -> None:
-        """The nursery is there, and has the code that the next server needs."""
+        """Prepare the fork server, with the code that the next server needs."""
         model = modes.text(self.memory.control, modes.wanted(self.memory.control))
         ready = sum(self._control["server"]["state"] == ServerState.READY)
         self._births.prepare(int(self._control["optimizer"]), model, int(ready))
@@ -375,7 +375,7 @@ class Servers:
         line["state"] = ServerState.NONE
 
     def _waiting(self) -> bool:
-        """Whether a published gradient is not applied yet."""
+        """Return whether a published gradient is not applied yet."""
         if self.memory.state is None:
             return False
         applied = self.memory.state.view(STATE)["applied"][: int(self._control["shards"])]
@@ -387,7 +387,7 @@ class Servers:
         return False
 
     def _kill_hung(self, now: float) -> None:
-        """Kills servers whose threads stand still; even idle threads move ten times a second."""
+        """Kill servers whose threads hang; even idle threads move ten times a second."""
         signs: dict[Hashable, Hashable] = {}
         idle: dict[Hashable, Hashable] = {}
         starting: dict[Hashable, Hashable] = {}
@@ -438,9 +438,9 @@ class Servers:
     # -- ending ---------------------------------------------------------------------------------
 
     def end(self, *, leave: bool = False) -> None:
-        """Ends both servers, the standby first, so that it does not take over, and the nursery.
+        """End both servers, the standby first, so that it does not take over, and the fork server.
 
-        leave: they go on without this watchdog; only the nursery ends.
+        leave: servers continue without this watchdog; only the fork server ends.
         """
         ending = [] if leave else list(self.running.values())
         for one in sorted(ending, key=lambda one: one.pid == self.active_pid):

@@ -82,13 +82,15 @@ def enter(
 
 
 def specs_of(config: JobConfig, script: Script, changes: Changes) -> list[OptimizerSpec]:
-    """What counts of all that is said about the optimizer: of each group of parameters, and at last
-    of those that are in none. Raises UsageError."""
+    """Return the resulting settings of each group of parameters, and at last of the others.
+
+    Raises UsageError.
+    """
     return changes.specs(config, script.settings)
 
 
 def packed(specs: Sequence[OptimizerSpec]) -> Packed:
-    """As job/numbers.py takes them."""
+    """Pack the settings for job/numbers.py."""
     return np.array([spec.pack() for spec in specs])
 
 

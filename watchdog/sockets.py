@@ -23,7 +23,7 @@ from gadei_ps.memory import reserve
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
 RESERVED = 24  # descriptors that clients leave to the watchdog: pidfds, starts of servers, a saver
-OPERATORS = 4  # that learners leave besides, so that a status or a stop is still heard
+OPERATORS = 4  # that learners leave besides, so that a status or a stop is still received
 MAX_UNSENT = 4 << 20
 READ = 4096  # bytes at a time
 MAX_FDS = 4
@@ -38,14 +38,14 @@ def remove_dead(path: Path) -> None:
 
 
 def _remove_passing(path: Path) -> None:
-    """Of watchdogs that died while they made their socket."""
+    """Remove sockets of watchdogs that died while they made them."""
     for left in path.parent.glob(f".{path.name}.*"):
         left.unlink(missing_ok=True)
 
 
 @dataclass(eq=False)
 class Client:
-    """One connection. `pid`: of the process that connected, as the kernel tells."""
+    """One connection. `pid`: of the process that connected, from the kernel."""
 
     socket: socket.socket
     pid: int
@@ -86,13 +86,13 @@ class ControlServer:
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def is_named(self) -> bool:
-        """Whether the socket's name still leads to it."""
+        """Return whether the socket's name still leads to it."""
         with contextlib.suppress(OSError):
             return os.path.samestat(self.path.lstat(), self._file)
         return False
 
     def renew(self) -> None:
-        """Listens anew at the same path: somebody has removed or replaced the socket.
+        """Listen again at the same path, where the socket was removed or replaced.
 
         The caller holds the job's lock. Clients that are connected stay. Raises ControlError.
         """
@@ -242,7 +242,7 @@ class ControlServer:
             raise ValueError("requests sent without waiting for the reply")
 
     def check_room(self, client: Client) -> None:
-        """For a client that is to become a learner. Raises ControlError without descriptors."""
+        """Check that a client can become a learner. Raises ControlError without descriptors."""
         # It is to have one more: its pidfd.
         if client.socket.fileno() + 1 >= _files() - RESERVED - OPERATORS:
             raise ControlError(_no_descriptor())
@@ -253,7 +253,7 @@ class ControlServer:
         self.note(client, message)
 
     def note(self, client: Client, message: dict[str, Any]) -> None:
-        """Queues a message to a client that goes on waiting for its reply."""
+        """Queue a message to a client that continues to wait for its reply."""
         if client not in self._clients:
             return
         client.unsent += control.pack({"v": control.PROTOCOL, "ok": True} | message)
@@ -278,7 +278,7 @@ class ControlServer:
             self._selector.modify(client.socket, mask, key.data)
 
     def __contains__(self, client: Client) -> bool:
-        """Whether it is still connected."""
+        """Return whether it is still connected."""
         return client in self._clients
 
     def expire(self) -> None:
@@ -353,7 +353,7 @@ def _missing(received: bytearray) -> int:
 
 
 def _files() -> int:
-    """How many descriptors this process may have open."""
+    """Return the number of descriptors that this process may have open."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
@@ -366,7 +366,7 @@ def _no_descriptor() -> str:
 
 
 def _open_spare() -> int | None:
-    """A descriptor to give up when no other one is free."""
+    """Open a descriptor to be closed when no other one is free."""
     try:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -374,5 +374,5 @@ def _open_spare() -> int | None:
 
 
 def failure(error: GadeiError) -> dict[str, Any]:
-    """The reply that tells a client of an error."""
+    """Return the reply with an error for a client."""
     return {"ok": False, "error": str(error), "kind": type(error).__name__}

@@ -1,4 +1,4 @@
-"""Before the first gradient of a job whose learners begin together: who is awaited.
+"""Start of a job whose learners begin together: the learners awaited before the first gradient.
 
 So that each run of such a job gives the same weights: learner 0 makes the model, and batches are
 handed out once all learners ask for them, in the order of rows. The server awaits them as well
@@ -51,13 +51,13 @@ class Start:
         self._memory.ring_bells()
 
     def report(self) -> dict[str, int] | None:
-        """For the status: learners that are there, of those that are awaited; None once begun."""
+        """Return attached and awaited learners for the status; None once begun."""
         if not self.awaits:
             return None
         return {"learners": min(self._asking(0xFFFFFFFF), self._awaited), "of": self._awaited}
 
     def is_late(self, since: float) -> bool:
-        """Whether a learner that has waited since then has waited long enough."""
+        """Return whether a learner that has waited since then has waited long enough."""
         limit_s = self._memory.config.learner_timeout_s
         return bool(limit_s) and time.monotonic() - since > limit_s
 
@@ -75,6 +75,6 @@ class Start:
         self._memory.ring_bells()
 
     def _asking(self, what: int) -> int:
-        """How many of the attached learners have asked for any of this."""
+        """Count the attached learners that have asked for any of this."""
         rings = self._memory.rings.values()
         return sum(bool(int(one.view(layout.RING)["wants"]) & what) for one in rings)

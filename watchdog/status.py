@@ -1,4 +1,4 @@
-"""What a job is doing, read from its control segment and rings."""
+"""Status of a job, read from its control segment and rings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's stop: learners leave, the last checkpoint is made, waiting clients are told.
+"""A job's stop: learners leave, the last checkpoint is made, waiting clients are notified.
 
 begin    the stop word in control: learners finish their gradient, or leave at once
 leaving  until no ring is left, or the time is up
@@ -6,7 +6,7 @@ closed   the stop word again: nobody publishes any more; all that is published i
 saving   the last checkpoint, where the job file asks for one
 over     the watchdog's main loop ends
 
-After `closed` the stop goes on as long as it makes progress, and gives up where it makes none: the
+After `closed` the stop continues as long as it makes progress, and fails if it makes none: the
 memory stays then.
 
 So the last checkpoint has every gradient whose push has returned, and no other.
@@ -35,7 +35,7 @@ from gadei_ps.watchdog.sockets import Client
 
 NOW_S = 1.0  # what learners get to leave by themselves when a stop does not drain
 PUBLISH_S = 1.0  # for moving one word; then the learner is stopped or hangs, and is killed
-# How long a stop goes on without progress, where a disk blocks, say. With the times above, that and
+# Time that a stop waits without progress, if a disk blocks, say. With the times above, that and
 # the end of the servers, it is less than the TimeoutStopSec of the unit.
 SILENT_S = 45.0
 ENDING_S = 15.0  # for what comes after that
@@ -43,7 +43,7 @@ ENDING_S = 15.0  # for what comes after that
 
 @dataclass(eq=False)
 class Stopping:
-    """The stop of one job, before it begins and while it goes on."""
+    """The stop of one job, before it begins and while it runs."""
 
     memory: JobMemory
     roster: Roster
@@ -51,18 +51,18 @@ class Stopping:
     notify: Notify
     log: Any
     blocked: Callable[[], str] = lambda: ""
-    """Why nothing can be applied any more, as no server can replace the active one; or empty."""
+    """Reason why nothing can be applied, as no server can replace the active one; or empty."""
     begun: bool = False
     asked: bool = False
     """Whether a client has asked for it."""
     discards: bool = False
     """Whether there is to be none."""
     reason: str = ""
-    """Why the job stops, if a learner or a limit has stopped it."""
+    """Reason of the stop, if a learner or a limit has stopped the job."""
     problem: str = ""
-    """Why there is no last checkpoint."""
+    """Reason why there is no last checkpoint."""
     waiting: list[Client] = field(default_factory=list)
-    """Clients that are told when the job has ended."""
+    """Clients that are notified when the job has ended."""
     _until: float = float("inf")
     _closed_at: float = 0.0
     _saving: bool = False
@@ -92,7 +92,7 @@ class Stopping:
             raise self.refusal()
 
     def refusal(self) -> JobStopped:
-        """What those are told who want something from a job that stops."""
+        """Return the error for requests to a job that stops."""
         return JobStopped(f"job {self.memory.config.name!r} is stopping")
 
     def begin(self, drain: bool, timeout_s: float, reason: str = "") -> None:
@@ -112,7 +112,7 @@ class Stopping:
         self.notify.stopping(timeout_s + ENDING_S)
 
     def over(self, now: float) -> bool:
-        """Whether nothing is left to wait for: learners, then the last checkpoint. Every tick."""
+        """Return whether learners and then the last checkpoint are done. Every tick."""
         if not self._closed_at:
             if self.memory.rings and now <= self._until:
                 return False
@@ -145,7 +145,7 @@ class Stopping:
         return self._saved
 
     def _is_stuck(self, now: float) -> bool:
-        """Whether the end has not got on for too long. Asks the manager for more time if it has."""
+        """Return whether the end makes no progress. Asks the manager for more time if it does."""
         sign = (len(self.memory.rings), int(self._control["version"]), self.checkpoints.moved)
         if sign != self._sign:
             if self._sign is not None:
@@ -154,7 +154,7 @@ class Stopping:
         return bool(self._watch.look(now, {"stop": (self._saving, *sign)}))
 
     def _tell(self, wanted: Stop) -> None:
-        """Stores the stop word, which a stop never takes back, before it looks at any ring."""
+        """Store the stop word, which a stop never reverts, before it looks at any ring."""
         word = self.memory.control.word(layout.CONTROL, "stop")
         last = max(wanted, int(self._control["stop"]))
         _native.store32(word, last)  # SYNC POINT: closed
@@ -165,7 +165,7 @@ class Stopping:
         self.problem = outcome.get("error", "")
 
     def done(self) -> str:
-        """What a stop tells that has done all it was to do."""
+        """Return the message of a complete stop."""
         control = self._control
         newest = self.checkpoints.newer
         if not newest and int(control["checkpoints"]):
@@ -176,19 +176,19 @@ class Stopping:
         return f"stopped at version {int(control['version'])}; {saved}"
 
     def report(self) -> str:
-        """What a stop without its last checkpoint tells."""
+        """Return the message of a stop without its last checkpoint."""
         job = self.memory.config.name
         if self.memory.unnamed:
             rest = "its segments have lost their names, so what came after is gone"
         elif service.runs_in(job, watchdog=True):
             end = service.here(job).end
             rest = (
-                f"{end} tries once more to save what is in memory: "
-                f"{service.here(job).systemctl('status', end)} tells whether it has"
+                f"{end} tries once more to save what is in memory; see "
+                f"{service.here(job).systemctl('status', end)}"
             )
         else:
             rest = (
-                "what it has learned stays in memory: go on with "
+                "what it has learned stays in memory: continue with "
                 f"{service.serve(job)}, or drop it with {service.command(job, f'gc {job}')}"
             )
         what = f"its last checkpoint failed: {self.problem}" if self._saving else self.problem

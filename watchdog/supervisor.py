@@ -2,10 +2,10 @@
 
 One thread, one selector: the control socket, a pidfd for each process, and a timer. The watchdog
 never waits for one of them alone, and segments are made in another thread (maker.py). The kernel
-tells of deaths through the pidfds. Servers and learners live on when the watchdog dies; the next
+reports deaths through the pidfds. Servers and learners live on when the watchdog dies; the next
 watchdog of the job adopts them.
 
-    startup     lock the job's name, adopt what lives or begin anew, start the servers
+    startup     lock the job's name, adopt what lives or start over, start the servers
     main_loop   until a stop is complete, or the job has failed
     shutdown    end the servers, remove sockets and segments
 """
@@ -102,7 +102,7 @@ class Supervisor:
         )
         self._failed = ""
         self._begun = False
-        self._leave = False  # servers, learners and memory go on without this process
+        self._leave = False  # servers, learners and memory continue without this process
         self._keep = False  # the memory does
         self.signalled = False
         self._slow_at = 0.0
@@ -224,11 +224,11 @@ class Supervisor:
 
     @property
     def _rings(self) -> int:
-        """How many learners' rings must fit beside the model."""
+        """Return the number of learners' rings that must fit beside the model."""
         return self.config.learners_to_come(self.options.learners)
 
     def _make_first_model(self) -> None:
-        """From a checkpoint or the job file; if neither has one, the first learner brings it."""
+        """Make the model of a checkpoint or the job file; else the first learner brings it."""
 
         def make(progress: Progress) -> tuple[First, tuple[Segment, Segment]] | None:
             first = None
@@ -246,7 +246,7 @@ class Supervisor:
         tell_at = time.monotonic() + TELL_S
         while not outcome:
             self._poll(TICK_S)
-            if self.signalled:  # shutdown() waits for the piece in hand, unless a disk blocks it
+            if self.signalled:  # shutdown() waits for the current piece, unless a disk blocks it
                 raise JobStopped("stopped before the job was ready")
             done = task.progress.done, progress(time.process_time(), self.options.start_silent_s)
             self._notify.starting(self.options.start_silent_s, done)
@@ -262,7 +262,7 @@ class Supervisor:
             model.enter(self.memory, first, made, self._log)
 
     def _examine_checkpoints(self) -> None:
-        """Before the job goes on from memory. If anything of it lives, this does not wait.
+        """Examine checkpoints before the job resumes from memory. Does not wait if any of it lives.
 
         Raises CheckpointMistake if nothing lives and no checkpoint could be made; the memory stays.
         """
@@ -370,9 +370,9 @@ class Supervisor:
             unit = service.of(self.config.name)
             again = unit.systemctl("restart") if unit else "gadei-ps serve"
             self._log.error(
-                "segments have lost their names: what runs goes on, but no learner or server can "
+                "segments have lost their names: what runs continues, but no learner or server can "
                 f"be added; stop the job, and serve it again from its last checkpoint ({again}). "
-                "Did logind remove them (RemoveIPC)? gadei-ps doctor tells",
+                "Did logind remove them (RemoveIPC)? Run gadei-ps doctor",
                 segment=lost[0][1:],
             )
         if killed := self._kills.told():
@@ -380,7 +380,7 @@ class Supervisor:
         self._tell_status(now)
 
     def _is_idle(self) -> bool:
-        """Whether the last learner has left and the job ends then."""
+        """Return whether the last learner has left and the job ends then."""
         roster = self._roster
         if self.memory.config.when_idle != "stop" or roster.rows or roster.leaving or roster.coming:
             return False
@@ -442,7 +442,7 @@ class Supervisor:
             self._log.info("stopped")
 
     def _end(self) -> bool:
-        """Whether the job has ended, and does not wait for another watchdog."""
+        """End the job; return False if it waits for another watchdog."""
         made = hasattr(self.memory, "control") and not (self._leave or self._keep)
         if made:
             kept = self._stopping.problem or self._survives

@@ -23,10 +23,10 @@ class Wanted:
         self._log = log
         self._ours = service.runs_in(job, watchdog=True)
         self.problem = ""
-        """Why no learner's unit can start, in words; else empty."""
+        """Reason why no learner's unit can start, in words; else empty."""
 
     def look(self) -> None:
-        """Makes the file if it is not there, and tells the log. Raises nothing."""
+        """Make the file if it is not there, and log it. Raises nothing."""
         if not self._ours:
             return
         before, self.problem = self.problem, ""

@@ -88,7 +88,7 @@ def test_on_stop(cli: Cli, job_name: str) -> None:
     here = cli.directory / "here"
     assert [one.version for one in checkpoint.found(here)] == [7]
     daemon = again(cli, job_name)
-    assert "going on from a checkpoint" in daemon.err
+    assert "resuming from a checkpoint" in daemon.err
     now = support.status(job_name)
     assert (now["version"], now["gradients_applied"], now["samples"]) == (7, 7, 7)
     np.testing.assert_array_equal(weights(job_name), -7)
@@ -192,7 +192,7 @@ def test_a_full_disk_does_not_stop_training(cli: Cli, job_name: str) -> None:
         resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (3000, limit[1]))
         count(client, 6)
         support.eventually(lambda: support.status(job_name)["checkpoint_failures"] == 1)
-        assert "training goes on" in daemon.err
+        assert "training continues" in daemon.err
         assert "File too large" in daemon.err
         said = cli("checkpoint", job_name).error
         assert str(cli.directory / "state" / job_name) in said

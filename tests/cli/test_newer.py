@@ -44,7 +44,7 @@ def test_a_newer_checkpoint_is_told_and_can_be_taken(
             daemon = again(cli, old)
         support.eventually(lambda: support.status(old)["newer_checkpoint"] == 5)
         command = f"gadei-ps stop {old} --discard"
-        line = next(line for line in daemon.err.splitlines() if "goes on from memory" in line)
+        line = next(line for line in daemon.err.splitlines() if "resuming from memory" in line)
         assert "at version 2; checkpoint 5 is newer" in line
         assert command in line
         assert str(there(old, cli)[0]) in line
@@ -98,7 +98,7 @@ def test_one_that_was_set_aside_is_taken_by_a_unit(old: str, cli: Cli) -> None:
     support.eventually(lambda: is_running(old) and support.status(old)["newer_checkpoint"] == 5)
     stop(old)
     assert daemon.wait().code == 0
-    _, _, way = daemon.err.partition("to go on from it: ")
+    _, _, way = daemon.err.partition("to resume from it: ")
     (line,) = way.splitlines()[:1]
     unit = f"--user {{}} gadei-ps@{old}"
     first, last = (f"systemctl {unit.format(verb)}" for verb in ("stop", "start"))

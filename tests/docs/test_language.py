@@ -76,10 +76,10 @@ def docstrings(tree: ast.AST) -> dict[ast.expr, bool]:
             "property" in ast.unparse(one) for one in node.decorator_list
         )
         body = getattr(node, "body", None)
-        for one in body if isinstance(body, list) else ():
+        for at, one in enumerate(body if isinstance(body, list) else ()):
             text = one.value if isinstance(one, ast.Expr) else None
             if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                found[text] = function
+                found[text] = function and not at
     return found
 
 
@@ -186,6 +186,7 @@ def test_the_walk_sees_all_kinds_of_files() -> None:
         ('def f():\n    """As-is copy."""', []),
         ('def f():\n    """Whether it is."""', ["whether"]),
         ('def f():\n    """Return whether it is."""', []),
+        ('def f(self):\n    self.x = True\n    """Whether it is."""', []),
         ('@property\ndef f():\n    """Whether it is."""', []),
         ('class A:\n    x: bool\n    """Whether it is."""', []),
         ('say("the job went on")', ["word"]),

@@ -54,16 +54,16 @@ def test_a_scripts_groups(job_name: str) -> None:
                     "has weight_decay 0 in parameter group 0",
                 ),
                 ([BIASES, {**LAST, "lr": 0.2}], "lr 0.5 in parameter group 1 from its first lear"),
-                ([BIASES], "has 2 parameter groups from its first learner, and this script says 1"),
-                ([], "and this script says no parameter groups: say the same groups in all scr"),
+                ([BIASES], "has 2 parameter groups from its first learner, but this script has 1"),
+                ([], "but this script has no parameter groups: use the same groups in all scr"),
                 (
                     [{**BIASES, "params": "first.bias"}, LAST],
-                    "has parameter 'last.bias' in parameter group 0, and this script has it in "
-                    "parameter group 1: say the same groups",
+                    "has parameter 'last.bias' in parameter group 0, but this script has it in "
+                    "parameter group 1: use the same groups",
                 ),
             ):
                 assert why in refused(job_name, **{**SAID, "groups": groups})
-            assert "says no parameter groups" in refused(job_name, **{**SAID, "groups": None})
+            assert "script has no parameter groups" in refused(job_name, **{**SAID, "groups": None})
             learner(job_name, lr=0.01).detach()  # says nothing of groups
             expected.push(first)
 
@@ -185,9 +185,8 @@ def test_a_model_of_the_job_file(cli: Cli, job_name: str) -> None:
         for name, value in TENSORS.items()
     )
     cli.serve(job_name, model)
-    assert (
-        "has no parameter groups, and this script says 1 parameter group: give them in"
-        in refused(job_name, kind="sgd", lr=0.01, groups=[{"params": "*.bias", "lr": 0.5}])
+    assert "has no parameter groups, but this script has 1 parameter group: set them in" in refused(
+        job_name, kind="sgd", lr=0.01, groups=[{"params": "*.bias", "lr": 0.5}]
     )
     cli("stop", job_name)
     cli.serve(job_name, FILE + model)

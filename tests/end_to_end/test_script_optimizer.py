@@ -89,12 +89,12 @@ def test_the_first_script_settles_it(job_name: str) -> None:
                 expected.push(silent)
             for said in ({**ADAMW, "lr": 0.02}, {"lr": 0.02}):
                 assert refused(job_name, **said).startswith(
-                    f"optimizer: job '{job_name}' has lr 0.01 from its first learner, and this "
-                    "script says 0.02: say the same in all scripts, or give it in [optimizer] of "
+                    f"optimizer: job '{job_name}' has lr 0.01 from its first learner, but this "
+                    "script has 0.02: use the same in all scripts, or set it in [optimizer] of "
                     "the job file or with --lr"
                 )
             assert "has kind adamw from" in refused(job_name, kind="sgd", lr=0.01)
-            with pytest.raises(UsageError, match=r"has beta1 0\.8 from .* this script says 0\.9"):
+            with pytest.raises(UsageError, match=r"has beta1 0\.8 from .* this script has 0\.9"):
                 learner(job_name, None, **{**ADAMW, "betas": (0.9, 0.99)})
             expected.push(first)
             eventually(lambda: len(status(job_name)["learners"]) == 1)
@@ -123,7 +123,7 @@ def test_a_model_of_the_job_file(job_name: str) -> None:
     """Its optimizer is there before the learners; they may still say its numbers."""
     model = [{"name": "w", "shape": [8]}]
     with daemon(job_name, optimizer={}, tensors=model):
-        assert "or begin anew (--fresh) with adamw in [optimizer]" in refused(job_name, **ADAMW)
+        assert "or start over (--fresh) with adamw in [optimizer]" in refused(job_name, **ADAMW)
         with learner(job_name, kind="sgd", lr=0.25) as client:
             client.push({"w": np.ones(8, np.float32)})
             client.wait_applied()
@@ -173,7 +173,7 @@ def test_the_settings_outlive_every_process(cli: Cli, job_name: str) -> None:
             expected.push(client)
             assert set(sources(job_name).values()) == {where}
         take(job_name)
-    assert "from its checkpoint, and this script says 0.5" in refused(job_name, lr=0.5)
+    assert "from its checkpoint, but this script has 0.5" in refused(job_name, lr=0.5)
 
     # As numbers of the job file may change with a new start, so may the script's.
     die(job_name)

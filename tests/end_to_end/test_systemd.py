@@ -243,7 +243,7 @@ def test_advice_fits_the_unit(cli: Cli, manager: Systemd, job_name: str) -> None
     assert f"systemctl --user status {end}" in status
     assert "gadei-ps serve" not in status
     assert "no checkpoint; the job is stopping" in service.err
-    assert "training goes on" not in service.err
+    assert "training continues" not in service.err
     service = start(cli, manager, job_name, text, "--finish", unit="gadei-ps-end")
     assert service.wait().code == NotSaved.exit_code
     status = manager.said("STATUS")[-1]

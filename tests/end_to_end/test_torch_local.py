@@ -99,7 +99,7 @@ def test_batches_are_cut_into_mini_batches(job: Daemon, job_name: str) -> None:
 def test_gradients_and_updates_are_told_apart(job: Daemon, job_name: str) -> None:
     with pytest.raises(UsageError, match="adds updates, and Optimizer pushes gradients"):
         Optimizer(plain_model(), job_name)
-    both = "has kind {} from its {}, and this script says {}: add is for scripts that push updates"
+    both = "has kind {} from its {}, but this script has {}: add is for scripts that push updates"
     of_job = "job file or command line"
     with pytest.raises(UsageError, match=both.format("add", of_job, "adamw")):
         Optimizer(plain_model(), job_name, kind="adamw")
