@@ -26,7 +26,7 @@ class Lines:
         self._most_bytes = most_bytes
         self._part = b""  # of a line that has not arrived whole
         self.has_ended = receives < 0
-        """Whether no more lines can arrive."""
+        """True if no more lines can arrive."""
         self._unsent = b""
         for fd in {receives, sends} - {-1}:
             os.set_blocking(fd, False)
