@@ -8,7 +8,6 @@ removed the last, so a process that holds the lock may remove them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -28,6 +27,7 @@ from gadei_ps.job.control import (
     Status,
     StopJob,
 )
+from gadei_ps.job.lock_file import LockFile
 from gadei_ps.machine import command_line, process
 from gadei_ps.memory import holds, presence, segment, shm
 from gadei_ps.memory.layout import CONTROL, SegmentKind
@@ -411,26 +411,23 @@ def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
     path = paths.lock_path(job)
     left = [Leftover("lock", job, str(path), 0)] if path.exists() else []
     try:
-        fd = paths.open_lock(path, create=not dry_run)
+        lock = LockFile(path, create=not dry_run)
     except FileNotFoundError:
         yield []
         return
-    except ControlError:
+    except (BlockingIOError, ControlError):
         yield None
         return
+    removed = False
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A watchdog that ended between open and flock has removed the file; another one may
-            # have made a new file, and hold that. A watchdog's lock file is always empty.
-            mine = os.path.samestat(os.fstat(fd), path.stat()) and not os.fstat(fd).st_size
-        except (BlockingIOError, FileNotFoundError):
-            mine = False
+        mine = lock.is_empty  # as a watchdog's lock file always is
         yield left if mine else None
-        if mine and not dry_run:
-            path.unlink(missing_ok=True)
+        removed = mine and not dry_run
     finally:
-        os.close(fd)
+        if removed:
+            lock.release()
+        else:
+            lock.close()
 
 
 def _answers(job: str) -> bool:
