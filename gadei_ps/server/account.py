@@ -76,20 +76,20 @@ BOOKED = np.uint64(layout.offset(STATE, "record") + layout.offset(RECORD, "booke
 
 
 class Outcome(NamedTuple):
-    """What became of a frame."""
+    """Outcome of a frame."""
 
     row: int
     action: int
     """APPLY, DROP or REFUSE."""
     reason: int
-    """Of a refusal."""
+    """Reason of a refusal."""
     batch: np.uint64
-    """That the frame answers; NO_BATCH."""
+    """Batch that the frame answers, or NO_BATCH."""
 
 
 @inner
 def books(s: Shard) -> Books:
-    """Where the words of the books are."""
+    """Return the addresses of the accounting words."""
     return Books(s.control, s.part[0].state)
 
 
@@ -134,7 +134,7 @@ def book_arrival(
     torn: bool,
     more: bool,
 ) -> None:
-    """Books the gradient in hand; hands out the next batches if `more`.
+    """Books the current gradient; hands out the next batches if `more`.
 
     frame: its header, FRAME of shape (1,). torn: it could not be read to its end; then nothing is
     believed of the header, and its batch goes to another learner. Its times come after the
@@ -181,7 +181,7 @@ def book_refusal(
 
 @inner
 def book_superstep(s: Shard, version: np.uint64) -> None:
-    """Books for each row what the superstep in hand has done with its oldest frame."""
+    """Books for each row what the current superstep has done with its oldest frame."""
     record = s.state[0].record[0]
     c = s.c
     for row in range(integer(record.booked), MAX_LEARNERS):
@@ -211,7 +211,7 @@ def book_superstep(s: Shard, version: np.uint64) -> None:
 
 @inner
 def takes_work(c: np.ndarray, row: int, ring: np.uint64, generation: np.uint64) -> bool:
-    """Whether there is work, and the learner is there and asks for it."""
+    """Return whether there is work, and the learner is attached and asks for it."""
     return bool(
         get32(address(c) + WORK) == WORKING  # SYNC POINT: work
         and c[0].roster[row].wanted == generation
@@ -242,16 +242,16 @@ def show_all_work(c: np.ndarray, row: int, ring: np.uint64) -> None:
 
 @inner
 def _is_coming(c: np.ndarray, row: int) -> bool:
-    """Whether a learner is there whose ring the manager has not shown yet."""
+    """Return whether a learner is attached whose ring the manager has not shown yet."""
     e = c[0].roster[row]
     return bool(e.wanted != ZERO and e.wanted == e.generation and e.retired != e.generation)
 
 
 @inner
 def others_may_get(c: np.ndarray) -> bool:
-    """Whether a frame that was answered may let learners other than its own have batches.
+    """Return whether an answered frame may give batches to learners other than its own.
 
-    So it is at the end of an epoch, and when a batch came back.
+    True at the end of an epoch, and when a batch came back.
     """
     return bool(c[0].work == WORKING and (c[0].requeued > 0 or not ledger.is_amid_epoch(c)))
 

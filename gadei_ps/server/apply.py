@@ -1,4 +1,4 @@
-"""Applies the frames that a shard has in hand, whatever their kind.
+"""Application of a shard's current frames, whatever their kind.
 
 A frame is dense (dense.py) or of rows (rows.py); a mean may have frames of both kinds. An
 assignment has the blocks of a frame of rows, and is alone. This is the only file that chooses.
@@ -24,7 +24,7 @@ from gadei_ps.server.symbols import call
 
 @inner
 def _count_torn(s: Shard) -> int:
-    """How many of the frames in hand are not there any more.
+    """Count the current frames that are lost.
 
     In the mean of a superstep such a frame counts as zeros, so that the others weigh the same in
     every shard.
@@ -34,7 +34,7 @@ def _count_torn(s: Shard) -> int:
         here = is_there(s.hands[0].watch - GENERATION, record.generation, record.sequence)
         return 0 if here else 1
     torn = 0
-    member = 0  # they are in hand in the order of their rows
+    member = 0  # the current frames are in the order of their rows
     for row in range(MAX_LEARNERS):
         if s.c[0].superstep_action[row] == APPLY:
             slot = s.hands[member].watch - GENERATION
@@ -66,11 +66,11 @@ SIGNATURE = types.void(types.uint64, types.int64, types.int64, types.int64)
 
 
 def source(name: str) -> tuple[Any, Callable[..., None]]:
-    """What the unit is compiled from."""
+    """Return the source of the unit."""
     return SIGNATURE, _apply
 
 
 @inner
 def apply_frames(s: Shard, walk: Walk) -> None:
-    """Applies the frames in hand. The sequence lock of the shard is odd meanwhile."""
+    """Applies the current frames. The sequence lock of the shard is odd meanwhile."""
     call(s.part[0].apply, s.here, walk.members, walk.first, walk.start)

@@ -96,7 +96,7 @@ SIGNATURE = types.void(types.uint64, types.int64)
 
 
 def source(name: str) -> tuple[Any, Callable[..., None]]:
-    """What the unit is compiled from."""
+    """Return the source of the unit."""
     return SIGNATURE, _arrive
 
 
@@ -154,7 +154,7 @@ def settle_broken(s: Shard, line: int) -> bool:
     """
     ring = s.known[line]
     row = ring.row
-    s.part[0].head[ring.line] = get(ring.address + HEAD)  # it is no reason to wake up
+    s.part[0].head[ring.line] = get(ring.address + HEAD)  # it is not a reason to wake up
     most = _most_consumed(s, row)
     if most <= s.state[0].applied[s.number, row]:
         return False
@@ -170,7 +170,7 @@ def settle_broken(s: Shard, line: int) -> bool:
 
 @inner
 def catch_up(s: Shard, count: int, superstep: np.uint64, mode: np.uint32) -> bool:
-    """While the shards stand still: consumes what another one has consumed already.
+    """Consume, during a global pause, what another shard has consumed already.
 
     superstep, mode: that the pass began with. True if there was any, or if one of them is another
     now: what another shard has consumed since, in a superstep perhaps, must not be applied on

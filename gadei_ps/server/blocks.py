@@ -44,7 +44,7 @@ def tensor_of(part: np.ndarray, number: int) -> np.ndarray:
 
 @inner
 def rows_of(tensor: np.ndarray) -> int:
-    """How many rows a tensor has: its first dimension; one without values has one."""
+    """Return the rows of a tensor: its first dimension; 1 for a tensor without values."""
     return max(integer(tensor[0].shape[0]), 1) if tensor[0].dims > 0 else 1
 
 
@@ -66,7 +66,7 @@ def read_block(slot: np.uint64, number: int) -> Block:
 
 @inner
 def fits(block: Block, tensor: np.ndarray, size: int, payload_bytes: int) -> bool:
-    """Whether what a block describes lies within the payload. size: bytes of a value."""
+    """Return whether a block lies within the payload. size: bytes of a value."""
     room = np.uint64(payload_bytes)
     rows = rows_of(tensor)
     count = integer(tensor[0].count)
@@ -86,14 +86,14 @@ def fits(block: Block, tensor: np.ndarray, size: int, payload_bytes: int) -> boo
 
 @inner
 def payload_bytes_of(header: np.uint64, part: np.ndarray) -> int:
-    """Bytes of the payload that a header, at this address, tells; -1 if a slot has less room."""
+    """Return the payload's size (bytes) from a header at this address; -1 above a slot's room."""
     size = get(header + PAYLOAD_BYTES)
     return integer(size) if size <= part[0].capacity else -1
 
 
 @inner
 def count_blocks(header: np.uint64) -> int:
-    """How many blocks the frame of a header, at this address, has, as its learner says."""
+    """Return the number of blocks of a frame from its header at this address, by its learner."""
     return integer(get32(header + BLOCKS))
 
 
@@ -101,7 +101,7 @@ def count_blocks(header: np.uint64) -> int:
 def check_rows(
     header: np.uint64, slot: np.uint64, size: int, part: np.ndarray, assigns: bool
 ) -> int:
-    """Why the frame of rows in this slot must not be applied; OK if it may.
+    """Return why the frame of rows in this slot must not be applied; OK if it may.
 
     header: address of a copy of its header. size: bytes of a value. part: PART, shape (1,), of
     any shard. assigns: whether it may have blocks of buffers.

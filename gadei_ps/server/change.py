@@ -1,6 +1,6 @@
 """A change of the synchronization model while the job runs.
 
-    freeze     every learner finishes its iteration in hand; no learner is granted another one
+    freeze     every learner finishes its current iteration; no learner is granted another one
     barrier    all that was granted is pushed, applied or dropped
     hold       the shards let frames lie, and all have consumed the same
     finish     the mode of the new model, then its number: from here on it is in force
@@ -21,14 +21,14 @@ from gadei_ps.memory.segment import Segment
 
 
 def hold(control: Segment, changes: int, shards: int) -> bool:
-    """Tells the shards to let frames lie; returns whether all do. changes: see modes.set_mode()."""
+    """Let the shards leave frames alone; return whether all do. changes: see modes.set_mode()."""
     mode = modes.set_mode(control, changes, Mode.HOLD)
-    obeyed = control.view(CONTROL)["shard"]["mode"][:shards]
-    return bool((obeyed == np.uint32(mode)).all())
+    adopted = control.view(CONTROL)["shard"]["mode"][:shards]
+    return bool((adopted == np.uint32(mode)).all())
 
 
 class Freeze:
-    """The last grants of learners: each finishes the iteration in hand, and begins no other."""
+    """The last grants of learners: each finishes the current iteration, and begins no other."""
 
     def __init__(self) -> None:
         self._grants: dict[tuple[int, int], tuple[int, int]] = {}
@@ -44,7 +44,7 @@ class Freeze:
         return self._grants[key][1]
 
     def before(self, row: int, generation: int) -> int | None:
-        """What the learner was granted before; None if it was not frozen."""
+        """Return the learner's earlier grant; None if it was not frozen."""
         found = self._grants.get((row, generation))
         return found[0] if found else None
 
@@ -62,11 +62,11 @@ class Change:
         self.model = modes.model(control, number)
 
     def shards_hold(self) -> bool:
-        """Tells the shards to let frames lie; returns whether all do."""
+        """Let the shards leave frames alone; return whether all do."""
         return hold(self._control, self.number + numbers.done(self._control), self._shards)
 
     def finish(self) -> None:
-        """Puts the new model in force. The grants of the old one are taken back before."""
+        """Put the new model in force. The grants of the old one are revoked before."""
         _native.store(self._control.word(CONTROL, "sync_done"), self.number)
         modes.enforce(self._control, self.number, self.model)
         log.get().info("synchronization model changed", sync=str(self.model))

@@ -45,7 +45,7 @@ _part_at = structs(PART)
 
 
 class Walk(NamedTuple):
-    """Which frames in hand are applied, and from where on."""
+    """Choice of the current frames that are applied, and the place to start at."""
 
     members: int
     """Frames; the gradient is their mean."""
@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """How the gradient in hand changes values: the same for all of its pieces."""
+    """Change of values by the current gradient: the same for all of its pieces."""
 
     coef: cpu.Scalars
     at: Streams
@@ -139,7 +139,7 @@ def move_span(s: Shard, group: int, form: int, gradient: np.uint64, span: Span) 
 
 @inlined
 def _move_of(part: np.uint64, coefficients: np.uint64) -> _Move:
-    """What `prepare` has worked out. Both are addresses."""
+    """Return the result of `prepare`. Both are addresses."""
     p = _part_at(part)[0]
     coef = cpu.scalars(doubles(coefficients, COEFFICIENTS))
     at = Streams(p.weights, p.slot0, p.slot1, p.undo)
@@ -287,7 +287,7 @@ LOOP = types.void(types.uint64, types.uint64, types.uint64, types.int64, types.i
 
 
 def source(name: str) -> tuple[Any, Callable[..., None]]:
-    """What a unit is compiled from.
+    """Return the source of a unit.
 
     name: assign-FORM, or move-KIND-FORM; the kind is the optimizer's, the form is its place in
     FORMS.

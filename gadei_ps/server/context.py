@@ -1,4 +1,4 @@
-"""What a shard's thread knows of itself, and the frames that it has in hand.
+"""State of a shard's thread, and its current frames.
 
 Compiled; each function here runs in the thread of the shard.
 """
@@ -91,7 +91,7 @@ class Shard(NamedTuple):
 
 @inner
 def integer(value: Any) -> int:
-    """As a signed word: Numba makes a float of a signed and an unsigned word."""
+    """Convert to a signed word: Numba makes a float of a signed and an unsigned word."""
     return np.int64(value)  # type: ignore[return-value]
 
 
@@ -157,7 +157,7 @@ def _broken_at(s: Shard, row: int) -> np.uint64:
 
 @inner
 def is_broken(s: Shard, row: int, generation: np.uint64) -> bool:
-    """Whether the ring is damaged, so that no shard of this process reads it any more."""
+    """Return whether the ring is damaged, so that no shard of this process reads it any more."""
     return bool(get(_broken_at(s, row)) == generation)
 
 
@@ -190,13 +190,13 @@ def read_frame(s: Shard, slot: np.uint64) -> np.ndarray:
 
 @inner
 def is_there(slot: np.uint64, generation: np.uint64, sequence: np.uint64) -> bool:
-    """Whether the slot holds this frame still: not if its ring was lost meanwhile."""
+    """Return whether the slot still holds this frame: not if its ring was lost meanwhile."""
     return bool(get(slot + GENERATION) == generation and get(slot + SEQUENCE) == sequence)
 
 
 @inner
 def take(s: Shard, member: int, slot: np.uint64, frame: np.ndarray) -> None:
-    """The frame in this slot is the member-th of those in hand. frame: its header."""
+    """The frame in this slot is the member-th of the current ones. frame: its header."""
     hand = s.hands[member]
     hand.payload = slot + PAYLOAD_AT
     hand.dtype = integer(frame[0].dtype)
@@ -215,6 +215,6 @@ def take(s: Shard, member: int, slot: np.uint64, frame: np.ndarray) -> None:
 
 @inner
 def is_lost(s: Shard) -> bool:
-    """Whether the first frame in hand was lost while it is applied: zeros lie over its ring."""
+    """Return whether the first current frame was lost while it is applied: its ring is zeros."""
     watch = s.hands[0].watch
     return bool(watch != ZERO and get(watch) == ZERO)

@@ -3,8 +3,8 @@
 The manager of the active server calls this module. The model exists in this process only. The next
 server makes an equal model from the roster (`member`, `base`) and from the control segment, where
 the watchdog has written the model's text under a number. When control asks for another number, the
-driver changes the model at a barrier (change.py). When a learner asks for it, the driver has all
-others stand still (stand.py).
+driver changes the model at a barrier (change.py). When a learner asks for it, the driver pauses all
+others (stand.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Driver(Team):
         self._starts = False  # before the first superstep
 
     def follow(self) -> None:
-        """While another server is active: makes the model that the active server uses."""
+        """Make the model that the active server uses, while another server is active."""
         if modes.done(self._segment) != self.number:
             self.number = modes.done(self._segment)
             self.sync = modes.model(self._segment, self.number)
@@ -125,7 +125,7 @@ class Driver(Team):
         return self._change is not None and self._change.at_barrier
 
     def _come_to_a_change(self, change: Change, serving: bool) -> None:
-        """Changes to the other model at the barrier, as soon as the shards stand still."""
+        """Change to the other model at the barrier, as soon as the shards hold."""
         if not change.at_barrier:
             change.at_barrier = self._all_wait(change.freeze) and self._supersteps_over
         held = change.at_barrier and serving and change.shards_hold()
@@ -148,7 +148,7 @@ class Driver(Team):
         _native.bell(self._segment.word(CONTROL, "manager_bell"))
 
     def _come_to_a_stand(self, stand: Stand, serving: bool) -> None:
-        """Has all others stand still."""
+        """Pause all other learners."""
         if self._stands.is_over(stand, self.members):
             self._end_stand(stand)
             return
@@ -172,7 +172,7 @@ class Driver(Team):
             modes.enforce(self._segment, self.number, self.sync)
 
     def _assign(self, stand: Stand) -> None:
-        """While all others stand still. Also at a take-over, before anything else is done."""
+        """Assign while all others pause. At a failover, before anything else is done."""
         member, over = stand.member, self._stands.is_over(stand, self.members)
         if self._supersteps_over:  # once it is over, too: what comes later than other gradients
             member.reported = self._applied(member)  # would take them out of the weights
@@ -182,13 +182,13 @@ class Driver(Team):
             self._end_stand(stand)
 
     def _end_stand(self, stand: Stand) -> None:
-        """All learners go on."""
+        """End the pause of all learners."""
         self._stands.end(stand)
         self._stand = None
         _native.bell(self._segment.word(CONTROL, "manager_bell"))
         if not self._resumed:
             return  # the take-over does the rest
-        if self.sync.on_arrival:  # the model does not hear of the assignments
+        if self.sync.on_arrival:  # the model is not notified of the assignments
             stand.member.reported = self._applied(stand.member)
             if stand.member.joined:
                 self._note_clock(stand.member)
@@ -206,7 +206,7 @@ class Driver(Team):
         return self._numbers.settle(self.number, self.sync, serving=serving, superstep=open_)
 
     def sees_nonsense(self, member: Member) -> bool:
-        """Whether a ring's head cannot be, where the shards do not look at it."""
+        """Return whether a ring's head is impossible, if the shards do not look at it."""
         stands = self._stand is not None and self._stand.begun and self._stand.member is member
         if self.sync.on_arrival and not stands:
             return False
@@ -215,7 +215,7 @@ class Driver(Team):
         return before > applied + self._slots or member.mapped.head < applied
 
     def holds(self, member: Member) -> bool:
-        """Whether the model waits to decide on a gradient of this learner."""
+        """Return whether the model waits to decide on a gradient of this learner."""
         return not self.sync.on_arrival and self._applied(member) < member.reported
 
     def done_with(self, member: Member) -> bool:
@@ -315,7 +315,7 @@ class Driver(Team):
         applied = self._applied(member)
         if self.sync.on_arrival:
             if applied > max(member.granted, member.reported) + self._slots:
-                member.reported = applied  # it overwrote its head; these were no iterations
+                member.reported = applied  # it overwrote its head; these were not iterations
             return applied
         head = member.mapped.head
         # If the learner overwrote its head, nothing more is known.
@@ -410,7 +410,7 @@ class Driver(Team):
         if not self._supersteps_over:
             return  # a grant promises that all gradients on which it depends are applied
         members = [one for one in self.members.values() if one.joined]
-        # First, so that a learner that sees others continue also sees that it may give up.
+        # First, so that a learner that sees others continue also sees that it may abandon its own.
         for member in members:
             behind = self.sync.wanted(member.row) - self.sync.clock(member.row)
             if behind > 0:

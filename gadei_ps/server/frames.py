@@ -44,7 +44,7 @@ NONFINITE = np.uint32(layout.NONFINITE)
 
 @inner
 def _may_assign(frame: np.ndarray, part: np.ndarray) -> bool:
-    """Whether the optimizer has the slot that an assignment names, and can have made its steps.
+    """Return whether the optimizer has an assignment's slot, and can have made its steps.
 
     Only to weights values are added.
 
@@ -62,7 +62,7 @@ def _may_assign(frame: np.ndarray, part: np.ndarray) -> bool:
 
 @inner
 def are_scales(frame: np.ndarray, groups: int) -> bool:
-    """Whether the scales of rates and the momentum of a frame can be. frame: its header."""
+    """Return whether a frame's scales and momentum are valid. frame: its header."""
     for group in range(groups):
         scale = frame[0].rate_scale[group]
         if not (scale >= 0.0 and math.isfinite(scale)):
@@ -130,5 +130,5 @@ SIGNATURE = types.int64(types.uint64, types.uint64, types.uint64, types.uint64, 
 
 
 def source(name: str) -> tuple[Any, Callable[..., int]]:
-    """What the unit is compiled from."""
+    """Return the source of the unit."""
     return SIGNATURE, _check

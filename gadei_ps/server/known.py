@@ -68,7 +68,7 @@ def look_up(s: Shard) -> int:
         # process may not know yet. Then `applied` is that learner's.
         if get(entry_at(s, row) + SERVED) != ring.generation:  # SYNC POINT: served
             continue
-        # The ring was forgotten meanwhile: a newer table will tell.
+        # The ring was forgotten meanwhile: a newer table will show it.
         if shown_address(s, row) != address:
             continue
         if get(entry_at(s, row) + BROKEN) == ring.generation:  # as the server before has found
@@ -91,7 +91,7 @@ def oldest_slot(s: Shard, ring: Any) -> np.uint64:
 
 @inner
 def has_news(s: Shard, ring: Any) -> bool:
-    """Whether the learner has published since the shard looked last; counts it as looked at."""
+    """Return whether the learner has published since the last look; counts it as looked at."""
     head = get(ring.address + HEAD)  # SYNC POINT: frame
     news = head != s.part[0].head[ring.line]
     s.part[0].head[ring.line] = head
@@ -122,7 +122,7 @@ def wake_learner(s: Shard, ring: Any) -> None:
 
 @inner
 def is_nonsense(s: Shard, head: np.uint64, tail: np.uint64) -> bool:
-    """Whether a ring's head cannot be: it holds at most its slots. Its learner wrote over it."""
+    """Return whether a ring's head exceeds its slots: its learner overwrote it."""
     return bool(head - tail > np.uint64(s.c[0].slots))
 
 

@@ -33,7 +33,7 @@ PASSES = np.uint64(layout.offset(CONTROL, "owned_passes"))
 
 @compiled
 def held(c: np.ndarray, row: int) -> int:
-    """How many batches the learner has to answer."""
+    """Return the number of batches that the learner has to answer."""
     count = 0
     for i in range(AHEAD):
         if c[0].roster[row].outstanding[i] != NO_BATCH:
@@ -86,7 +86,7 @@ def requeue_all(c: np.ndarray, row: int) -> None:
 
 @inner
 def pending(c: np.ndarray, epoch: np.uint64) -> bool:
-    """Whether a batch of this epoch is handed out or to be handed out again."""
+    """Return whether a batch of this epoch is handed out or to be handed out again."""
     for i in range(c[0].requeued):
         if c[0].requeue[i] >> EPOCH_AT == epoch:
             return True
@@ -100,7 +100,7 @@ def pending(c: np.ndarray, epoch: np.uint64) -> bool:
 
 @inner
 def is_taken_back(c: np.ndarray) -> bool:
-    """Whether something of what the job owned was taken back, and is here still."""
+    """Return whether revoked batches are still here."""
     back = get(address(c) + FROM)  # SYNC POINT: owned ranges
     if c[0].owned_range < back:
         return True
@@ -109,7 +109,7 @@ def is_taken_back(c: np.ndarray) -> bool:
 
 @compiled
 def take_back(c: np.ndarray) -> None:
-    """Gives up what was taken back, also what has come back from learners since. Twice is once."""
+    """Drop revoked batches, even those that learners have returned since. Idempotent."""
     back = get(address(c) + FROM)  # SYNC POINT: owned ranges
     if c[0].owned_range < back:
         c[0].owned_at = ZERO
@@ -120,9 +120,9 @@ def take_back(c: np.ndarray) -> None:
 
 @inner
 def is_amid_epoch(c: np.ndarray) -> bool:
-    """Whether the epoch that is being handed out has batches left, and is the only one open.
+    """Return whether the epoch that is being handed out has batches left, and is the only one open.
 
-    Of owned batches: whether no epoch may have become done.
+    For owned batches: whether no epoch may have become done.
     """
     if c[0].owned != ZERO:
         return bool(c[0].epochs_done >= get(address(c) + PASSES))
@@ -131,7 +131,7 @@ def is_amid_epoch(c: np.ndarray) -> bool:
 
 @inner
 def _is_handed_out(c: np.ndarray, epoch: np.uint64) -> bool:
-    """Whether all batches of this epoch were handed out."""
+    """Return whether all batches of this epoch were handed out."""
     if c[0].owned != ZERO:
         return bool(epoch < get(address(c) + PASSES))  # SYNC POINT: owned ranges
     following = c[0].next >> EPOCH_AT
@@ -155,7 +155,7 @@ def close_epochs(c: np.ndarray) -> bool:
 
 @inner
 def has_more(c: np.ndarray) -> bool:
-    """Whether there is a batch to hand out now."""
+    """Return whether there is a batch to hand out now."""
     if c[0].work != WORKING:
         return False
     if c[0].owned != ZERO:

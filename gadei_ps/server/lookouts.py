@@ -2,16 +2,16 @@
 
 One system call watches at most 128 words, and takes longer the more it watches. So from some
 learners on, the shards watch only rings that have lately pushed, when they sleep. The others are
-watched by lookouts, one for each GROUP rows, which stay asleep meanwhile. When a head moves, the
-lookout leaves that ring to the shards and rings their bell.
+watched by watcher threads, one for each GROUP rows, which stay asleep meanwhile. When a head moves,
+the watcher leaves that ring to the shards and rings their bell.
 
-    lookout   load head; then `watched` := generation              SYNC POINT: watched
+    watcher   load head; then `watched` := generation              SYNC POINT: watched
               sleep unless the head has moved since
               a head has moved: `watched` := 0, or not; ring the bell
     shard     load the bell; load `watched`; then look at the head; sleep on the bell, and on the
               head if it is not watched
 
-A head that moves after the shard has looked has moved after the lookout loaded it: the lookout
+A head that moves after the shard has looked has moved after the watcher loaded it: the watcher
 does not sleep, or is woken. Either way it rings the bell, which the shard has loaded before.
 """
 
@@ -33,7 +33,7 @@ from gadei_ps.server.structs import BOARD
 FROM = 16
 """So many rings the shards watch themselves."""
 GROUP = 127
-"""Rows of a lookout; one more word is the version of the table."""
+"""Rows of a watcher; one more word is the version of the table."""
 DIRECT = 16
 """Rings of a group that are left to the shards at most, while others are silent."""
 PERIOD_S = 0.1
@@ -45,17 +45,17 @@ WORD = 8
 
 @dataclass
 class _Ring:
-    """A ring as a lookout knows it."""
+    """State of a ring in a watcher."""
 
     head: int
-    """When the lookout looked last."""
+    """Head at the watcher's last look."""
     mark: int
-    """When the last period began."""
+    """Head at the start of the last period."""
     watched: bool = False
 
 
 class Lookout:
-    """What one thread does for the rows of its group."""
+    """Watcher thread of the rows of one group."""
 
     def __init__(self, rings: Rings, group: int) -> None:
         self._rings = rings
@@ -67,7 +67,7 @@ class Lookout:
         self._watched_at = board + layout.offset(BOARD, "watched")
 
     def run(self) -> None:
-        """Until the server ends, or the kernel cannot watch several words."""
+        """Watch until the server ends, or the kernel cannot watch several words."""
         while not self._rings.board[0]["quit"]:
             version = _native.load(self._version_at)
             if self.look(time.monotonic()):
@@ -113,7 +113,7 @@ class Lookout:
         _native.store(self._watched_at + WORD * row, generation)  # SYNC POINT: watched
 
     def _sleep(self, version: int) -> int:
-        """Until a watched head moves or the table changes. Returns the kernel's error number."""
+        """Sleep until a watched head moves or the table changes. Returns the kernel's errno."""
         heads = [(one.ring.word(RING, "head"), ring) for one, ring in self._known.items()]
         watched = [(at, ring.head) for at, ring in heads if ring.watched]
         words, values = zip((self._version_at, version), *watched, strict=True)

@@ -17,7 +17,7 @@ class Member:
     """A learner whose ring is served."""
 
     mapped: Mapped
-    reported: int = 0  # frames that the sync model has heard of, and assignments
+    reported: int = 0  # frames that were reported to the sync model, and assignments
     joined: bool = False
     leaving: bool = False
     granted: int = -1
@@ -41,13 +41,13 @@ class Next(NamedTuple):
 
     member: Member
     slot: int
-    """Where it is, bytes from the ring's begin."""
+    """Offset of the slot from the ring's begin (bytes)."""
     header: np.ndarray
     """FRAME, shape (1,)."""
 
     @property
     def assigns(self) -> bool:
-        """Whether it is an assignment, of which the sync model does not hear."""
+        """Whether it is an assignment, which is not reported to the sync model."""
         return int(self.header[0]["kind"]) == FrameKind.ASSIGN
 
     @property
@@ -55,7 +55,7 @@ class Next(NamedTuple):
         return float(self.header[0]["started"])
 
     def check(self, part: np.ndarray) -> int:
-        """Why it must not be applied (layout.Reason). part: PART of any shard."""
+        """Return why it must not be applied (layout.Reason). part: PART of any shard."""
         member = self.member
         return units.check_frame(
             self.header.ctypes.data,

@@ -1,12 +1,12 @@
-"""A change of the optimizer's numbers while the job runs: at the same gradient for all shards.
+"""A change of hyperparameters while the job runs: at the same gradient for all shards.
 
     hold       on arrival: the shards let frames lie, and all have consumed the same
                in a model that collects: no superstep is open
     take       hyper_next -> hyper, then the number
-    go on      the mode of the model in force
+    continue   the mode of the model in force
 
-No gradient is in hand between the first two, and none is begun before the third. If the server dies
-in between, the shards of the next one still let frames lie, and its manager begins again.
+No gradient is in flight between the first two, and none is begun before the third. If the server
+dies in between, the shards of the next one still let frames lie, and its manager begins again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gadei_ps.sync import SyncModel
 
 
 def counts_agree(control: Segment, state: np.void, shards: int) -> bool:
-    """Whether all shards have consumed the same of each ring. state: STATE."""
+    """Return whether all shards have consumed the same of each ring. state: STATE."""
     roster = control.view(CONTROL)["roster"]
     used = np.flatnonzero(roster["generation"] != roster["retired"])
     counts = state["applied"][:shards, used]
@@ -44,7 +44,7 @@ class NewNumbers:
         return numbers.wanted(self._control) != numbers.done(self._control)
 
     def settle(self, in_force: int, model: SyncModel, *, serving: bool, superstep: bool) -> bool:
-        """One step of a change that is due. False until it is made: nothing else may go on.
+        """Make one step of a due change. False until it is complete: nothing else may continue.
 
         in_force: number of the model. serving: whether all shards serve. superstep: whether one is
         open.

@@ -10,7 +10,7 @@ from gadei_ps.machine import placement
 
 @dataclass(frozen=True)
 class Asked:
-    """What the watchdog asks of a server.
+    """Settings of a server from the watchdog.
 
     number: its line in control, 0 or 1. cores: of the shards. learners, patience_s: see
     gadei_ps.server.start.Start. quiet, verbose, json: of its log.

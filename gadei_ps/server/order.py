@@ -1,4 +1,4 @@
-"""Which rings a shard looks at in a pass, so that a pass costs by the rings that push.
+"""Choice of the rings that a shard looks at in a pass, so that a pass costs by the rings that push.
 
 Rings that have lately had something to do (lively ones) are looked at in every pass. Of the others
 each pass looks at a few, in turn, whatever the lively ones do: so none waits longer than a round of
@@ -20,7 +20,7 @@ from gadei_ps.server.constants import MAX_LEARNERS, ONE
 from gadei_ps.server.context import Shard, integer
 
 LEAST = 4
-"""Of the others that a pass looks at."""
+"""Least number of the other rings that a pass looks at."""
 ROUND_BYTES = 4 << 20
 QUIET = np.uint64(4096)
 """Passes without anything to do after which a ring is not lively any more."""
@@ -70,7 +70,7 @@ def had_news(s: Shard, line: int) -> None:
 
 @inner
 def sort_out(s: Shard, looks: int) -> None:
-    """After a pass: rings that had something to do are lively; those long without it are not."""
+    """Sort rings after a pass: those that had work are lively; those long without it are not."""
     turn = s.part[0].turn
     lively = s.part[0].lively
     for i in range(lively, looks):

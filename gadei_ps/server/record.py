@@ -33,18 +33,18 @@ VERSION = np.uint64(layout.offset(CONTROL, "version"))
 
 
 class Entry(NamedTuple):
-    """What is about to be applied: a frame of a ring, or the mean of a superstep."""
+    """Gradient that is about to be applied: a frame of a ring, or the mean of a superstep."""
 
     ring: int
     """Row of the ring; MAX_LEARNERS for a superstep."""
     generation: np.uint64
-    """Of the ring."""
+    """Generation of the ring."""
     sequence: np.uint64
-    """Of the frame; the number of the superstep."""
+    """Sequence of the frame, or the number of the superstep."""
     version: np.uint64
-    """Of the weights, before it."""
+    """Version of the weights before it."""
     applies: int
-    """How many frames of it are applied."""
+    """Number of its frames that are applied."""
     next_step: np.uint64
     """Optimizer steps finished after it."""
 
@@ -69,14 +69,14 @@ def begin(s: Shard, entry: Entry) -> None:
 
 @inner
 def note_torn(s: Shard, frames: int) -> None:
-    """So many frames of what is in hand could not be read to their end. Twice is once."""
+    """Note the number of current frames that could not be read to their end. Idempotent."""
     record = s.state[0].record[s.number]
     record.torn = record.tear + np.uint64(frames)
 
 
 @inner
 def is_torn(s: Shard) -> bool:
-    """Whether a frame of what is in hand is noted as torn."""
+    """Return whether a current frame is noted as torn."""
     record = s.state[0].record[s.number]
     return bool(record.torn != record.tear)
 
@@ -99,7 +99,7 @@ def unlock(s: Shard) -> None:
 
 @inner
 def count_finished(s: Shard) -> None:
-    """What the shard has finished, with what is in hand."""
+    """Count what the shard has finished, including the current work."""
     record = s.state[0].record[s.number]
     record.gradients = record.version + record.applies
     record.steps = record.next_step
@@ -118,7 +118,7 @@ def finish(s: Shard) -> None:
         for row in range(MAX_LEARNERS):
             if s.c[0].superstep_action[row] != SKIP:
                 s.state[0].applied[s.number, row] = s.c[0].superstep_upto[row]
-        fence()  # the manager goes on from `applied` as soon as it sees this
+        fence()  # the manager continues from `applied` as soon as it sees this
         record.supersteps = record.sequence
     count_finished(s)
     fence()

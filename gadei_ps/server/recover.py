@@ -1,7 +1,7 @@
-"""How a server finishes what another one was doing when it died: exactly once, bit for bit.
+"""Completion of the work of a server that has died: exactly once, bit for bit.
 
 The thread of each shard does this when it has got the shard's lease, before it serves. It may be
-killed itself at any instant: every step leaves what the next one to recover can go on from.
+killed itself at any instant: after every step the next one can continue the recovery.
 Compiled.
 """
 
@@ -31,14 +31,14 @@ from gadei_ps.server.symbols import address, get, put
 
 @inner
 def _is_finished(s: Shard) -> bool:
-    """Whether the superstep in hand counts already; then its actions may be the next one's."""
+    """Return whether the current superstep counts already; its actions may be the next one's."""
     record = s.state[0].record[s.number]
     return bool(record.ring == np.uint64(MAX_LEARNERS) and record.supersteps == record.sequence)
 
 
 @inner
 def _needs_no_ring(s: Shard) -> bool:
-    """Whether all of the gradient in hand is applied and booked: its ring may be gone already."""
+    """Return whether the current gradient is applied and recorded: its ring may be gone already."""
     record = s.state[0].record[s.number]
     if get(s.cursor) != ALL_APPLIED:
         return False
@@ -49,7 +49,7 @@ def _needs_no_ring(s: Shard) -> bool:
 
 @compiled
 def can_recover(part: np.ndarray) -> int:
-    """1 if the rings of what is in hand are mapped; the manager may not have seen them yet."""
+    """Return 1 if the rings of the current frames are mapped; the manager may not see them yet."""
     s = shard_of(address(part))
     record = s.state[0].record[s.number]
     if get(s.cursor) == IDLE or _is_finished(s) or _needs_no_ring(s):
@@ -68,7 +68,7 @@ def can_recover(part: np.ndarray) -> int:
 
 @inner
 def _finish_gradient(s: Shard) -> None:
-    """Applies the rest of the gradient or superstep in hand, and books it.
+    """Apply the rest of the current gradient or superstep, and record it.
 
     The open chunk is restored from the record alone. If the ring of a single gradient is damaged,
     that is all: the gradient is torn.
@@ -111,7 +111,7 @@ def _finish_gradient(s: Shard) -> None:
 
 @compiled
 def recover(part: np.ndarray) -> int:
-    """Finishes what a dead server was doing to this shard; 1 if a gradient was in hand.
+    """Finish a dead server's work on this shard; return 1 if a gradient was being applied.
 
     part: PART, shape (1,). The frame is still in its ring, because its tail moves last. To be
     called when can_recover() says so.

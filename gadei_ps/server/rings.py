@@ -1,11 +1,11 @@
 """The learners' rings as a server process has them mapped, and how its shards learn of them.
 
-Every server has a table of its own, the standby too, so that a take-over has nothing to map.
-Addresses are shown to the shards last and taken back first. A mapping is let go when no shard of
-this process can be looking at it.
+Every server has a table of its own, the standby too, so that a failover has nothing to map.
+Addresses are shown to the shards last and removed first. A ring is unmapped when no shard of this
+process can be looking at it.
 
 A ring is broken if its memory is lost, if it cannot be mapped, or if its head cannot be. The shards
-read no frame of it any more (arrival.settle_broken), and the manager lets its learner go.
+read no frame of it any more (arrival.settle_broken), and the manager evicts its learner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Mapped:
     slot_bytes: int
     slots_at: int
     told: bool = False
-    """Whether the shards have been told that it is broken."""
+    """Whether the shards are notified that it is broken."""
 
     @property
     def head(self) -> int:
@@ -52,18 +52,18 @@ class Mapped:
 
     @property
     def stand(self) -> int:
-        """What the learner asks by that all others stand still; 0: it does not."""
+        """Return the number of the learner's request for a global pause; 0: there is none."""
         word = _native.load(self.ring.word(RING, "stand"))  # SYNC POINT: stand
         # Not what a stray write has left there.
         return word if word & 0xFFFFFFFF == self.generation & 0xFFFFFFFF else 0
 
     @property
     def has_detached(self) -> bool:
-        """Whether the learner says so, for want of a watchdog to tell."""
+        """Whether the learner has noted its end in the ring, for want of a watchdog."""
         return _native.load(self.ring.word(RING, "detached")) != 0
 
     def slot(self, sequence: int, slots: int) -> int:
-        """Where the frame of that number is, bytes from the ring's begin."""
+        """Return the offset of the frame of that number from the ring's begin (bytes)."""
         # Not by the words in the ring: the learner can write over them.
         return self.slots_at + sequence % slots * self.slot_bytes
 
@@ -124,7 +124,7 @@ class Rings:
         return self.seen_by_all()
 
     def is_broken(self, one: Mapped) -> bool:
-        """Whether its memory is lost, or it says what cannot be."""
+        """Return whether its memory is lost, or its words are impossible."""
         return _native.load(self._broken_at(one.row)) == one.generation
 
     def show(self, one: Mapped) -> None:
@@ -157,7 +157,7 @@ class Rings:
         return {one.row for _, one in self._forgotten}
 
     def tidy(self) -> None:
-        """Lets go of forgotten rings that no shard can be reading."""
+        """Unmap forgotten rings that no shard can be reading."""
         if self._forgotten:
             seen = self._seen()
             # One that does not read yet looks at the table before it begins.
@@ -165,7 +165,7 @@ class Rings:
             self._forgotten = [one for one in self._forgotten if one[0] > slowest]
 
     def seen_by_all(self) -> bool:
-        """Whether every shard serves, and by the newest table."""
+        """Return whether every shard serves, and by the newest table."""
         return bool((self._seen() == self._version).all())
 
     @property
@@ -192,4 +192,4 @@ class Rings:
     def _changed(self) -> None:
         _native.store(self._word("table_version"), self._version + 1)  # SYNC POINT: ring table
         _native.bell(self.shard_bell)
-        _native.futex_wake(self._word("table_version"))  # the lookouts
+        _native.futex_wake(self._word("table_version"))  # the watcher threads

@@ -1,13 +1,13 @@
 """Applies gradients of which only some rows are given (embeddings).
 
-What no frame in hand names does not change, and neither does its optimizer state ("lazily": a row
-of a momentum does not decay while no gradient names it, as with torch.optim.SparseAdam).
+Rows that no current frame names do not change, and neither does their optimizer state ("lazily": a
+row of momentum does not decay while no gradient names it, as with torch.optim.SparseAdam).
 
 The walk goes by tensor and row and cuts each row, or dense tensor, into pieces of at most CHUNK
 values within the shard; a single frame's rows that follow each other are cut as one. Its pieces are
 numbered like the chunks of a dense gradient, and the cursor and the undo log serve them in the same
-way. The walk goes up through the weights, so recovery goes on from the place of the piece that was
-open.
+way. The walk goes up through the weights, so recovery continues from the place of the piece that
+was open.
 Compiled.
 """
 
@@ -55,14 +55,14 @@ class Stretch(NamedTuple):
     row: int
     """The first one; WHOLE."""
     shift: int
-    """Of a single frame: how far its values are from where a tensor given whole has them."""
+    """Distance of a single frame's values from their place in a tensor given whole."""
     low: int
     high: int
 
 
 @inner
 def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
-    """Goes on to the next tensor in each frame: DENSE if one gives all of it, ROWS, or ABSENT."""
+    """Move to the next tensor in each frame: DENSE if one gives all of it, ROWS, or ABSENT."""
     met = ABSENT
     for m in range(members):
         hand = s.hands[m]
@@ -99,7 +99,7 @@ def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
 
 @inner
 def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
-    """Goes on to the next row that a frame lists."""
+    """Move to the next row that a frame lists."""
     hand = s.hands[m]
     hand.at += 1
     hand.row = NO_ROW
@@ -111,7 +111,7 @@ def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
 
 @inner
 def _next_gap(s: Shard, tensor: np.ndarray) -> int:
-    """Goes on past the rows that follow the one at hand without a gap; the one after them."""
+    """Skip the rows that follow the current one without a gap; return the one after them."""
     after: int = s.hands[0].row + 1
     _next_row(s, 0, tensor)
     while s.hands[0].row == after:
@@ -209,7 +209,7 @@ def _least_row(s: Shard, members: int) -> int:
 
 @inner
 def apply_rows(s: Shard, walk: Walk) -> None:
-    """Applies the frames in hand, at least one of which is of rows.
+    """Applies the current frames, at least one of which is of rows.
 
     A single frame that is lost on the way is left as it is then.
     """

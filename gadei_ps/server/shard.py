@@ -6,8 +6,8 @@ of what it is doing (record.py). The thread of shard 0 also keeps the statistics
 (account.py).
 
     stand_by   waits for the lease, recovers, serves
-    serve      pass after pass: looks at the table of rings, stands still for a checkpoint, applies
-               what there is, keeps the books, spins or sleeps
+    serve      pass after pass: looks at the table of rings, pauses for a checkpoint, applies
+               frames, records them, spins or sleeps
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ HEARD = 2  # something that the manager must know
 
 @inner
 def _empty(s: Shard, row: int, head: np.uint64) -> bool:
-    """Whether every shard has consumed all that was published."""
+    """Return whether every shard has consumed all that was published."""
     for shard in range(s.c[0].shards):  # noqa: SIM110 (compiled: no generators)
         if s.state[0].applied[shard, row] != head:
             return False
@@ -99,7 +99,7 @@ def _empty(s: Shard, row: int, head: np.uint64) -> bool:
 
 @inner
 def _is_settled(s: Shard, row: int) -> bool:
-    """Whether all shards are done with a broken ring: they count the same, and nothing is in hand.
+    """Return whether all shards are done with a broken ring: equal counts, and no current frame.
 
     What it may still hold is not looked at.
     """
@@ -143,10 +143,10 @@ def _keep_books(s: Shard, count: int) -> bool:
 
 
 @inner
-def _hears_wishes(s: Shard, looks: int) -> bool:
-    """Whether a learner asks for something new since this shard looked last. looks: as chosen.
+def _has_requests(s: Shard, looks: int) -> bool:
+    """Return whether a learner has a new request since this shard's last look. looks: as chosen.
 
-    Tells the manager: one may ask that all others stand still.
+    Notifies the manager: the request may be for a global pause.
     """
     heard = False
     for i in range(looks):
@@ -168,7 +168,7 @@ def _hears_wishes(s: Shard, looks: int) -> bool:
 def _stands_still(
     s: Shard, count: int, superstep: np.uint64, mode: np.uint32, bell_seen: np.uint32
 ) -> bool:
-    """Whether the shard stands still for a checkpoint; then this is all that the pass does."""
+    """Pause the shard for a checkpoint; True: this is all that the pass does."""
     pause = get(s.control + PAUSE)  # SYNC POINT: pause
     record = s.state[0].record[s.number]
     if pause != ZERO and superstep <= record.supersteps and clock() * 1e9 < float(pause):
@@ -251,7 +251,7 @@ def serve(part: np.ndarray) -> int:
     passes = 0  # since there was anything to do
     idle_since = 0.0
     wide_awake(s.control, np.uint64(s.number))  # the server before may have died asleep
-    put(s.me + FRAMES, record.steps)  # or before it told
+    put(s.me + FRAMES, record.steps)  # or before it reported
 
     while True:
         beat += ONE
@@ -281,7 +281,7 @@ def serve(part: np.ndarray) -> int:
             found = _pass_on_arrival(s, looks, mode)
         else:
             found = _pass_held(s, count, superstep, mode)
-        if s.number == 0 and _hears_wishes(s, looks):
+        if s.number == 0 and _has_requests(s, looks):
             books_due = True
             found |= HEARD
         sort_out(s, looks)
@@ -320,9 +320,9 @@ def serve(part: np.ndarray) -> int:
 
 
 def stand_by(at: np.uint64) -> None:
-    """The life of a shard's thread: waits for its lease, recovers, serves until told to quit.
+    """Run a shard's thread: wait for its lease, recover, serve until `quit`.
 
-    A C function. All of it without Python: at a take-over no thread waits for the interpreter's
+    A C function. All of it without Python: at a failover no thread waits for the interpreter's
     lock. at: address of PART.
     """
     s = shard_of(at)
@@ -362,5 +362,5 @@ SIGNATURE = types.void(types.uint64)
 
 
 def source(name: str) -> tuple[Any, Callable[..., None]]:
-    """What the unit is compiled from."""
+    """Return the source of the unit."""
     return SIGNATURE, stand_by

@@ -48,7 +48,7 @@ class Shards:
         self._log = log.get()
 
     def part(self, index: int) -> np.ndarray:
-        """What a shard works with: PART, shape (1,)."""
+        """Return PART of a shard, shape (1,)."""
         # Its loops read and write whole vectors there.
         memory = np.zeros(PART.itemsize + LINE, np.uint8)
         begin = -memory.ctypes.data % LINE
@@ -100,7 +100,7 @@ class Shards:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """Stops the threads at the end of the gradient in hand."""
+        """Stops the threads at the end of the current gradient."""
         self.board["quit"] = 1
         _native.bell(self.control.word(CONTROL, "shard_bell"))
         for thread in self._threads:

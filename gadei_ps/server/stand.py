@@ -1,6 +1,6 @@
-"""A stand: all other learners stand still while one of them copies the weights and assigns others.
+"""Global pause: all other learners wait while one of them copies the weights and assigns others.
 
-    freeze     every other learner finishes its iteration in hand; none is granted another one
+    freeze     every other learner finishes its current iteration; none is granted another one
     barrier    all that was granted is pushed, applied or dropped
     hold       the shards let frames lie, and all have consumed the same
     stand      `stand` of the learner's row := what it asks by. Only its assignments are made now,
@@ -8,10 +8,9 @@
     end        it asks no more, or is gone: what it has assigned is made; `stand` := 0, then grants
                and mode
 
-What a learner publishes all the same lies in its ring until the end. If the server dies while all
-stand still, the next one finds that in the roster, and goes on with the stand before it does
-anything else; the shards hold meanwhile, as `mode` says. If it dies before that, the next one
-begins anew.
+What a learner publishes all the same lies in its ring until the end. If the server dies during the
+pause, the next one finds it in the roster, and continues with it before it does anything else; the
+shards hold meanwhile, by `mode`. If it dies before that, the next one starts the pause again.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class Stand:
     member: Member
     asked: int
     at_barrier: bool = False
-    """From here on the shards hold."""
+    """Whether the barrier is reached: the shards hold from here on."""
     begun: bool = False
-    """All others stand still, and the learner knows it."""
+    """Whether all others pause, and the learner was notified."""
     freeze: Freeze = field(default_factory=Freeze)
 
 
 class Stands:
-    """Which learner others stand still for, by the manager of the active server."""
+    """Requests for global pauses, in the manager of the active server."""
 
     def __init__(self, control: Segment, part: np.ndarray) -> None:
         """part: PART of any shard."""
@@ -59,7 +58,7 @@ class Stands:
         self._last = -1  # the row that had the last stand
 
     def left(self, members: Members) -> Stand | None:
-        """At a take-over: the stand that the server before has begun."""
+        """Return at a failover the pause that the server before has begun."""
         for row in np.flatnonzero(self._roster["stand"]).tolist():
             member = members.get(row)
             if member is not None:
@@ -84,7 +83,7 @@ class Stands:
         return Stand(*asking[row])
 
     def is_over(self, stand: Stand, members: Members) -> bool:
-        """Whether the others may go on."""
+        """Return whether the others may continue."""
         member = stand.member
         there = members.get(member.row) is member and not member.leaving
         return not there or member.mapped.stand != stand.asked
@@ -95,13 +94,13 @@ class Stands:
         self._control["stands"] += 1
 
     def begin(self, stand: Stand) -> None:
-        """All others stand still."""
+        """Begin the pause of all others."""
         stand.begun = True
         self._tell(stand.member.row, stand.asked)
-        log.get().debug("all others stand still", learner=stand.member.row)
+        log.get().debug("all others pause", learner=stand.member.row)
 
     def end(self, stand: Stand) -> None:
-        """The others are about to go on."""
+        """End the pause, before the others continue."""
         self._wishes = -1  # others may have asked meanwhile
         self._last = stand.member.row
         if stand.begun:

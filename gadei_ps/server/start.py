@@ -32,7 +32,7 @@ class Start:
     _since: float = 0.0
 
     def is_over(self, control: np.void, joined: int, wants: Iterable[int]) -> bool:
-        """Whether the first superstep may end. Says so if not all have come.
+        """Return whether the first superstep may end. Logs a warning if not all have come.
 
         control: CONTROL. joined: learners that have a turn or batches. wants: what each of the
         others asks for.
@@ -49,7 +49,7 @@ class Start:
         if not there or not self.patience_s or now - self._since < self.patience_s:
             return False
         self.log.warning(
-            "not all learners have come, going on without the others: this run cannot be repeated "
+            "not all learners have come, continuing without them: this run cannot be repeated "
             "to the last bit; see their output",
             learners=there,
             awaited=awaited,
@@ -58,7 +58,7 @@ class Start:
 
 
 def _all_handed(control: np.void) -> bool:
-    """Whether all batches that can be handed out at first are."""
+    """Return whether all batches that can be handed out at first are handed out."""
     if int(control["work"]) == Work.NONE:
         return False
     if owned.is_on(control):

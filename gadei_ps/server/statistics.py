@@ -1,4 +1,4 @@
-"""What the server counts of each learner's frames. Compiled; only the thread of shard 0 writes.
+"""Counters of each learner's frames. Compiled; only the thread of shard 0 writes.
 
 `c` is CONTROL, `frame` is FRAME, both of shape (1,). The counts are changed in the transactions of
 account.py, so that each frame is counted once whichever process is killed.
@@ -90,7 +90,7 @@ def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action:
     """Keeps the times of an iteration for `gadei-ps trace`.
 
     Outside the transactions: a server that dies in between costs a record at most one line. An
-    assignment is no iteration: it is noted as what a trace leaves out.
+    assignment is not an iteration: it is noted as what a trace leaves out.
     """
     if frame[0].kind == ASSIGN:
         action = REFUSE

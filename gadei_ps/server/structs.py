@@ -16,7 +16,7 @@ from gadei_ps.memory.layout import FRAME, MAX_GROUPS, MAX_LEARNERS, MAX_SHARDS
 i64, u64, f32, f64 = "i8", "u8", "f4", "f8"
 
 NOT_READING: Final = 2**64 - 1
-"""In `seen`: the shard stands by; it will look at the table of rings before it reads a ring."""
+"""Value of `seen`: the shard stands by, and looks at the table of rings before it reads a ring."""
 
 WINDOW: Final = 1024
 """Values that are decoded or averaged at a time: several chunks, because one is short for that."""
@@ -33,7 +33,7 @@ RING_LINE: Final = np.dtype(
     align=True,
 )
 
-# One for each server process. The shards write `seen` and `holds`, shard 0 `wishes`, lookouts
+# One for each server process. The shards write `seen` and `holds`, shard 0 `wishes`, watchers
 # `watched`, the manager all the rest.
 BOARD: Final = np.dtype(
     [
@@ -41,15 +41,15 @@ BOARD: Final = np.dtype(
         ("quit", u64),
         ("seen", u64, (MAX_SHARDS,)),  # the version that each shard works with; NOT_READING
         ("holds", u64, (MAX_SHARDS,)),  # 1 once the shard serves with its lease
-        ("wishes", u64),  # how often learners were heard to ask for something else than before
+        ("wishes", u64),  # number of new requests of learners that were seen
         ("ring", RING_LINE, (MAX_LEARNERS,)),
-        # Written by the lookouts: generation of the ring that one watches (lookouts.py); 0: none
+        # Written by watcher threads: generation of the watched ring (lookouts.py); 0: none
         ("watched", u64, (MAX_LEARNERS,)),
     ],
     align=True,
 )
 
-# A frame in hand: one that is being applied, alone or in a mean of several.
+# A current frame: one that is being applied, alone or in a mean of several.
 HAND: Final = np.dtype(
     [
         ("payload", u64),  # address
@@ -61,7 +61,7 @@ HAND: Final = np.dtype(
         ("adds", i64),  # 1: an assignment is added to the weights
         ("next_step", u64),  # optimizer steps finished after it, where it is alone
         ("watch", u64),  # address of a word that is 0 once its memory is lost; 0: none
-        # The rest is used if one of the frames in hand is of rows (rows.py).
+        # The rest is used if one of the current frames is of rows (rows.py).
         ("next", i64),  # block to look at next
         ("form", i64),  # of the tensor at hand: ABSENT, ROWS, DENSE
         ("values", u64),  # address of its values
@@ -120,16 +120,16 @@ PART: Final = np.dtype(
         ("known", KNOWN_RING, (MAX_LEARNERS,)),
         ("address", u64, (MAX_LEARNERS,)),  # of the rings in `known`, for shard_sleep
         ("head", u64, (MAX_LEARNERS,)),  # heads that the shard has acted on, for shard_sleep
-        ("apart", u64, (MAX_LEARNERS,)),  # 1: a lookout watches the head, for shard_sleep
+        ("apart", u64, (MAX_LEARNERS,)),  # 1: a watcher watches the head, for shard_sleep
         # Which of them a pass looks at (order.py).
         ("looked", i64, (MAX_LEARNERS,)),  # lines of `known`; first those that are lively
         ("lively", i64),
         ("next_line", i64),  # of the rings that are looked at in turn
         ("share", i64),  # how many of these a pass looks at
         ("turn", u64),  # passes so far
-        # Of the gradient in hand, for each group (cpu.coefficients).
+        # Of the current gradient, for each group (cpu.coefficients).
         ("coefficients", f64, (MAX_GROUPS, COEFFICIENTS)),
-        ("frame", FRAME),  # header of the frame in hand, as it was read, once
+        ("frame", FRAME),  # header of the current frame, as it was read, once
         ("scratch", f32, (WINDOW,)),  # decoded values
         ("mean", f32, (WINDOW,)),  # the mean of several gradients, or a clipped one
         ("spans", i64),  # written so far: which of the record's two comes next

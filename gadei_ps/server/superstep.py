@@ -69,9 +69,9 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
 
 @inner
 def all_known(s: Shard, count: int) -> bool:
-    """Whether the rings of the published superstep are mapped.
+    """Return whether the rings of the published superstep are mapped.
 
-    After a take-over the manager may have to map one yet, of a learner that came just before.
+    After a failover the manager may have to map one yet, of a learner that came just before.
     """
     missing = 0
     for row in range(MAX_LEARNERS):

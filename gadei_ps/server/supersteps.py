@@ -1,4 +1,4 @@
-"""What the synchronization model has decided, carried out as one superstep after the other.
+"""Execution of the synchronization model's decisions, one superstep after the other.
 
 A commit names learners whose oldest gradients are applied as one mean, and others whose oldest ones
 are dropped. The shards do that; the manager publishes the next commit when all have done the last.
@@ -19,7 +19,7 @@ from gadei_ps.sync import Commit
 
 
 class Supersteps:
-    """Of the manager of the active server."""
+    """Supersteps of the manager of the active server."""
 
     def __init__(self, control: Segment, state: np.void, shards: int) -> None:
         """state: STATE."""
@@ -44,7 +44,7 @@ class Supersteps:
         self._refusals[row, sequence] = reason
 
     def clear(self) -> None:
-        """Of a model that is not in force any more."""
+        """Forget the commits of a model that is not in force any more."""
         self._commits.clear()
         self._refusals.clear()
 
@@ -77,7 +77,7 @@ class Supersteps:
         return _native.load(self._segment.word(CONTROL, "pause")) > time.monotonic_ns()
 
     def done(self) -> bool:
-        """Whether every shard is done with the last one that was published."""
+        """Return whether every shard is done with the last one that was published."""
         done = self._state["record"]["supersteps"][: self._shards]
         finished = bool((done == self._control["superstep"]).all())
         if finished:

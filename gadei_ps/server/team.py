@@ -1,4 +1,4 @@
-"""The learners of a job as the manager of the active server sees them, and what it tells them."""
+"""The learners of a job in the manager of the active server, and its words to them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Team:
         return int(self._state["applied"][: self._shards, member.row].min())
 
     def _is_applied(self, member: Member) -> bool:
-        """Whether every shard has consumed all that the learner has published."""
+        """Return whether every shard has consumed all that the learner has published."""
         return self._applied(member) == member.mapped.head
 
     def _has_work(self, member: Member) -> bool:
@@ -52,7 +52,7 @@ class Team:
     def _all_wait(self, freeze: Freeze, asks: Member | None = None) -> bool:
         """Lets each learner finish its current iteration, and grants no other; whether all have.
 
-        asks: a learner for which the others are to stand still; it is granted what it was.
+        asks: a learner for which the others pause; it is granted what it was.
         """
         all_wait = True
         for member in self.members.values():
@@ -61,7 +61,7 @@ class Team:
             head = member.mapped.head
             works = self._has_work(member)
             if asks is not None and self.sync.uses_pushes:
-                works = works and member.joined  # newcomers are no part of the model yet
+                works = works and member.joined  # joining learners are not in the model yet
             granted = int(self._roster[member.row]["grant"])
             most = head + 1 if works or asks is None else head
             last = freeze.last(member.row, member.generation, granted, most)
@@ -79,14 +79,14 @@ class Team:
         return all_wait
 
     def is_settled(self, member: Member) -> bool:
-        """Whether all shards are done with a broken ring: they count the same, with none in hand.
+        """Return whether all shards are done with a broken ring: equal counts, no current frame.
 
-        Also once it is drained: a shard of a dying server may have begun a frame after that.
+        Even after it is drained: a shard of a dying server may have begun a frame after that.
         """
         if not member.mapped.told:
             return False
         records = self._state["record"][: self._shards]
-        # First: what is in hand counts at last, and nothing is begun any more.
+        # First: the current frame counts at last, and nothing is begun any more.
         if ((records["cursor"] != layout.IDLE) & (records["ring"] == member.row)).any():
             return False
         counts = self._state["applied"][: self._shards, member.row]
@@ -98,7 +98,7 @@ class Team:
         _native.bell(self._segment.word(CONTROL, "shard_bell"))
 
     def publish_obsolete(self, member: Member, below: int) -> None:
-        """Tells the learner that gradients of its iterations below `below` will be dropped."""
+        """Notify the learner that gradients of its iterations below `below` will be dropped."""
         _native.store(self._word(member.row, "obsolete"), below)
 
     def publish_grant(self, row: int, grant: int) -> None:
