@@ -22,8 +22,9 @@ from gadei_ps import _native
 from gadei_ps.errors import in_words
 from gadei_ps.job import modes
 from gadei_ps.machine import own, process
-from gadei_ps.memory import build, layout, reserve
+from gadei_ps.memory import build, layout, lifecycle, reserve
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
+from gadei_ps.memory.lifecycle import Stage
 from gadei_ps.watchdog import births, restart
 from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.memory import JobMemory
@@ -125,11 +126,10 @@ class Servers:
     def standby_pid(self) -> int:
         """Pid of the server that can take over; 0 if there is none just now."""
         for one in self.running.values():
-            line = self._line(one.number)
-            if one.active or one.pid == self.active_pid:
-                continue  # also while it is dying and the other one has taken over
-            ready = int(line["state"]) == ServerState.READY
-            if ready and process.alive(one.pid, int(line["start"])):
+            if one.active:
+                continue  # even while it is dying and the other one has taken over
+            is_standby = self._stage(one) is Stage.STANDBY
+            if is_standby and process.alive(one.pid, int(self._line(one.number)["start"])):
                 return one.pid
         return 0
 
@@ -140,8 +140,7 @@ class Servers:
     @property
     def serving(self) -> bool:
         """Whether the active server is alive and serves, or is about to."""
-        line = self._active_line()
-        return line is not None and int(line["state"]) == ServerState.READY
+        return self._is_one_in(Stage.RECOVERING, Stage.SERVING)
 
     @property
     def _may_be_followed(self) -> bool:
@@ -150,12 +149,13 @@ class Servers:
         As long as it has not, no other one is started to stand by: if it never gets them, no server
         may be left, so that new leases are made.
         """
-        line = self._active_line()
-        return line is not None and self.serving and bool(int(line["reigns"]))
+        return self._is_one_in(Stage.SERVING)
 
-    def _active_line(self) -> np.void | None:
-        one = next((one for one in self.running.values() if one.pid == self.active_pid), None)
-        return None if one is None else self._line(one.number)
+    def _stage(self, one: Running) -> Stage:
+        return lifecycle.stage(self._control, one.number)
+
+    def _is_one_in(self, *stages: Stage) -> bool:
+        return any(self._stage(one) in stages for one in self.running.values())
 
     def loading_s(self) -> list[float]:
         """Processor time that each server has used to load or compile the kernels, s."""
@@ -392,12 +392,12 @@ class Servers:
         idle: dict[Hashable, Hashable] = {}
         starting: dict[Hashable, Hashable] = {}
         for one in self.running.values():
-            line = self._line(one.number)
+            line, stage = self._line(one.number), self._stage(one)
             # True until its death, which may become known when the next one is active already.
             one.active = one.active or one.pid == self.active_pid
             # One that has taken over in the middle of its start serves at once, or hangs.
             succeeds = one.active and bool(int(self._control["lease_shards"]))
-            if int(line["state"]) != ServerState.READY and not succeeds:
+            if stage not in lifecycle.READY and stage is not Stage.REPLACED and not succeeds:
                 starting[one.pid] = progress(self._loading_s(one), START_LIMIT_S)
             elif not one.active:
                 if self.active_pid not in {other.pid for other in self.running.values()}:

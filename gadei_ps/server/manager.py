@@ -29,6 +29,7 @@ from gadei_ps.kernels import cache
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
+from gadei_ps.memory.lifecycle import Leases
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.server import options
 from gadei_ps.server.code import Code
@@ -68,9 +69,7 @@ class Server:
         self.shards: Shards | None = None  # once there is a model
         self.rings: Rings | None = None
         self.driver: Driver | None = None
-        self.heir = False  # may wait for leases
-        self.active = False
-        self.reigns = False  # active, with the leases of all shards
+        self.leases = Leases.NONE
         self.stop_asked = False
         self._line = self.control["server"][asked.number]
         self._code = Code(self.control_segment, asked.number)
@@ -118,7 +117,7 @@ class Server:
             if over or self._abandoned() or self._replaced():
                 return
             self._try_leases()
-            if self.heir:
+            if self.leases >= Leases.HEIR:
                 if self.shards is None and self._code.is_ready(self.active):
                     self._map_model()
                 if self.rings is not None:
@@ -142,6 +141,11 @@ class Server:
         """Stops the shards at the end of the gradient in hand."""
         if self.shards is not None:
             self.shards.stop()
+
+    @property
+    def active(self) -> bool:
+        """Whether this server has the managers' lease."""
+        return self.leases >= Leases.MANAGERS
 
     @property
     def crashed(self) -> bool:
@@ -210,14 +214,14 @@ class Server:
     def _try_leases(self) -> None:
         """Becomes the heir, then the active server, when those before have ended."""
         word = self.control_segment.word
-        if not self.heir and self._is_named() and self._vouch():
-            self.heir = self._take(word(CONTROL, "heir"))
-        if not self.heir or self.active:
+        if self.leases < Leases.HEIR and self._is_named() and self._vouch():
+            self.leases = Leases(self._take(word(CONTROL, "heir")))
+        if self.leases != Leases.HEIR:
             return
         # Once a shard's lease has come, the managers' is sure to follow.
         succeeding = self.rings is not None and self.rings.begun
         if self._take(word(CONTROL, "lease"), LEASE_WAIT_NS if succeeding else 0):
-            self.active = True
+            self.leases = Leases.MANAGERS
             self.control["lease_pid"] = os.getpid()
             self.control["lease_start"] = self._start
             _native.store(word(CONTROL, "lease_generation"), self._generation + 1)
@@ -277,8 +281,8 @@ class Server:
                 if shards:
                     self.control["lease_shards"] = 1
                 self._line["state"] = ServerState.READY
-                if not self.reigns:
-                    self.reigns = True  # the next server may begin to wait for us
+                if self.leases < Leases.ALL:
+                    self.leases = Leases.ALL  # the next server may begin to wait for us
                     self._line["reigns"] = 1
                     _native.lease_release(self.control_segment.word(CONTROL, "heir"))
                 if not int(self.control["lease_state"]):

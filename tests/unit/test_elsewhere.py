@@ -49,6 +49,7 @@ def memory(job_name: str) -> Iterator[JobMemory]:
 def serve(pipe: Connection, job: str, namespace: int, *, reign: bool) -> None:
     """A server up to its lock, which it takes when told. reign: it then takes the leases, once no
     watchdog knows of it any more."""
+    from gadei_ps.memory.lifecycle import Leases
     from gadei_ps.server.manager import Server
     from gadei_ps.server.options import Asked
 
@@ -59,7 +60,7 @@ def serve(pipe: Connection, job: str, namespace: int, *, reign: bool) -> None:
     pipe.send(server._vouch())
     if reign:
         eventually(lambda: not int(server._line["pid"]))  # stored after `lease_pid`
-        server.heir = True
+        server.leases = Leases.HEIR
         server._try_leases()
         pipe.send(server.active)
     signal.pause()

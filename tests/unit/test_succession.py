@@ -11,7 +11,9 @@ from support.stepped import Stepped, make_leases
 
 from gadei_ps import _native
 from gadei_ps.machine import process
+from gadei_ps.memory import lifecycle
 from gadei_ps.memory.layout import Phase, ServerState
+from gadei_ps.memory.lifecycle import Leases
 from gadei_ps.memory.weights import Tensor
 
 W = [Tensor("w", (10,))]
@@ -23,6 +25,11 @@ def _compiled(compiled: None) -> None:
     pass
 
 
+def agrees(rig: Rig, one: Stepped, number: int) -> bool:
+    """Whether a server's stage is one that its leases allow."""
+    return lifecycle.stage(rig.control, number) in lifecycle.OF_LEASES[one.server.leases]
+
+
 def test_one_after_the_other(job_name: str) -> None:
     with Rig(job_name, W) as rig, Stepped(rig, 0) as first, Stepped(rig, 1) as second:
         make_leases(rig)
@@ -30,19 +37,22 @@ def test_one_after_the_other(job_name: str) -> None:
         first.server._try_leases()
         first.stand_by()
         first.server._tell_ready()
+        assert agrees(rig, first, 0)
         # Until its shards have all their leases, no other one may wait for any.
         assert first.server.active
         assert first.line["state"] == ServerState.STARTING
         assert [int(rig.control[word]) for word in ABOUT_SHARDS] == [0, 0]
         second.server._try_leases()
-        assert not second.server.heir
+        assert second.server.leases == Leases.NONE
 
         first.serve()
         first.server._tell_ready()
         assert (first.line["state"], first.line["reigns"]) == (ServerState.READY, 1)
         assert [int(rig.control[word]) for word in ABOUT_SHARDS] == [1, 1]
+        assert first.server.leases == Leases.ALL
+        assert agrees(rig, first, 0)
         second.server._try_leases()
-        assert (second.server.heir, second.server.active) == (True, False)
+        assert second.server.leases == Leases.HEIR
         second.server._tell_ready()  # there is no model, so nothing is to be mapped
         assert (second.line["state"], second.line["reigns"]) == (ServerState.READY, 0)
         assert (rig.control["lease_pid"], rig.control["lease_start"]) == here
@@ -91,6 +101,6 @@ def test_learners_that_die_without_a_watchdog(job_name: str) -> None:
         rig.control["watchdog_start"] = 1
         assert not one.server._abandoned()
         assert rig.roster["wanted"][:3].tolist() == [1, 2, 9]  # the active one's affair
-        one.server.active, one.server._looked = True, 0.0
+        one.server.leases, one.server._looked = Leases.MANAGERS, 0.0
         assert not one.server._abandoned()
         assert rig.roster["wanted"][:3].tolist() == [1, 0, 9]
