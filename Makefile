@@ -120,7 +120,7 @@ $(VENV)/bin/python:
 typing:
 	mkdir -p build/typing/gadei_ps
 	for path in gadei_ps/*; do ln -sfn ../../../$$path build/typing/gadei_ps/; done
-	ln -sfn ../../../learners ../../../watchdog ../../../benchmarks build/typing/gadei_ps/
+	ln -sfn ../../../learners ../../../watchdog ../../../systemd ../../../benchmarks build/typing/gadei_ps/
 
 clean:
 	rm -rf $(VENV) build *.egg-info gadei_ps/*.so

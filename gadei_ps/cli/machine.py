@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +14,10 @@ import typer
 from gadei_ps.cli.options import Json, tell
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
-from gadei_ps.job import paths
 from gadei_ps.show.plain import say
 
 if TYPE_CHECKING:
-    from gadei_ps.commands.units import Scope
+    from gadei_ps.commands.manager import Scope
 
 
 def doctor(as_json: Json = False) -> int:
@@ -86,7 +86,7 @@ System = Annotated[
 
 
 def _scope(user: bool, system: bool) -> Scope:
-    from gadei_ps.commands.units import Scope
+    from gadei_ps.commands.manager import Scope
 
     if user and system:
         raise UsageError("give --user or --system, not both")
@@ -122,7 +122,7 @@ def install_unit(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace existing units that differ.")
+        bool, typer.Option("--force", help="Also replace units that were edited.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "--print", help="Print the units and write nothing.")
@@ -130,32 +130,23 @@ def install_unit(
     as_json: Json = False,
 ) -> int:
     """Write the systemd units of jobs and print how to start a job with them."""
-    from gadei_ps.commands import linger, systemd
+    from gadei_ps.commands import units
 
     _no_name(
         context.args,
         "--job JOB writes a job file, and systemctl enable --now gadei-ps@JOB starts one",
     )
-    done = systemd.install(_scope(user, system), user=run_as, job=job, force=force, dry_run=dry_run)
-    if done.kept:
-        say(f"gadei-ps: the units keep their user {done.user}; --run-as USER changes it")
-    for note in done.notes:
-        say(f"gadei-ps: warning: {note}")
-    own = done.user is None
-    warning = linger.warning(done.user or paths.user(os.getuid()), own_manager=own)
-    if warning:
-        say(f"gadei-ps: warning: {warning}")
+    done = units.install(_scope(user, system), user=run_as, job=job, force=force, dry_run=dry_run)
     if as_json:
-        print_json(done.as_dict() | {"warning": warning})
+        print_json(asdict(done))
     elif dry_run:
-        say("\n".join(f"# {one.path}\n{one.text}" for one in done.units), sys.stdout, end="")
+        say("\n".join(f"# {one.path}\n{one.unit}" for one in done.units), sys.stdout, end="")
     else:
         for one in (*done.units, *((done.job_file,) if done.job_file else ())):
             say(f"{'wrote' if one.written else 'is up to date:'} {one.path}", sys.stdout)
-            if one.written and one.differs:
-                say(f"  the one before differed: {one.differs}", sys.stdout)
-        say(f"\nNext, for a job named {done.job}:\n", sys.stdout)
-        print_steps(done.next, done.ends_at_failure)
+        who = f", which runs as user {done.user}" if done.user else ""
+        say(f"\nNext, for a job named {done.job}{who}:\n", sys.stdout)
+        _print_steps(done.next)
     return 0
 
 
@@ -172,28 +163,24 @@ def uninstall_unit(
     as_json: Json = False,
 ) -> int:
     """Remove what install-unit has written; job files and checkpoints stay."""
-    from gadei_ps.commands import uninstall
+    from gadei_ps.commands import units
 
     _no_name(context.args, "to end one job: systemctl disable --now gadei-ps@JOB")
-    done = uninstall.uninstall(_scope(user, system), force=force, dry_run=dry_run)
+    done = units.uninstall(_scope(user, system), force=force, dry_run=dry_run)
     if as_json:
-        print_json(done.as_dict())
+        print_json(asdict(done))
         return 0
     for path in done.removed:
         say(f"{'would remove' if dry_run else 'removed'} {path}", sys.stdout)
     if not done.removed:
         say("there is nothing to remove", sys.stdout)
-    for path, why in done.left:
-        shown = str(path) if str(path).isprintable() else ascii(str(path))
-        say(f"stays: {shown}: {why}", sys.stdout)
-    for one in done.memory:
-        say(f"stays: {one['what']}", sys.stdout)
+    for what, why in done.left:
+        say(f"stays: {what if what.isprintable() else ascii(what)}: {why}", sys.stdout)
     say("\nNext:\n", sys.stdout)
-    print_steps(done.next, bool(done.memory))
+    _print_steps(done.next)
     return 0
 
 
-def print_steps(lines: Sequence[str], ends_at_failure: bool) -> None:
-    """ends_at_failure: as one command of the shell, which ends when a line fails."""
-    for line in ("(set -e", *lines, ")") if ends_at_failure else lines:
+def _print_steps(lines: Sequence[str]) -> None:
+    for line in lines:
         say(f"  {line}", sys.stdout)

@@ -1,4 +1,4 @@
-"""What the service manager of this machine says: its version, and which units of jobs run."""
+"""The service manager (systemd) of this machine: its version, and which units of jobs run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
-from gadei_ps.commands.units import Scope
 from gadei_ps.errors import UsageError
 
 OLDEST = 248  # of systemd: ProtectProc= is of 247, PrivateIPC= of 248
@@ -16,6 +16,13 @@ OLDEST = 248  # of systemd: ProtectProc= is of 247, PrivateIPC= of 248
 INSTANCE = re.compile(r"gadei-ps(?P<kind>-end|-learner)?@(?P<job>[^/\s]+)\.service")
 ENDING_S = 120.0  # how long units that end are waited for
 POLL_S = 0.2
+
+
+class Scope(StrEnum):
+    """The service manager that runs the job."""
+
+    SYSTEM = "system"
+    USER = "user"
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Instances:
 
 
 def _ask(*arguments: str) -> str:
-    """What systemctl prints; nothing if this machine has no systemd to be asked."""
+    """Return the output of systemctl; empty if this machine runs no systemd."""
     try:
         done = subprocess.run(
             ["systemctl", *arguments],
@@ -43,13 +50,13 @@ def _ask(*arguments: str) -> str:
 
 
 def version() -> int | None:
-    """Of systemd; None if there is none."""
+    """Return the version of systemd; None without systemd."""
     found = re.match(r"systemd (\d+)", _ask("--version"))
     return int(found[1]) if found else None
 
 
 def too_old() -> str | None:
-    """In one line, if the units need a newer systemd."""
+    """Return one line if the units need a newer systemd."""
     found = version()
     if found is None or found >= OLDEST:
         return None
@@ -71,7 +78,7 @@ def instances(scope: Scope) -> Instances:
 
 
 def wait_for_ends(scope: Scope, say: Callable[[str], None]) -> None:
-    """Until what stopped jobs have left has ended. say: is told once what is waited for.
+    """Wait until the units of stopped jobs have ended. say: receives their names, once.
 
     Raises UsageError after ENDING_S.
     """

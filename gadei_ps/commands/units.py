@@ -1,436 +1,434 @@
-"""The text of everything that systemd reads of gadei-ps: units, users, directories, and a job file.
+"""Copy the files of systemd/ to where systemd reads them, and remove these copies.
 
-Templates: gadei-ps@demo.service is the watchdog of the job in demo.toml, gadei-ps-end@demo ends
-what a dead watchdog has left, and gadei-ps-learner@demo is a learner. The files in systemd/ of the
-sources are those of packaged(); change them here, then write those files again.
+gadei-ps@demo.service is the watchdog of the job in demo.toml, gadei-ps-end@demo ends what a dead
+watchdog has left, and gadei-ps-learner@demo is a learner. A copy starts this installation as the
+user of the jobs. Its last line has a digest, which shows whether the copy was edited.
 """
 
 from __future__ import annotations
 
+import grp
+import hashlib
+import os
+import pwd
+import re
+import shlex
+import stat
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from string import Template
+from importlib import resources
+from pathlib import Path
 
-from gadei_ps.errors import JobStopped
+import platformdirs
+
+from gadei_ps import homes
+from gadei_ps.commands import manager
+from gadei_ps.commands.doctor.memory import lingers, system_uid_max
+from gadei_ps.commands.manager import Scope
+from gadei_ps.errors import UsageError
+from gadei_ps.job import config, paths
+from gadei_ps.memory import presence
+from gadei_ps.memory.shm import check_job_name
+from gadei_ps.show import plain
+from gadei_ps.storage import files
 
 NAME = "gadei-ps@.service"
 END_NAME = "gadei-ps-end@.service"
 LEARNER_NAME = "gadei-ps-learner@.service"
-USERS = "sysusers.d/gadei-ps.conf"
 DIRECTORIES = "tmpfiles.d/gadei-ps.conf"
+USERS = "sysusers.d/gadei-ps.conf"
 SERVICE_USER = "gadei-ps"
-PROGRAM = "gadei-ps"  # for packages: systemd looks in /usr/local/bin, then in /usr/bin
+PROGRAM = "gadei-ps"  # in the shipped files: systemd looks in /usr/local/bin, then in /usr/bin
+EXAMPLE = "demo"  # job of the shipped job file
+ROOT = Path("/")
+SHIPPED = resources.files("gadei_ps.systemd")
+HIDDEN = ("/tmp", "/var/tmp")  # by PrivateTmp
+MARK = "# Written by gadei-ps install-unit. SHA-256 of the lines above: "
+EARLIER = "gadei-ps install-unit"  # stands in the files of releases without MARK
+USER_NAME = re.compile(r"[a-z_][a-z0-9_-]{0,30}", re.IGNORECASE | re.ASCII)
+SETS_USER = re.compile(r"^[ \t]*User[ \t]*=[ \t]*(\S*)[ \t]*$", re.MULTILINE)
+EXEC_LINE = re.compile(r"^Exec\w+=.*$", re.MULTILINE)
+RUNS_US = re.compile(rf"(?<=[= ]){PROGRAM} (?=serve |reload |run )")
+# systemd interprets quotes, backslashes and dollars in a command line. It accepts neither control
+# characters nor text that is not UTF-8.
+UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\"'\\\\$\ud800-\udfff]")
 
 
-class Scope(StrEnum):
-    """The service manager that runs the job."""
+class Found(StrEnum):
+    """The file that install() found at the path of a unit."""
 
-    SYSTEM = "system"
-    USER = "user"
+    NOTHING = "nothing"
+    SAME = "the same"
+    UNEDITED = "unedited"  # a copy of another release, or for another program or user
+    ANOTHER = "another"
 
 
-TEMPLATE = """\
-# A gadei-ps job for each instance: gadei-ps@demo.service serves the job demo of the file
-# $jobs/demo.toml. The name of a job is that of its file: leave `name` out of the file.
-# Letters, digits, '-' and '_' stand for themselves in an instance's name, so that no job's name
-# needs systemd-escape; %i is used everywhere, because %I would read '-' as '/'.
-#
-# As `gadei-ps install-unit --$scope` writes it. Put your own changes into a drop-in:
-# `systemctl$flag edit gadei-ps@` for all jobs, `systemctl$flag edit gadei-ps@demo` for one.
+@dataclass(frozen=True)
+class File:
+    """One file: what was found at its path, whether it was written, and its new text."""
 
-[Unit]
-Description=gadei-ps job %i
-Documentation=man:gadei-ps(1) man:gadei-ps-serve(1)
-# Creates the device files of GPUs; the processes of this unit have no right to do that.
-After=nvidia-persistenced.service
-# Ends what is left of the job when this unit is inactive, and keeps its /tmp until then. A stop of
-# that unit stops this one first.
-Requires=gadei-ps-end@%i.service
-After=gadei-ps-end@%i.service
-JoinsNamespaceOf=gadei-ps-end@%i.service
-StartLimitIntervalSec=120
-StartLimitBurst=10
-# With the default dependencies, $target would wait until learners can attach. The lines
-# below are the defaults without that one.
-$base
+    path: str
+    found: Found
+    written: bool
+    unit: str
 
-[Service]
-# Ready when learners can attach. The first start of an installation compiles for half a minute or
-# longer; while it makes progress, it asks systemd for more time than this.
-Type=notify
-NotifyAccess=main
-TimeoutStartSec=210
-WatchdogSec=30
-# Messages then advise commands that fit a unit, and the file for learners' units is looked after.
-Environment=GADEI_PS_UNIT=%n
-ExecStart=$program serve --json-log --name %i %E/gadei-ps/%i.toml
-# What may change while the job runs: the rate, times of checkpoints, limits.
-ExecReload=$program reload --name %i %E/gadei-ps/%i.toml
 
-# A stop lets learners finish, applies what they have published, and writes a checkpoint. While it
-# makes progress, it asks systemd for more time than this.
-TimeoutStopSec=90
-SuccessExitStatus=143
-Restart=on-failure
-RestartSec=500ms
-# Exit code 2 is a mistake in the job file or in the directory of its checkpoints, or memory that
-# was made with another file or by another build of gadei-ps: another start would fail as well. 3 is
-# a stop without its last checkpoint: another start would undo the stop. gadei-ps-end@.service tries
-# to save the job once more.
-RestartPreventExitStatus=2 3
+@dataclass(frozen=True)
+class Installed:
+    """Result of install(). user: of the system's jobs. next: commands that start the job."""
 
-# Signals go to the watchdog only. It ends the servers and the learners that it has started. If it
-# dies itself, they continue, and the next start adopts them with all their work. systemd then
-# reports left-over processes, which is intended.
-KillMode=process
-OOMPolicy=continue
+    scope: Scope
+    user: str | None
+    job: str
+    units: tuple[File, ...]
+    job_file: File | None
+    next: tuple[str, ...]
 
-$limits
 
-$places
+@dataclass(frozen=True)
+class Removed:
+    """Result of uninstall(). left: what it did not remove, each with the reason."""
 
-$hardening
+    scope: Scope
+    removed: tuple[str, ...]
+    left: tuple[tuple[str, str], ...]
+    next: tuple[str, ...]
 
-[Install]
-WantedBy=$target
-"""
 
-END_TEMPLATE = """\
-# Ends what gadei-ps@%i.service leaves if its watchdog is dead: servers, learners, and gradients
-# that no checkpoint has. While systemd starts the watchdog again, they go on and this unit does
-# nothing. When that unit is inactive, because it was stopped meanwhile or its starts have failed,
-# systemd stops this one: all that was published is applied, and the last checkpoint is made.
-#
-# As `gadei-ps install-unit --$scope` writes it. It is started and stopped with the other unit.
-
-[Unit]
-Description=end of gadei-ps job %i
-Documentation=man:gadei-ps(1) man:gadei-ps-serve(1)
-StopWhenUnneeded=yes
-
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-Environment=GADEI_PS_UNIT=%n
-# The file is for gadei-ps-learner@%i.service. While the job runs, its watchdog looks after it.
-ExecStart=-/bin/touch %t/gadei-ps/%i.wanted
-ExecStop=-/bin/rm -f %t/gadei-ps/%i.wanted
-ExecStop=$program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
-# Once more if it was killed itself. If that was in vain, or if it has failed: the servers are ended
-# without a checkpoint, and the memory stays.
-ExecStopPost=/bin/sh -c 'case $$$$SERVICE_RESULT in success) exit;; \
-signal|core-dump|oom-kill) "$$$$@" && exit;; esac; \
-exec "$$$$@" --keep-memory' end $program serve --finish --json-log --name %i %E/gadei-ps/%i.toml
-# While it makes progress, it asks systemd for more time than this.
-NotifyAccess=exec
-TimeoutStopSec=210
-
-$limits
-
-$places
-
-$hardening
-"""
-
-LEARNER_TEMPLATE = """\
-# A learner of the job demo for the instance gadei-ps-learner@demo.service. If it is enabled
-# (`systemctl$flag enable gadei-ps-learner@demo`), each start of the job starts it. It continues
-# while the job's watchdog is replaced, is started again after a restart of the job, and ends with
-# the job. If it has finished (exit code 0), it stays so until it is started by hand, or the job is
-# stopped and started. The file $jobs/demo.learner says what it runs, and how often;
-# this program needs no right to write to that file:
-#
-#   PROGRAM=/srv/demo/venv/bin/python /srv/demo/train.py
-#   LEARNERS=2
-#
-# As `gadei-ps install-unit --$scope` writes it. Put your own changes into a drop-in:
-# `systemctl$flag edit gadei-ps-learner@demo`.
-
-[Unit]
-Description=learner of gadei-ps job %i
-Documentation=man:gadei-ps(1) man:gadei-ps-run(1)
-# The job tells its learners when it ends, so nothing else stops this unit. Wants= would start the
-# job again when a learner is started again during its stop. With BindsTo=, Requires= or PartOf=,
-# systemd would end learners whenever the watchdog dies, and they can continue. With
-# StopPropagatedFrom= on gadei-ps-end@%i.service, a learner that waits to be started again would
-# prevent that unit from being stopped.
-After=gadei-ps@%i.service
-# While gadei-ps-end@%i.service is active, which is as long as the job is wanted.
-ConditionPathExists=%t/gadei-ps/%i.wanted
-StartLimitIntervalSec=120
-StartLimitBurst=10
-$base
-
-[Service]
-Type=exec
-Environment=GADEI_PS_UNIT=%n
-Environment=LEARNERS=1
-# If it is not there, or wrong, the program's message says so.
-EnvironmentFile=-%E/gadei-ps/%i.learner
-Environment=GADEI_PS_LEARNER_FILE=%E/gadei-ps/%i.learner
-# A path instead of the job's name: learners join the job, and start none if it is not there.
-ExecStart=$program run %t/gadei-ps/%i.sock --learners $${LEARNERS} --restart 100 -- $$PROGRAM
-KillMode=mixed
-# Longer than the program has to end, and what it has pushed to be applied.
-TimeoutStopSec=60
-Restart=on-failure
-RestartSec=2
-# Exit code $stopped: the job was stopped. If it was a restart, learners continue after it.
-SuccessExitStatus=143 $stopped
-RestartForceExitStatus=$stopped
-# Exit code 2 is a mistake in the command.
-RestartPreventExitStatus=2
-
-$limits
-
-$learner_places
-
-$learner_hardening
-
-[Install]
-# Not of gadei-ps@%i.service: whenever its watchdog is replaced, systemd would also start learners
-# that have finished.
-WantedBy=gadei-ps-end@%i.service
-"""
-
-USERS_TEXT = """\
-# The user of gadei-ps's jobs, for systemd-sysusers; as `gadei-ps install-unit --system` writes it.
-u gadei-ps - "gadei-ps jobs" /var/lib/gadei-ps
-"""
-
-DIRECTORIES_TEXT = """\
-# Directories of gadei-ps's jobs, for systemd-tmpfiles; as `gadei-ps install-unit --system` writes
-# it. Units make them as well; here they are made before the first start, for commands by hand.
-d /etc/gadei-ps 0755 root root -
-d /run/gadei-ps 0700 $user $group -
-d /var/lib/gadei-ps 0700 $user $group -
-d /var/cache/gadei-ps 0700 $user $group -
-# Sockets and locks of users without a directory in /run/user. They must not be cleaned up.
-x /tmp/gadei-ps-*
-"""
-
-JOB_FILE = """\
-# A job of gadei-ps, named as this file. The first learner brings the model, unless [[tensors]] or
-# `weights` name one here.
-
-[optimizer]
-kind = "sgd"
-lr = 0.01
-
-# Checkpoints lie in $state/ followed by the job's name.
-[checkpoint]
-every_s = 300
-keep = 3
-on_stop = true
-"""
-
-# systemd's default dependencies, except that the target does not wait for the unit.
-BASE = """\
-DefaultDependencies=no
-{}
-Conflicts=shutdown.target
-Before=shutdown.target"""
-BASE_OF = {
-    Scope.SYSTEM: "Requires=sysinit.target\nAfter=sysinit.target basic.target",
-    Scope.USER: "Requires=basic.target\nAfter=basic.target",
-}
-
-LIMITS = """\
-# Enough for the threads, files and sockets of 256 learners, and for segments pinned for GPUs.
-TasksMax=32768
-LimitNOFILE=65536
-LimitMEMLOCK=infinity"""
-
-SYSTEM_PLACES = """\
-# Learners must run as this user or as root. To see a job's status: `sudo -u $user env
-# GADEI_PS_RUNTIME_DIR=/run/gadei-ps gadei-ps status demo`. logind does not remove the shared
-# memory of a system user.
-User=$user
-UMask=0077
-# Job files.
-ConfigurationDirectory=gadei-ps
-# All jobs share the directories, so the end of one must not remove them.
-RuntimeDirectory=gadei-ps
-RuntimeDirectoryMode=0700
-RuntimeDirectoryPreserve=yes
-Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps
-# Checkpoints.
-StateDirectory=gadei-ps
-StateDirectoryMode=0700
-WorkingDirectory=%S/gadei-ps
-Environment=GADEI_PS_STATE_DIR=%S/gadei-ps
-# Compiled kernels, in the directory gadei-ps below this one.
-CacheDirectory=gadei-ps
-CacheDirectoryMode=0700
-Environment=NUMBA_CACHE_DIR=%C"""
-
-SYSTEM_LEARNER_PLACES = """\
-# The user of the job, or root (in a drop-in: User=root and CapabilityBoundingSet=CAP_DAC_OVERRIDE).
-# The directories are the job's, which makes them; StateDirectory= and the like would give them to
-# the user of this unit.
-User=$user
-UMask=0077
-Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps
-WorkingDirectory=%S/gadei-ps
-Environment=GADEI_PS_STATE_DIR=%S/gadei-ps
-Environment=NUMBA_CACHE_DIR=%C
-ReadWritePaths=-%t/gadei-ps -%S/gadei-ps -%C/gadei-ps"""
-
-USER_PLACES = """\
-# Job files.
-ConfigurationDirectory=gadei-ps
-WorkingDirectory=%h
-# The same runtime directory as in a shell, so that commands find the job. Checkpoints and compiled
-# kernels need no setting: they lie where commands look for them.
-RuntimeDirectory=gadei-ps
-RuntimeDirectoryMode=0700
-RuntimeDirectoryPreserve=yes
-Environment=GADEI_PS_RUNTIME_DIR=%t/gadei-ps"""
-
-# These settings need no privilege: seccomp and prctl.
-COMMON_HARDENING = """\
-NoNewPrivileges=yes
-LockPersonality=yes
-RestrictNamespaces=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-SystemCallArchitectures=native
-SystemCallFilter=@system-service
-SystemCallErrorNumber=EPERM"""
-
-# Of the watchdog's units and of the learner's.
-SYSTEM_PROTECTION = f"""\
-RemoveIPC=no
-PrivateIPC=no
-PrivateDevices=no
-DevicePolicy=closed
-DeviceAllow=char-* rw
-ProtectClock=yes
-PrivateTmp=yes
-PrivateMounts=yes
-ProtectSystem=strict
-ProtectHome=read-only
-ProtectControlGroups=yes
-ProtectHostname=yes
-ProtectKernelLogs=yes
-ProtectKernelModules=yes
-ProtectKernelTunables=yes
-CapabilityBoundingSet=
-AmbientCapabilities=
-{COMMON_HARDENING}"""
-
-SYSTEM_HARDENING = f"""\
-# Servers and learners of the job file inherit all of this. `systemd-analyze security` gives
-# EXPOSURE, because these stay as they are:
-#   MemoryDenyWriteExecute  Numba compiles the kernels when it loads them.
-#   PrivateDevices          would hide the GPUs.
-#   DeviceAllow             GPUs of all kinds are character devices. Disks are refused.
-#   PrivateIPC, PrivateUsers  learners outside of this unit attach: they need the segments, and the
-#                           watchdog must know whose they are.
-#   ProtectProc             would hide learners that run as root from the watchdog.
-#   ProcSubset              the watchdog reads /proc/meminfo before it makes memory.
-#   RemoveIPC               would remove the segments of servers that still run.
-#   SystemCallFilter        without @resources there are no bound shards (sched_setaffinity), and
-#                           CUDA cannot place memory (mbind).
-#   RestrictAddressFamilies AF_UNIX is how learners reach the watchdog.
-#   ProtectHome             programs and data of learners may lie there.
-#   IPAddressDeny           with a network of its own there is nothing to deny.
-#   RootDirectory           the installation lies in the machine's own file system.
-# /dev/shm stays writable under ProtectSystem. If a job's learners write to other directories than
-# those above, name these in a drop-in: ReadWritePaths=/srv/models. If learners of the job file need
-# the network: PrivateNetwork=no and RestrictAddressFamilies=AF_INET AF_INET6, there as well as in
-# a drop-in of gadei-ps-end@.service. Learners of gadei-ps-learner@.service have it.
-PrivateNetwork=yes
-RestrictAddressFamilies=AF_UNIX
-{SYSTEM_PROTECTION}
-SystemCallFilter=~@privileged"""
-
-SYSTEM_LEARNER_HARDENING = f"""\
-# `systemd-analyze security` gives EXPOSURE, because these stay as they are:
-#   PrivateNetwork, IPAddressDeny  your program may need the network.
-#   RestrictAddressFamilies the same; AF_UNIX is how learners reach the watchdog.
-#   PrivateDevices          would hide the GPUs.
-#   DeviceAllow             GPUs of all kinds are character devices. Disks are refused.
-#   PrivateUsers            the watchdog could not look at its learners (/proc/PID/ns).
-#   PrivateIPC              learners need the job's segments.
-#   RemoveIPC               would remove these.
-#   MemoryDenyWriteExecute  PyTorch, CUDA and Numba compile while they run.
-#   ProcSubset              PyTorch reads /proc/cpuinfo, and CUDA /proc/driver.
-#   ProtectHome             your program and its data may lie there.
-#   RootDirectory           the installation lies in the machine's own file system.
-# In a drop-in, name directories that your program writes to: ReadWritePaths=/srv/models. Some
-# programs need more there:
-#   RestrictAddressFamilies=AF_NETLINK  to list network interfaces (getifaddrs, torch.distributed).
-#   SystemCallFilter=@resources  to bind threads to cores (OMP_PROC_BIND, sched_setaffinity), place
-#                           memory on NUMA nodes, or change priorities. With it, a learner also
-#                           moves away from the core of a shard: pushes of small models return
-#                           earlier. CPUAffinity= and NUMAPolicy= do not need it.
-RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
-ProtectProc=invisible
-{SYSTEM_PROTECTION}
-SystemCallFilter=~@privileged @resources"""
-
-USER_HARDENING = f"""\
-# Only settings that need no privilege. File system protection would put the job into a user
-# namespace of its own, where it cannot watch learners outside. Do not set MemoryDenyWriteExecute:
-# Numba compiles the kernels when it loads them.
-RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
-{COMMON_HARDENING}"""
-
-USER_LEARNER_HARDENING = """\
-# Nothing else is restricted: the program is your own.
-NoNewPrivileges=yes"""
-
-# What `systemd-analyze security` of systemd 252 gives for the units of the system.
-EXPOSURE = {NAME: "1.1", END_NAME: "1.1", LEARNER_NAME: "1.5"}
+# -- texts ----------------------------------------------------------------------------------------
 
 
 def texts(
     scope: Scope, command: str, user: str = SERVICE_USER, group: str = SERVICE_USER
 ) -> dict[str, str]:
-    """What is installed for this scope, by name.
+    """Texts of the files that install() writes, by name.
 
-    A name with a slash is relative to /etc or to lib of a package; the others are units. command:
-    the beginning of a command line that runs gadei-ps, quoted for systemd. group: the user's.
+    A name with a slash is relative to /etc; the others are units. command: beginning of a command
+    line that runs gadei-ps, quoted for systemd. group: primary group of the user.
     """
-    system = scope == Scope.SYSTEM
-    given = {
-        "scope": scope.value,
-        "flag": "" if system else " --user",
-        "jobs": "/etc/gadei-ps" if system else "~/.config/gadei-ps",
-        "program": command,
-        "base": BASE.format(BASE_OF[scope]),
-        "limits": LIMITS,
-        "places": Template(SYSTEM_PLACES if system else USER_PLACES).substitute(user=user),
-        "learner_places": Template(SYSTEM_LEARNER_PLACES if system else USER_PLACES).substitute(
-            user=user
-        ),
-        "hardening": SYSTEM_HARDENING if system else USER_HARDENING,
-        "learner_hardening": SYSTEM_LEARNER_HARDENING if system else USER_LEARNER_HARDENING,
-        "target": "multi-user.target" if system else "default.target",
-        "stopped": str(JobStopped.exit_code),
-    }
-    made = {NAME: TEMPLATE, END_NAME: END_TEMPLATE, LEARNER_NAME: LEARNER_TEMPLATE}
+    names = [NAME, END_NAME, LEARNER_NAME]
+    if scope == Scope.SYSTEM:
+        names += [DIRECTORIES, USERS] if user == SERVICE_USER else [DIRECTORIES]
     found = {}
-    for name, one in made.items():
-        text = Template(one).substitute(given)
-        found[name] = text.replace("EXPOSURE", EXPOSURE[name])
-    if system:
-        found[DIRECTORIES] = Template(DIRECTORIES_TEXT).substitute(user=user, group=group)
-        if user == SERVICE_USER:
-            found[USERS] = USERS_TEXT
+    for name in names:
+        text = (SHIPPED / (name if "/" in name else f"{scope.value}/{name}")).read_text()
+        text = EXEC_LINE.sub(lambda line: RUNS_US.sub(lambda _: f"{command} ", line[0]), text)
+        text = text.replace(f"User={SERVICE_USER}\n", f"User={user}\n")
+        text = text.replace(f"sudo -u {SERVICE_USER} ", f"sudo -u {user} ")
+        text = text.replace(f" 0700 {SERVICE_USER} {SERVICE_USER} ", f" 0700 {user} {group} ")
+        found[name] = signed(text)
     return found
 
 
-def packaged() -> dict[str, str]:
-    """The files in systemd/ of the sources, by their paths there. The wheel has them in lib/."""
-    found = {}
-    for scope in Scope:
-        for name, text in texts(scope, PROGRAM).items():
-            found[name if "/" in name else f"{scope.value}/{name}"] = text
-    return found
+def signed(text: str) -> str:
+    """The text with a last line by which an edited file is recognized."""
+    return f"{text}{MARK}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
-def job_file(scope: Scope) -> str:
-    """A job file to begin with. It has checkpoints."""
-    state = "/var/lib/gadei-ps" if scope == Scope.SYSTEM else "~/.local/state/gadei-ps"
-    return Template(JOB_FILE).substitute(state=state)
+def is_unedited(text: str) -> bool:
+    """Return whether install() has written this text, in any release since MARK."""
+    above, mark, _ = text.rpartition(MARK)
+    return bool(mark) and text == signed(above)
+
+
+def program() -> list[str]:
+    """Beginning of a command line that runs this installation."""
+    found = [Path(sys.argv[0]).absolute(), Path(sysconfig.get_path("scripts")) / "gadei-ps"]
+    for path in found:
+        if path.name == "gadei-ps" and path.is_file() and os.access(path, os.X_OK):
+            return [str(path)]
+    return [sys.executable, *shlex.split("-P -m gadei_ps")]
+
+
+def unit_program() -> str:
+    """program(), quoted for systemd."""
+    path, *words = program()
+    return " ".join([quoted(path), *words])
+
+
+def quoted(path: str) -> str:
+    """One word of a command line. Raises UsageError if systemd cannot express the path."""
+    if UNFIT.search(path):
+        raise UsageError(
+            f"{path!r}: systemd cannot start a program with this path; install gadei-ps under a "
+            "path without quotes, backslashes, dollars and control characters"
+        )
+    path = path.replace("%", "%%")
+    return f'"{path}"' if re.search(r"\s|^[-@:+!|;]", path) else path
+
+
+# -- places and users -----------------------------------------------------------------------------
+
+
+def directory(scope: Scope) -> Path:
+    """Directory of the units: of the administrator, or of this user."""
+    if scope == Scope.SYSTEM:
+        return Path("/etc/systemd/system")
+    return platformdirs.user_config_path() / "systemd/user"
+
+
+def job_directory(scope: Scope) -> Path:
+    """Directory of the units' job files."""
+    if scope == Scope.SYSTEM:
+        return homes.JOBS
+    return platformdirs.user_config_path("gadei-ps")
+
+
+def _systemctl(scope: Scope) -> str:
+    return "systemctl" if scope == Scope.SYSTEM else "systemctl --user"
+
+
+def place(scope: Scope, name: str, where: Path | None) -> Path:
+    """Path of a file of texts()."""
+    return ((where or Path("/etc")) if "/" in name else (where or directory(scope))) / name
+
+
+def user_of(path: Path) -> str | None:
+    """User that the system's unit at this path names; None without such a unit."""
+    if path.is_symlink() or not path.is_file():
+        return None
+    found = SETS_USER.findall(path.read_text(errors="replace"))
+    return found[-1] or "root" if found else None
+
+
+def _entry(user: str) -> pwd.struct_passwd | None:
+    try:
+        return pwd.getpwnam(user)
+    except KeyError:
+        return None
+
+
+def _group(user: str) -> str:
+    """Primary group of the user; its name is that of a user who does not exist yet."""
+    entry = _entry(user)
+    try:
+        return user if entry is None else grp.getgrgid(entry.pw_gid).gr_name
+    except KeyError:
+        return user
+
+
+def places() -> tuple[Path, ...]:
+    """Files that a start needs: the code, the interpreter, and the target if that is a link."""
+    interpreter = Path(sys.executable)
+    return Path(__file__), interpreter, interpreter.resolve()
+
+
+def check_reach(user: str, needed: Sequence[Path]) -> None:
+    """Raise UsageError if the system's unit could not run this installation."""
+    remedy = "install gadei-ps for all users, for instance in /opt"
+    for path in needed:
+        if any(path.is_relative_to(hidden) for hidden in HIDDEN):
+            raise UsageError(f"{path} is hidden from the unit by PrivateTmp; {remedy}")
+        for folder in path.parents:
+            if not _may_enter(folder.stat(), user):
+                raise UsageError(
+                    f"{path} cannot be reached by the user {user} ({folder} is closed); "
+                    f"{remedy}, or give --run-as"
+                )
+
+
+def _may_enter(folder: os.stat_result, user: str) -> bool:
+    entry = _entry(user)
+    if folder.st_mode & stat.S_IXOTH or (entry is not None and entry.pw_uid == 0):
+        return True
+    if entry is None:
+        return False
+    if folder.st_uid == entry.pw_uid:
+        return bool(folder.st_mode & stat.S_IXUSR)
+    groups = os.getgrouplist(user, entry.pw_gid)
+    return folder.st_gid in groups and bool(folder.st_mode & stat.S_IXGRP)
+
+
+def _memory(user: str, jobs: Path) -> list[str]:
+    """Names of the units' jobs of which this user has memory, whether they run or not."""
+    entry = _entry(user)
+    uid = None if entry is None else entry.pw_uid
+    there = {one.job for one in presence.find() if not one.foreign and one.uid == uid}
+    return sorted(one for one in there if (jobs / f"{one}.toml").is_file())
+
+
+# -- install --------------------------------------------------------------------------------------
+
+
+def install(
+    scope: Scope,
+    *,
+    user: str | None = None,
+    job: str | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    where: Path | None = None,
+) -> Installed:
+    """Write the files of texts(), and a file for the job unless it has one.
+
+    Without `job`, the job is EXAMPLE if there is no job file at all. Without `user`, units of the
+    system keep the user that they have. where: directory to write below instead. Raises UsageError,
+    and changes nothing, if the units could not work, or if a file was edited and `force` is not
+    given.
+    """
+    if user is not None and scope == Scope.USER:
+        raise UsageError("--run-as needs --system: jobs of --user run as yourself")
+    if job is not None:
+        check_job_name(job)
+    before = None if scope == Scope.USER else user_of(place(scope, NAME, where))
+    user = user or before or SERVICE_USER
+    if not USER_NAME.fullmatch(user):
+        raise UsageError(f"{user!r} is not a valid user name: give --run-as USER")
+    former = None if before in (None, user) else before
+    jobs = where / "gadei-ps" if where else job_directory(scope)
+    if not dry_run:
+        _check_start(scope, user, former, jobs, root=where is None)
+    made = texts(scope, unit_program(), user, _group(user))
+    found = [_file(place(scope, name, where), text, dry_run) for name, text in made.items()]
+    edited = [one.path for one in found if one.found == Found.ANOTHER]
+    if edited and not force and not dry_run:
+        raise UsageError(
+            f"{', '.join(edited)}: edited, or not written by this command; put your own settings "
+            f"into a drop-in ({_systemctl(scope)} edit gadei-ps@), then replace it with --force"
+        )
+    file = None
+    if job is not None or not any(jobs.glob("*.toml")):
+        path, text = jobs / f"{job or EXAMPLE}.toml", (SHIPPED / f"{EXAMPLE}.toml").read_text()
+        file = _file(path, text, dry_run or path.exists() or path.is_symlink())
+    for one in (*found, *((file,) if file else ())):
+        if one.written:
+            _write(Path(one.path), one.unit)
+    job = job or EXAMPLE
+    commands = tuple(_next(scope, user, job, former))
+    return Installed(
+        scope, None if scope == Scope.USER else user, job, tuple(found), file, commands
+    )
+
+
+def _check_start(scope: Scope, user: str, former: str | None, jobs: Path, *, root: bool) -> None:
+    """Raise UsageError if jobs could not run with the new units. root: whether they are for /."""
+    if scope == Scope.SYSTEM and root and os.geteuid():
+        raise UsageError("--system needs root: sudo gadei-ps install-unit --system, or use --user")
+    if old := manager.too_old():
+        raise UsageError(f"{old}; start the job with `gadei-ps serve` instead")
+    if scope == Scope.SYSTEM:
+        check_reach(user, places())
+    if former is not None and (left := _memory(former, jobs)):
+        raise UsageError(
+            f"job {left[0]} of user {former} is in memory, and user {user} could not continue it: "
+            f"stop it (systemctl stop gadei-ps@{left[0]}); if it has stopped, save or discard its "
+            f"memory as {former} (gadei-ps serve --finish, gadei-ps gc)"
+        )
+
+
+def _file(path: Path, text: str, keep: bool) -> File:
+    """keep: whether the file at this path stays as it is."""
+    there = path.read_text(errors="replace") if path.is_file() else None
+    if path.is_symlink():  # masked, or a link to another file, which must not be followed
+        found = Found.ANOTHER
+    elif there is None:
+        found = Found.NOTHING
+    elif there == text:
+        found = Found.SAME
+    else:
+        found = Found.UNEDITED if is_unedited(there) else Found.ANOTHER
+    return File(str(path), found, found != Found.SAME and not keep, text)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with files.replacing(path) as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(text.encode())
+
+
+def _next(scope: Scope, user: str, job: str, former: str | None) -> list[str]:
+    """Commands that start the job. former: user whose files the jobs' new user needs."""
+    systemctl = _systemctl(scope)
+    commands = []
+    if scope == Scope.SYSTEM and _entry(user) is None:
+        commands.append(
+            "systemd-sysusers gadei-ps.conf"
+            if user == SERVICE_USER
+            else f"useradd --system --user-group --home-dir {homes.STATE} "
+            f"--shell /usr/sbin/nologin {user}"
+        )
+    if former is not None:
+        # Compiled kernels are pickles: a user's jobs must not load those of another one.
+        commands += [
+            f"chown -hR --from={shlex.quote(former)} {user}: {homes.STATE}",
+            f"rm -rf {homes.CACHE} {homes.RUNTIME}",
+        ]
+    if scope == Scope.SYSTEM:
+        commands.append("systemd-tmpfiles --create gadei-ps.conf")
+    login = paths.user(os.getuid()) if scope == Scope.USER else user
+    entry = _entry(login)
+    ordinary = entry is not None and entry.pw_uid > system_uid_max(ROOT)
+    if (scope == Scope.USER or ordinary) and not lingers(ROOT, login):
+        end = "or logind ends the jobs, or removes their memory, after your last session"
+        commands.append(f"loginctl enable-linger {login}  # {end}")
+    start = f"{systemctl} enable --now gadei-ps@{job}"
+    return [*commands, f"{systemctl} daemon-reload", start]
+
+
+# -- uninstall ------------------------------------------------------------------------------------
+
+
+def uninstall(
+    scope: Scope, *, force: bool = False, dry_run: bool = False, where: Path | None = None
+) -> Removed:
+    """Remove the files that install() has written and nobody has edited.
+
+    Waits until what stopped jobs have left has ended. Raises UsageError, and changes nothing, if a
+    unit is enabled or runs, unless `force` is given.
+    """
+    if scope == Scope.SYSTEM and not dry_run and where is None and os.geteuid():
+        raise UsageError(
+            "--system needs root: sudo gadei-ps uninstall-unit --system, or use --user"
+        )
+    systemctl = _systemctl(scope)
+    base = where or directory(scope)
+    links = base.glob("*.wants/gadei-ps*@*.service")
+    enabled = sorted(one for one in links if manager.INSTANCE.fullmatch(one.name))
+    running = manager.instances(scope).used if where is None else ()
+    used = sorted({*(path.name for path in enabled), *running})
+    if used and not force:
+        raise UsageError(
+            f"{used[0]} is enabled or running; first: {systemctl} disable --now {shlex.join(used)}"
+        )
+    if where is None and not force and not dry_run:
+        manager.wait_for_ends(scope, lambda text: plain.say(f"gadei-ps: {text}"))
+    ours = {place(scope, name, where) for name in texts(scope, PROGRAM)}
+    removed = sorted(path for path in ours if _is_ours(path))
+    left = _left(scope, where, ours.union(base.glob("gadei-ps*@*")).difference(removed))
+    for path in removed if not dry_run else ():
+        path.unlink()
+    commands = [f"{systemctl} stop {shlex.join(running)}"] if running else []
+    commands += [f"rm {shlex.join(map(str, enabled))}"] if enabled else []
+    commands.append(f"{systemctl} daemon-reload")
+    return Removed(scope, tuple(map(str, removed)), tuple(left), tuple(commands))
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether install() has written this file.
+
+    A file of an earlier release may have been edited since.
+    """
+    if path.is_symlink() or not path.is_file():
+        return False
+    text = path.read_text(errors="replace")
+    return is_unedited(text) or (EARLIER in text and MARK not in text)
+
+
+def _left(scope: Scope, where: Path | None, others: set[Path]) -> list[tuple[str, str]]:
+    """Files, directories and memory that stay, each with the reason. others: of units."""
+    there = sorted(path for path in others if path.exists() or path.is_symlink())
+    found = [(str(path), "edited, or not written by install-unit") for path in there]
+    jobs = where / "gadei-ps" if where else job_directory(scope)
+    state = homes.STATE if scope == Scope.SYSTEM else config.state_directory()
+    data = ((jobs, "job files"), (state, "checkpoints and histories of jobs"))
+    found += [(str(path), why) for path, why in data if path.is_dir()]
+    user = user_of(place(scope, NAME, where)) or SERVICE_USER
+    user = user if scope == Scope.SYSTEM else paths.user(os.getuid())
+    return found + [
+        (f"memory of job {job}", f"user {user} has to save or discard it (serve --finish, gc)")
+        for job in _memory(user, jobs)
+    ]

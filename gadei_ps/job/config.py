@@ -303,10 +303,9 @@ def read(path: Path) -> dict[str, Any]:
     return _parsed(path, raw)
 
 
-def load(path: Path, home: Path | None = None) -> JobConfig:
+def load(path: Path) -> JobConfig:
     """Reads a job file, of at most MOST_BYTES. Its name defaults to the file's.
 
-    home: what ~ stands for, by default the home directory of this process's user.
     Raises UsageError, or JobFailed if it cannot be read for now.
     """
     values = read(path)
@@ -324,21 +323,14 @@ def load(path: Path, home: Path | None = None) -> JobConfig:
     checkpoint = values.get("checkpoint")
     if isinstance(checkpoint, dict) and isinstance(checkpoint.get("directory"), str):
         try:
-            named = _expanded(Path(checkpoint["directory"]), home)
-        except RuntimeError:
+            named = Path(checkpoint["directory"]).expanduser()
+        except RuntimeError:  # it begins with ~USER
             raise UsageError(
                 f"{path}: checkpoint.directory: {checkpoint['directory']!r} names no user of this "
                 "machine; give a path"
             ) from None
         checkpoint["directory"] = (path.parent / named).absolute()
     return from_mapping(values, str(path))
-
-
-def _expanded(path: Path, home: Path | None) -> Path:
-    """Raises RuntimeError if it begins with ~USER and there is no such user."""
-    if home is not None and path.parts[:1] == ("~",):
-        return home.joinpath(*path.parts[1:])
-    return path.expanduser()
 
 
 def _parsed(path: Path, raw: bytes) -> dict[str, Any]:

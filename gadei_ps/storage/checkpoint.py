@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from gadei_ps.errors import CheckpointError
-from gadei_ps.storage import files, history
+from gadei_ps.storage import files
 from gadei_ps.storage.snapshot import Snapshot, parse
 
 __all__ = ["Found", "Snapshot", "Written", "found", "newest", "read", "write"]
@@ -249,13 +249,6 @@ def found(directory: Path) -> list[Found]:
         raise files.failure(directory, what, "name a directory of checkpoints", error) from None
     ranked = sorted(((rank, path) for path in paths if (rank := _rank(path))), reverse=True)
     return [Found(path, rank[0]) for rank, path in ranked]
-
-
-def is_own(name: str) -> bool:
-    """Return whether an entry of a directory of checkpoints is one, or belongs to one."""
-    whole = _NAME.fullmatch(name) or _SUPERSEDED.fullmatch(name)
-    beside = name == ".lock" or name.startswith(".tmp-") or history.is_own(name)
-    return whole is not None or beside
 
 
 def _rank(path: Path) -> tuple[int, int] | None:

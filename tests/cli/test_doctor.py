@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import pwd
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 import support
 from shell import Cli, program
 
-from gadei_ps.commands import doctor, linger
+from gadei_ps.commands import doctor
 from gadei_ps.commands.doctor import graphics, memory
 from gadei_ps.kernels import cache
 from gadei_ps.machine import gpus
@@ -130,25 +128,6 @@ def _write(root: Path, files: dict[str, str]) -> None:
 def test_system_users(tmp_path: Path, text: str | None, highest: int) -> None:
     _write(tmp_path, {} if text is None else {"etc/login.defs": text})
     assert memory.system_uid_max(tmp_path) == highest
-
-
-def test_units_that_do_not_outlive_a_login(tmp_path: Path) -> None:
-    """What install-unit warns of: the manager of a user, and RemoveIPC."""
-    user, here = pwd.getpwuid(65534).pw_name, functools.partial(linger.warning, root=tmp_path)
-    assert here(user, own_manager=True) is None, "no logind here"
-    (tmp_path / "run/systemd/seats").mkdir(parents=True)
-    for own_manager in (False, True):
-        said = here(user, own_manager=own_manager)
-        assert said is not None
-        assert f"loginctl enable-linger {user}" in said
-        assert ("RemoveIPC" in said) != own_manager
-    assert here("root", own_manager=False) is None
-    assert here("nobody-has-this-name", own_manager=False) is None
-    _write(tmp_path, {"etc/systemd/logind.conf": "[Login]\nRemoveIPC=no\n"})
-    assert here(user, own_manager=False) is None
-    assert here(user, own_manager=True)
-    _write(tmp_path, {f"var/lib/systemd/linger/{user}": ""})
-    assert here(user, own_manager=True) is None
 
 
 NOBODYS_UID = 54321

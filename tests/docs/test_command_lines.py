@@ -29,6 +29,7 @@ from shell import Cli, Result, is_running, learning
 
 from gadei_ps.cli.app import app
 from gadei_ps.commands import units
+from gadei_ps.commands.manager import Scope
 from gadei_ps.run_times import traces
 from gadei_ps.storage import checkpoint
 
@@ -434,8 +435,8 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("scope", units.Scope)
-def test_units_of_systemctl(scope: units.Scope) -> None:
+@pytest.mark.parametrize("scope", Scope)
+def test_units_of_systemctl(scope: Scope) -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
     unit.read_string(units.texts(scope, "/usr/local/bin/gadei-ps")[units.NAME])
     verbs = VERBS | ({"enable"} if unit.has_section("Install") else set())

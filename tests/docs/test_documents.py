@@ -34,7 +34,12 @@ WHERE = re.compile(r"((?:`[\w.]+`(?:,\s+|\s+and\s+)?)+)\s+in\s+`([\w/.]+\.(?:py|
 NAME = re.compile(r"(?=[^(]*[._])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 MODULE = re.compile(r"\bgadei_ps(?:\.\w+)+")
 # The package is put together from these folders (pyproject.toml).
-INSTALLED = {"learners": "learners", "watchdog": "watchdog", "benchmarks": "benchmarks"}
+INSTALLED = {
+    "learners": "learners",
+    "watchdog": "watchdog",
+    "systemd": "systemd",
+    "benchmarks": "benchmarks",
+}
 DOCUMENTS = {".md", ".svg", ".csv", ".json"}
 FILES = DOCUMENTS | {".py", ".c", ".h", ".cu", ".pml", ".toml", ".safetensors"}
 FOREIGN = {

@@ -177,7 +177,7 @@ def test_messages_are_those_of_the_code() -> None:
 
 def rooms() -> set[str]:
     inside = {path.parent.name for path in (ROOT / "gadei_ps").glob("*/__init__.py")}
-    return inside | {"learners", "watchdog", "benchmarks"}
+    return inside | {"learners", "watchdog", "systemd", "benchmarks"}
 
 
 def layers() -> list[set[str]]:

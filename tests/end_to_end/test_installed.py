@@ -126,6 +126,8 @@ def test_installed(environment: Environment, job_name: str) -> None:
     ):
         assert (environment.directory / name).is_file(), name
     check_that_jobs_run(environment, job_name)
+    printed = environment("install-unit", "--user", "--print")
+    assert f"ExecStart={environment.directory}/bin/gadei-ps serve " in printed.stdout, printed
     assert codes(environment.cache) == codes(cache.directory())
     assert "arning" not in environment.install(".")
     check_that_jobs_run(environment, job_name)

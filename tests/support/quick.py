@@ -46,7 +46,7 @@ PROGRAMS = {
 }
 # What commands import when they run.
 COMMANDS = (
-    *("chaos.campaign", "commands.doctor", "commands.run", "commands.saved", "commands.systemd"),
+    *("chaos.campaign", "commands.doctor", "commands.run", "commands.saved", "commands.units"),
     *("run_times.record", "show.display", "show.picture", "show.status", "simulate.compare"),
     *("simulate.report", "storage.export", "watchdog.child"),
 )

@@ -1,14 +1,14 @@
-"""The steps that install-unit and uninstall-unit print, followed to the letter."""
+"""The steps that install-unit prints, and those of the documentation, followed to the letter."""
 
 from __future__ import annotations
 
 import json
-import shlex
+import re
 from collections.abc import Iterator
 
 import pytest
 import service as services
-from booted import Booted
+from booted import ROOT, Booted
 from service import ENVIRONMENT, PROGRAM, USER, Service, become
 from support import eventually
 
@@ -24,10 +24,20 @@ class Moving:
 
     def install(self, user: str) -> list[str]:
         """What is to be done next, with the job's start as the last of it."""
-        words = ("install-unit", "--system", "--force", "--json")
+        words = ("install-unit", "--system", "--json")
         done = self.manager.do(PROGRAM, *words, "--run-as", user, "--job", self.service.name)
         self.user = user
         return list(json.loads(done)["next"])
+
+    def is_refused(self, user: str) -> None:
+        """The units are not given to this user while memory of the other one is left."""
+        name = self.service.name
+        refused = self.manager.run(PROGRAM, "install-unit", "--system", "--run-as", user)
+        assert refused.returncode == 2, refused
+        found = (
+            f"job {name} of user {self.user} is in memory, and user {user} could not continue it"
+        )
+        assert f"{found}: stop it (systemctl stop gadei-ps@{name})" in refused.stderr
 
     def follow(self, lines: list[str]) -> None:
         for line in lines:
@@ -58,10 +68,7 @@ def test_another_user_goes_on_with_the_job(moving: Moving) -> None:
     service, manager = moving.service, moving.manager
     service.systemctl("start")
     service.learn()
-    refused = manager.run(PROGRAM, "install-unit", "--system", "--run-as", OTHER, "--force")
-    assert refused.returncode == 2, refused
-    assert f"{service.unit} runs, and user {OTHER} could not go on" in refused.stderr
-    assert f"stop it first (systemctl stop {service.unit})" in refused.stderr
+    moving.is_refused(OTHER)
     service.systemctl("stop")
     learned = service.learned()
     moving.follow(moving.install(OTHER))
@@ -80,13 +87,14 @@ def test_another_user_goes_on_with_the_job(moving: Moving) -> None:
     again.wait(60)
     pushed = int(manager.do("tail", "-n", "1", "/tmp/again").split()[1])
     done = json.loads(manager.do(PROGRAM, "uninstall-unit", "--force", "--dry-run", "--json"))
-    (memory,) = (one for one in done["memory"] if one["job"] == service.name)
-    assert (memory["user"], memory["save"] in done["next"]) == (OTHER, True)
-    assert not any("userdel" in line for line in done["next"])
+    assert f"memory of job {service.name}" in [what for what, _ in done["left"]]
     manager.do("bash", "-c", f"rm {directory}; mv {directory}.away {directory}")
-    lines = moving.install(USER)
-    assert shlex.split(memory["save"]) in [shlex.split(line) for line in lines]
-    moving.follow(lines)
+    moving.is_refused(USER)
+    text = (ROOT / "docs/operations.md").read_text()
+    (save,) = re.findall(r"^sudo -u gadei-ps (env .* gadei-ps serve --finish .*)$", text, re.M)
+    save = save.replace("gadei-ps serve", f"{PROGRAM} serve").replace("demo", service.name)
+    manager.do(*become(OTHER), "env", "-u", "GADEI_PS_STATE_DIR", *save.split())
+    moving.follow(moving.install(USER))
     assert moving.status()["version"] == learned + pushed == service.saved()
 
 

@@ -13,9 +13,9 @@ import pytest
 from support.hostile import NOBODY
 
 from gadei_ps import homes
-from gadei_ps.commands import systemd
+from gadei_ps.commands import units as unit_files
 from gadei_ps.commands.doctor import packages
-from gadei_ps.commands.units import Scope
+from gadei_ps.commands.manager import Scope
 from gadei_ps.errors import DirectoryMistake
 from gadei_ps.job import config, paths
 from gadei_ps.kernels import cache
@@ -24,11 +24,11 @@ Where = Callable[[], Path]
 
 
 def units() -> Path:
-    return systemd.directory(Scope.USER)
+    return unit_files.directory(Scope.USER)
 
 
 def jobs() -> Path:
-    return systemd.job_directory(Scope.USER)
+    return unit_files.job_directory(Scope.USER)
 
 
 DIRECTORIES: list[tuple[Where, str, str, str, str]] = [

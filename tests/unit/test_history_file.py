@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gadei_ps.storage import checkpoint, history
+from gadei_ps.storage import history
 from gadei_ps.storage.history import HistoryFile, line, parsed, thinned
 
 
@@ -66,7 +66,7 @@ def test_lines_are_appended_and_bounded(tmp_path: Path) -> None:
     assert [one["time"] for one in parsed(path.read_bytes())] == [1.0]
     assert [one["time"] for one in parsed(history.old(path).read_bytes())] == times
     for entry in path.parent.iterdir():
-        assert checkpoint.is_own(entry.name)
+        assert history.is_own(entry.name)
 
 
 def test_what_a_failed_machine_has_cut_off(tmp_path: Path) -> None:

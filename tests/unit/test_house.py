@@ -25,14 +25,16 @@ from gadei_ps.memory import build
 ROOT = Path(__file__).parents[2]
 PACKAGE = "gadei_ps"
 FOLDERS = {PACKAGE: ROOT / PACKAGE}
-FOLDERS |= {f"{PACKAGE}.{name}": ROOT / name for name in ("learners", "watchdog", "benchmarks")}
+FOLDERS |= {
+    f"{PACKAGE}.{name}": ROOT / name for name in ("learners", "watchdog", "systemd", "benchmarks")
+}
 CEXT = f"{PACKAGE}._native"
 MESH = f"{PACKAGE}._mesh"
 
 # A room or module of a layer may import its own room and what lies in the layers before it. Rooms
 # of one layer know nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("gadei_ps", "_native", "_mesh", "errors", "homes", "metrics"),
+    ("gadei_ps", "_native", "_mesh", "errors", "homes", "metrics", "systemd"),
     ("machine", "kernels"),
     ("memory", "sync", "show"),
     ("storage", "groups"),
@@ -445,7 +447,6 @@ def test_text_is_escaped_where_it_is_printed() -> None:
 
 MOST_LINES, MOST_PARAMETERS = 60, 8
 LONG_FUNCTIONS = {
-    "gadei_ps/commands/uninstall.py:uninstall": 65,
     "gadei_ps/server/shard.py:serve": 81,
     "gadei_ps/show/status.py:_facts": 78,
     "watchdog/supervisor.py:Supervisor.startup": 65,

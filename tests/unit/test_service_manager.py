@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import manager, systemd
+from gadei_ps.commands import manager, units
 from gadei_ps.commands.doctor import Level, packages
-from gadei_ps.commands.units import Scope
+from gadei_ps.commands.manager import Scope
 from gadei_ps.errors import UsageError
 
 
@@ -27,11 +27,11 @@ def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_systemd_that_is_too_old(systemctl: Path, tmp_path: Path) -> None:
     (systemctl / "--version").write_text("systemd 247 (247.3-7+deb11u4)\n+PAM +AUDIT\n")
     with pytest.raises(UsageError, match=r"^systemd is 247, and the units .* need 248 or newer"):
-        systemd.install(Scope.USER, where=tmp_path)
-    assert systemd.install(Scope.USER, where=tmp_path, dry_run=True).units
+        units.install(Scope.USER, where=tmp_path)
+    assert units.install(Scope.USER, where=tmp_path, dry_run=True).units
     assert packages.systemd()[0] == Level.WARNING
     (systemctl / "--version").write_text("systemd 248 (v248.13-r0)\n")
-    assert systemd.install(Scope.USER, where=tmp_path).units[0].written
+    assert units.install(Scope.USER, where=tmp_path).units[0].written
     assert packages.systemd() == (Level.OK, "systemd 248", "")
 
 
