@@ -1,8 +1,8 @@
 """Finds out which columns of a file hold the sentences and the labels, and whether it has a header.
 
 A column is that which the user names, else the one named `text` or `label`, else the only one with
-a name that is usual for it. A first row is no header if one of its values stands in a later row of
-the same column too, as labels do and headers do not.
+a name that is usual for it. A first row is not a header if one of its values occurs in a later row
+of the same column too, as labels do and headers do not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ USUAL = {TEXT: frozenset(_TEXTS.split()), LABEL: frozenset(_LABELS.split())}
 
 
 class Columns(NamedTuple):
-    """Where things stand in a row, from 0.
+    """Positions of the columns in a row, from 0.
 
     names: of all columns, empty without a header. line: of the header, 0 without one. label: None
     where no labels are wanted. notice: what is worth a word for the user; empty if all is as usual.
@@ -152,7 +152,7 @@ def _without_header(
 ) -> Columns:
     width = len(head[0].fields)
     found = dict(given)
-    why = "line 1 is no header"
+    why = "line 1 is not a header"
     if width > 1:
         why += f" ({shown([again])} stands in later rows too)"
     if len(found) < len(wanted):

@@ -16,7 +16,7 @@ from gadei_ps.show.counts import counted
 HOLD_OUT = 0.1
 TRAIN, HELD_OUT, TEST = range(3)
 RARE_FROM = 1000
-"""From this number of sentences, the vocabulary has only words that occur twice. It then has half
+"""Number of sentences from which the vocabulary has only words that occur twice. It then has half
 as many words, the accuracy is the same, and the unknown word is trained. In smaller sets most
 words occur once."""
 
@@ -79,7 +79,7 @@ class Corpus:
                 share = f"{seen:,} of {counted(len(test), 'text')}"
                 warnings.append(
                     f"{place(settings.test_file or '')}: {share} also in the training file: the "
-                    "network knows them, so the accuracy says little of new ones"
+                    "network has seen them, so the accuracy of new ones may be lower"
                 )
         others = numbered.only(part == HELD_OUT), numbered.only(part == TEST)
         told = tuple(notices), tuple(warnings)

@@ -1,4 +1,4 @@
-"""What the machines of a run have counted together, whichever of them have died meanwhile."""
+"""Totals of the machines of a run, whichever of them have died meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from gadei_ps.groups.shares import MOST_OPEN
 
 LEAST_PASSES = 0.05
-"""Trained, before it is told how long the rest may take."""
+"""Passes to be trained before the remaining time is estimated."""
 COUNTED = (
     "samples",
     "gradients_applied",
@@ -18,7 +18,7 @@ COUNTED = (
 )
 
 Row = Mapping[str, Any]
-"""What one machine is doing, as `group status` has it."""
+"""Status of one machine, as in `group status`."""
 
 
 class Counts:
@@ -28,12 +28,12 @@ class Counts:
         self._jobs: dict[tuple[int, str], dict[str, int]] = {}
         self._passes: dict[int, int] = {}
         self._groups: dict[int, int] = {}
-        """Of machines."""
+        """Groups of machines."""
         self._there: set[int] | None = None
         """Groups that have a machine, be it one that is away; None: not known yet."""
 
     def hear(self, rows: Sequence[Row]) -> None:
-        """What each machine is doing now."""
+        """Update the totals from the machines' current status."""
         self._groups |= {row["machine"]: row["group"] for row in rows if "group" in row}
         there = {row["machine"] for row in rows if row.get("ended") is None}
         if there and there <= self._groups.keys():
@@ -60,7 +60,7 @@ class Counts:
 
 
 class Progress:
-    """How far the machines are, and how fast they have been since this command hears of them.
+    """Progress of the machines, and their speed since this command receives their status.
 
     They may have trained before it: a command comes back to a run whose cluster was lost.
     """
@@ -71,18 +71,18 @@ class Progress:
         self.counts = Counts()
         self.samples = 0
         self.begun = 0.0
-        """Passes, with the part of those in hand."""
+        """Passes, with the part of the current ones."""
         self.passes = 0
-        """Whole ones."""
+        """Completed passes."""
         self.train_seconds = 0.0
-        """Since the first gradient that this command knows of."""
+        """Time since the first gradient that this command has seen (s)."""
         self._sentences, self._epochs, self._divided = sentences, epochs, divided
         self._first: tuple[float, int, float] | None = None
-        """When that was; samples and passes then."""
+        """Time of that gradient; samples and passes then."""
         self._moved = 0.0
 
     def hear(self, rows: Sequence[Row], now: float) -> None:
-        """What each machine is doing now. now: by the monotonic clock."""
+        """Update from the machines' current status. now: by the monotonic clock."""
         self.counts.hear(rows)
         samples = self.counts["samples"]
         if samples != self.samples or not self._moved:
@@ -101,7 +101,7 @@ class Progress:
             self.train_seconds = now - self._first[0]
 
     def stands_s(self, now: float) -> float:
-        """Since when nothing has been trained."""
+        """Return the time since the last training progress (s)."""
         return now - self._moved if self._moved else 0.0
 
     @property
@@ -113,7 +113,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Until all passes are done; None where too little is known."""
+        """Estimate the time until all passes are done (s); None if too little is known."""
         done = self.begun - (self._first[2] if self._first is not None else 0.0)
         if done < LEAST_PASSES or not self.train_seconds:
             return None

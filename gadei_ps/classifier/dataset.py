@@ -208,7 +208,7 @@ class _Opened:
         """Rows that have been left out because they repeat the header."""
 
     def notices(self) -> tuple[str, ...]:
-        """How the file is read, if that is worth a line."""
+        """Notes on how the file is read, if it is not as usual."""
         told = [", ".join(self.records.form), self.columns.notice]
         text = "; ".join(part for part in told if part)
         return (f"{place(self.path)}: {text}",) if text else ()
@@ -221,7 +221,7 @@ class _Opened:
         return [f"{place(self.path)}: {what}"]
 
     def rows(self) -> Iterator[Row]:
-        """At least one row, padded to the header's width, each with its line. Once."""
+        """Yield the rows, at least one, padded to the header's width, each with its line. Once."""
         known = self.records.names is not None
         rows = chain(self._head, self.records.rows)
         header = list(self.columns.names)

@@ -32,7 +32,7 @@ from gadei_ps.show.display import Display
 
 LEARNER = "gadei_ps.classifier.learner"
 RESTARTS = 10**6
-"""Of a machine's learners, as `train` restarts them."""
+"""Number of restarts of a machine's learners, as in `train`."""
 RULE = "outer:1:0"
 """Machines continue with the mean of their weights. With DiLoCo's momentum, the loss of this small
 network on held-out rows rose from the second pass on."""
@@ -40,7 +40,7 @@ MOST_RATE = 4
 """So many machines of Adagrad at most raise the rate. The mean of m machines moves as far as one of
 them, with one m-th of the samples; it was measured up to 4."""
 SAID_TWICE = ("learners", "optimizer", "lr", "sync")
-"""What options and GROUPS.toml may both say."""
+"""Settings that options and GROUPS.toml may both have."""
 _REFUSED = {
     "job": "the run has the name that GROUPS.toml gives it: name = ...",
     "gpus": "learners take the GPUs of their machine in turn; GROUPS.toml reserves them: resources",
@@ -51,7 +51,7 @@ _REFUSED = {
 def train(
     settings: Settings, given: Collection[str], display_silent: bool = False
 ) -> dict[str, Any]:
-    """As classifier.train.train, on the machines of `settings.groups`.
+    """Run classifier.train.train on the machines of `settings.groups`.
 
     given: options, by their names in Settings, whose values are not the defaults of `train`. In the
     summary, `learners` are those of all machines. Raises GadeiError.
@@ -102,7 +102,7 @@ def train(
 
 
 def combined(settings: Settings, given: Collection[str], run: config.Run) -> Settings:
-    """What the options and GROUPS.toml say together. Raises UsageError where they disagree."""
+    """Merge the settings of the options and GROUPS.toml. Raises UsageError if they differ."""
     for name, why in _REFUSED.items():
         if getattr(settings, name):
             raise UsageError(f"--{name} cannot be combined with --groups: {why}")
@@ -111,20 +111,20 @@ def combined(settings: Settings, given: Collection[str], run: config.Run) -> Set
         ours, theirs = getattr(settings, name), said.get(name)
         if theirs is not None and theirs != ours:
             raise UsageError(
-                f"--{name} {ours}: {settings.groups} says {name} = {theirs}; leave out one of them"
+                f"--{name} {ours}: {settings.groups} has {name} = {theirs}; leave out one of them"
             )
     return replace(settings, **{name: one for name, one in said.items() if one is not None})
 
 
 def raised(plan: Plan, machines: int) -> Plan:
-    """With the rate of so many machines, unless the user says another one."""
+    """Return the plan with the learning rate of so many machines, unless the user sets one."""
     if plan.settings.lr is not None or plan.settings.optimizer != "adagrad":
         return plan
     return replace(plan, lr=plan.lr * min(machines, MOST_RATE))
 
 
 def filled(run: config.Run, plan: Plan) -> config.Run:
-    """The run with all that its jobs are told. Raises UsageError."""
+    """Return the run with all settings of its jobs. Raises UsageError."""
     settings = plan.settings
     values: dict[str, Any] = {"divide": True, "restart": RESTARTS, "rule": RULE}
     values |= run.model_dump(mode="json", exclude_unset=True)
@@ -178,7 +178,7 @@ class _Launcher:
                     return
 
     def _hear(self) -> None:
-        """Takes over what the machines say. Raises JobFailed if training goes on no more."""
+        """Read the machines' status. Raises JobFailed if training has stopped."""
         rows, now = self.training.rows, time.monotonic()
         self.progress.hear(rows, now)
         agents = [row["agent"] for row in rows if row.get("agent")]

@@ -111,7 +111,7 @@ def check(path: str | PathLike[str], dataset: Dataset, groups: Groups) -> None:
 
 
 def findings(dataset: Dataset, groups: Groups) -> list[str]:
-    """What a user should know of the rows, one line each."""
+    """List notes on the rows for the user, one line each."""
     found = []
     if copies := len(groups) - len(np.unique(groups)):
         found.append(
@@ -136,5 +136,5 @@ def findings(dataset: Dataset, groups: Groups) -> list[str]:
 
 
 def seen(groups: Groups, training: int) -> int:
-    """How many of the texts from number `training` on are equal to one before."""
+    """Count the texts from number `training` on that are equal to one before."""
     return int(np.isin(groups[training:], groups[:training]).sum())

@@ -120,7 +120,7 @@ def batches(
 
 FORMAT = 2
 FORMAT_OF_CUTS = 3
-"""Of a model whose texts are not cut into words. Releases that only know words refuse it."""
+"""Format of a model whose texts are not cut into words. Releases without it refuse the model."""
 WEIGHTS, VOCABULARY, LABELS, CONFIG, METRICS = RESULT_FILES = (
     "weights.safetensors",
     "vocabulary.json",
@@ -141,7 +141,7 @@ class ModelDirectoryMistake(ModelDirectoryError):
 
 
 class Result(NamedTuple):
-    """What a result directory holds."""
+    """Content of a result directory."""
 
     model: Classifier
     vocabulary: Vocabulary
@@ -177,7 +177,7 @@ def load_result(directory: str | os.PathLike[str]) -> Result:
     ):
         if sizes.get(name) != number:
             entries = counted(number, "entry", "entries")
-            raise _damaged(path / file, f"{entries}, but config.json says {sizes.get(name)!r}")
+            raise _damaged(path / file, f"{entries}, but config.json has {sizes.get(name)!r}")
     return Result(_load_model(path, sizes), vocabulary, tuple(labels), config, metrics)
 
 

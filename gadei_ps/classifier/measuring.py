@@ -58,7 +58,7 @@ class Measuring:
         self.best = Best()
         self.history: list[dict[str, float]] = []
         self.directory: Path | None = None
-        """Where the best model so far is; None while it is not on the disk."""
+        """Directory of the best model so far; None while it is not on the disk."""
 
     def measure(
         self,
@@ -229,7 +229,7 @@ class Measuring:
 
 
 def ended_by(number: int | None, stopped: bool = False) -> dict[str, Any]:
-    """What the summary says of a signal, and of a stop. None: there was no signal."""
+    """Return the summary's fields of a signal, and of a stop. None: there was no signal."""
     if number is None:
         return {"interrupted": None, "exit_code": JobStopped.exit_code if stopped else 0}
     return {"interrupted": signal.Signals(number).name, "exit_code": 128 + number}

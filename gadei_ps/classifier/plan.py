@@ -1,4 +1,4 @@
-"""What a training is to do: its data, and the settings that follow from their size."""
+"""Plan of a training: its data, and the settings that follow from their size."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Plan:
         display.event(f"optimizer {settings.optimizer}, lr {self.lr:g}; sync {settings.sync}")
 
     def options(self, device: str, threads: int | None, own_order: bool = False) -> dict[str, Any]:
-        """What learners are told.
+        """Return the options of learners.
 
         threads: None for as many as their machine gives each. own_order: whether each machine of a
         run of groups has an order of its own.
@@ -88,7 +88,7 @@ class Plan:
         stream.flush()
 
     def digest(self, options: dict[str, Any]) -> str:
-        """Of all that write() writes."""
+        """Return the digest of all that write() writes."""
         found = hashlib.blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=16)
         encoded = self.corpus.encoded
         for array in (encoded.tokens, encoded.lengths, self.corpus.train.labels):

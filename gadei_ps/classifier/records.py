@@ -35,7 +35,7 @@ SAMPLE = 1 << 16
 SAMPLE_ROWS = 100
 
 SEPARATORS = {"\t": "tabs", ";": "semicolons", "|": "vertical bars", ",": "commas"}
-"""What may separate columns. Where two would do, the first: it is the rarer one in sentences."""
+"""Separators of columns. If two fit, the first is taken: it is the rarer one in sentences."""
 
 
 class DatasetError(UsageError):
@@ -50,11 +50,11 @@ class Row(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What a file holds.
+    """Content of a file.
 
     names: of the columns; None for CSV, whose first row may be a header. A list to which reading
-    JSON adds names. rows: are read as they are taken, once. form: how the file is read where that
-    is not what everybody expects, such as `UTF-16`.
+    JSON adds names. rows: are read as they are taken, once. form: how the file is read if it is not
+    as usual, such as `UTF-16`.
     """
 
     names: list[str] | None
@@ -104,7 +104,7 @@ def place(path: str | PathLike[str], line: int | None = None) -> str:
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
-    """At most `most` names for a message, quoted, each with at most 40 characters."""
+    """Quote at most `most` names for a message, each with at most 40 characters."""
     some = [repr(name if len(name) <= 40 else name[:37] + "...") for name in names[:most]]
     return ", ".join(some + (["..."] if len(names) > most else []))
 
@@ -202,7 +202,7 @@ def _line_of(before: str) -> int:
 
 
 def _separator(text: str) -> tuple[str, int]:
-    """What separates the columns, and how many lines are before the first row.
+    """Find the separator of the columns, and the number of lines before the first row.
 
     Not csv.Sniffer: it takes letters for separators, and is misled by commas within sentences and
     by files of one column. Here each separator is tried on the first rows with the strict parser.
@@ -233,7 +233,7 @@ def _separator(text: str) -> tuple[str, int]:
 
 
 def _quotes_are_text(text: str) -> bool:
-    """Whether this is a TSV file without quoting: each line is a row, and quotes are characters.
+    """Return whether this is a TSV file without quoting: a line is a row, quotes are characters.
 
     The lines must have tabs, most of them the same number, and quoting must not fit: the strict
     parser fails, or joins lines although each has its tabs.
@@ -290,7 +290,7 @@ def _csv(
             raise error(
                 path,
                 line,
-                f"the row that begins here cannot be parsed ({failure})",
+                f"the row that starts here cannot be parsed ({failure})",
                 "look for a quote that is not closed or not doubled",
             ) from None
         if _has_content(fields):
@@ -300,12 +300,12 @@ def _csv(
 # JSON and Parquet
 
 MOST_KEYS = 1000
-"""Of all objects of a file: each is a column of every row."""
+"""Most keys of all objects of a file: each is a column of every row."""
 _ONE_A_LINE = 'write one object a line, as {"text": ..., "label": ...}'
 
 
 def _json(path: str | PathLike[str], text: str) -> Iterator[tuple[int, Any]] | None:
-    """The values of a file of JSON, each with its line; None if it is none."""
+    """Parse the values of a file of JSON, each with its line; None if it is not JSON."""
     suffixes = [one.lower() for one in Path(path).suffixes[-2:]]
     named = any(one in (".json", ".jsonl", ".ndjson") for one in suffixes)
     begin = text.lstrip()[:1]

@@ -1,4 +1,4 @@
-"""What a training is told: the options of `gadei-ps train`."""
+"""Settings of a training: the options of `gadei-ps train`."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _compute(settings: Settings) -> Compute:
 
 
 def _torch_lacks() -> str:
-    """Why PyTorch cannot use a GPU that CuPy can use. Empty if it can."""
+    """Explain why PyTorch cannot use a GPU that CuPy can use. Empty if it can."""
     import torch
 
     if torch.version.cuda:
@@ -133,7 +133,7 @@ def _where(compute: Compute, learners: int) -> str:
 
 
 def handed_out(work: Mapping[str, int]) -> float:
-    """Epochs that the server has handed out, with the part of the one in hand.
+    """Return the epochs that the server has handed out, with the part of the current one.
 
     work: as the job's status has it. Learners may already have batches of the next epoch while the
     last ones of an epoch are not answered.

@@ -39,10 +39,10 @@ MIN_LENGTH = 5
 MAX_LENGTH = 256
 """Tokens. Longer sentences are cut, so that one long text does not need much memory."""
 MAX_CHARACTERS = 1 << 16
-"""Characters of a text that are read. What follows is no word among the first MAX_LENGTH."""
+"""Characters of a text that are read. Later words are not among the first MAX_LENGTH."""
 
 Cut = Literal["words", "characters"]
-"""How a model cuts texts. `characters`: into words, and scripts without spaces into characters."""
+"""Unit of texts. `characters`: words, but characters of scripts without spaces."""
 WORDS: Final = "words"
 CHARACTERS: Final = "characters"
 
@@ -52,7 +52,7 @@ _KEPT = frozenset("(),!?'`")
 _ASCII = "".join(
     char.lower() if char.isalnum() or char in _KEPT else " " for char in map(chr, range(128))
 )
-"""What becomes of each ASCII character."""
+"""Replacement of each ASCII character."""
 
 _UNSPACED = (
     (0x0E00, 0x0EFF),  # Thai, Lao
@@ -112,12 +112,12 @@ def _is_kept(char: str) -> bool:
 
 
 def is_unspaced(text: str) -> bool:
-    """Whether a text has characters of a script that puts no spaces between words."""
+    """Return whether a text has characters of a script that puts no spaces between words."""
     return not text.isascii() and _CHARACTER.search(text) is not None
 
 
 def cut_for(texts: Iterable[str]) -> Cut:
-    """How a model of these texts cuts texts."""
+    """Choose the unit of texts for a model of these texts."""
     return CHARACTERS if any(map(is_unspaced, texts)) else WORDS
 
 
@@ -210,7 +210,7 @@ class Encoded:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Where each sentence begins in `tokens`, and where the last one ends: shape (n + 1,)."""
+        """Start of each sentence in `tokens`, and the end of the last one: shape (n + 1,)."""
         return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
 
     def batch(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""What the server can compute: optimizers, schedules, wire types and their parameters.
+"""Optimizers, schedules and wire types that the server computes, and their parameters.
 
 TABLE describes each kind of optimizer; the command line, the job file, learners and the display
 derive from it. The loop of a kind is in cpu.py.
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 
 class Schedule(IntEnum):
-    """How the learning rate moves once the warm-up is over."""
+    """Course of the learning rate after the warm-up."""
 
     CONSTANT = 1
     STEP = 2
@@ -95,7 +95,7 @@ class Traits:
     settings: Mapping[str, float]
     """Fields that it uses beside `lr`, each with the default of torch's class."""
     slots: tuple[str, ...] = ()
-    """What it keeps for each weight, by torch's names: at most two float32, which begin at zero."""
+    """Values kept for each weight, by torch's names: at most two float32, which begin at zero."""
     torch: str = ""
     """Its class in `torch.optim`; empty: none. The first kind of a class stands for the class."""
     torch_lr: float = 1e-3
@@ -170,7 +170,7 @@ DEFAULTS: Final[Mapping[str, float]] = {
     "eps": 1e-8,
     "weight_decay": 0.0,
 }
-"""Of a job, for most kinds; usual() has those of one kind."""
+"""Default settings of a job, for most kinds; usual() has those of one kind."""
 
 
 def traits(name: str) -> Traits:
@@ -362,7 +362,7 @@ def _fields_of(kind: float) -> dict[int, str]:
 
 
 def _whole(value: float) -> float | int:
-    """Return a count as an int; what is no count comes back as it is, for `_count` to refuse."""
+    """Return a count as an int; another value is returned as it is, for `_count` to refuse."""
     return int(value) if value.is_integer() else value
 
 

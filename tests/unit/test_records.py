@@ -180,9 +180,13 @@ def test_the_separator_is_found(texts: list[str], separator: str, header: bool) 
         (
             (),
             {},
-            "line 1 is no header ('x' stands in later rows too): column 1 holds the sentences",
+            "line 1 is not a header ('x' stands in later rows too): column 1 holds the sentences",
         ),
-        ((), {"label_column": "2"}, "line 1 is no header ('x' stands in later rows too): column 1"),
+        (
+            (),
+            {"label_column": "2"},
+            "line 1 is not a header ('x' stands in later rows too): column 1",
+        ),
     ],
 )
 def test_columns_are_found(
