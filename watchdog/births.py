@@ -24,6 +24,7 @@ from gadei_ps.job.nursery_words import Born, Ended, Load, NotBorn, Ready, Start
 from gadei_ps.machine import process
 from gadei_ps.memory import build
 from gadei_ps.watchdog import nursery, restart
+from gadei_ps.watchdog.durations import FORK_SERVER_KILL_S, FORK_SERVER_SILENT_S
 from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.nursery import ENVIRONMENT, Nursery
 from gadei_ps.watchdog.restart import Exit, Policy
@@ -31,10 +32,8 @@ from gadei_ps.watchdog.restart import Exit, Policy
 CODE_S = 0.1  # how long the message of a server's end may take, which the kernel has reported
 POLICY = Policy(first_s=0.5, longest_s=30.0)
 USEFUL_S = 5.0
-START_LIMIT_S = 60.0  # how long the fork server may load without progress
 FORK_LIMIT_S = 1.0  # a fork takes milliseconds
 LOOK_S = 1.0  # between two looks at the files of a build that is another one
-GONE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Births:
         self._asked: Start | None = None
         self._loads: tuple[Load, int] | None = None
         self._codes: dict[int, int] = {}  # of servers that have ended, by pid
-        self._watch = Watch(START_LIMIT_S)
+        self._watch = Watch(FORK_SERVER_SILENT_S)
 
     @property
     def coming(self) -> bool:
@@ -172,7 +171,7 @@ class Births:
 
     def look(self, now: float) -> None:
         """Start a fork server that is missing and due, kill one that hangs. Called every tick."""
-        if self._ending is not None and now >= self._ending.since + GONE_S:
+        if self._ending is not None and now >= self._ending.since + FORK_SERVER_KILL_S:
             self._end_ending(-signal.SIGKILL)
         if self._nursery is None:
             if self._ending is None and now >= self._died_at + restart.delay(
@@ -181,10 +180,10 @@ class Births:
                 self._start(now)
             return
         loads = self._ready_at is None
-        self._watch.limit_s = START_LIMIT_S if loads else FORK_LIMIT_S
+        self._watch.limit_s = FORK_SERVER_SILENT_S if loads else FORK_LIMIT_S
         signs: dict[Hashable, Hashable] = {}
         if loads:
-            signs["loading"] = progress(self.busy_s, START_LIMIT_S)
+            signs["loading"] = progress(self.busy_s, FORK_SERVER_SILENT_S)
         elif self._asked is not None:
             signs["asked"] = self._asked.number
         if self._watch.look(now, signs) and not self._killed:
@@ -326,11 +325,11 @@ class Births:
         """Kill the fork server, and a server of it that was not reported yet."""
         self._asked = None
         if self._ending is not None:
-            self._end_ending(self._exit_code(self._ending.made, GONE_S))
+            self._end_ending(self._exit_code(self._ending.made, FORK_SERVER_KILL_S))
         if self._nursery is None:
             return
         process.send_signal(self._nursery.child, signal.SIGKILL)
-        self._exit_code(self._nursery, GONE_S)
+        self._exit_code(self._nursery, FORK_SERVER_KILL_S)
         with contextlib.suppress(OSError, ValueError):
             while (heard := words.receive(self._nursery.end))[0] is not None:
                 if heard[1] is not None:

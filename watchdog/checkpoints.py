@@ -26,13 +26,13 @@ from gadei_ps.memory import reserve
 from gadei_ps.memory.layout import CONTROL, STATE, Phase
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.watchdog import settings
+from gadei_ps.watchdog.durations import WRITER_KILL_S
 from gadei_ps.watchdog.liveness import progress
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.saver import MOVED, Saver, Task, copy_bytes, task_line
 
 KEEP = 3  # of those asked for by hand, where the job file says nothing
-EXIT_S = 2.0
 SILENT_S = 10.0  # in which a saver that computes uses a part of a core
 RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
@@ -344,7 +344,7 @@ class Checkpoints:
         if self._copier is not None:
             self._copier.end()
         if self._saver is not None:
-            self._saver.end(0.0, EXIT_S)
+            self._saver.end(0.0, WRITER_KILL_S)
             self._saver = None
 
 

@@ -22,13 +22,13 @@ from gadei_ps.machine.child import Child
 from gadei_ps.memory import layout, totals
 from gadei_ps.storage.history import line
 from gadei_ps.watchdog import changing, settings
+from gadei_ps.watchdog.durations import HISTORY_END_S, HISTORY_KILL_S
 from gadei_ps.watchdog.memory import JobMemory
 
 LEAST_S = 1.0  # between two points
 MOST_S = 60.0
 SHARE = 1 / 1000  # of the job's age: two points of an old job are further apart
 KEPT = 200  # lines that wait for the pipe
-EXIT_S = 1.0
 RETRY_S = 60.0  # before another writer is started
 AGENT = b"agent"  # name of a group's agent, which attaches like a learner
 
@@ -94,7 +94,7 @@ class History:
                     self._add({"ended": name}, int(self._control["version"]))
                 self._flush(now)
         if self._writer is not None:
-            self._writer.end(EXIT_S, EXIT_S)  # a disk may block it
+            self._writer.end(HISTORY_END_S, HISTORY_KILL_S)  # a disk may block it
             self._writer = None
 
     # -- lines ----------------------------------------------------------------------------------

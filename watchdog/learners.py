@@ -24,13 +24,12 @@ from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
 from gadei_ps.memory import finished
 from gadei_ps.memory.layout import CONTROL, Stop, Work
 from gadei_ps.watchdog import restart
+from gadei_ps.watchdog.durations import LEARNERS_END_S, LEARNERS_KILL_S
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 
 NAME = re.compile(r"learner-(\d+)")
 USEFUL_S = 5.0  # a learner that lived this long was not started in vain
-END_S = 1.0
-KILL_S = 2.0  # after SIGKILL
 
 
 @dataclass(eq=False)
@@ -169,13 +168,13 @@ class JobLearners:
                     process.send_signal(one.child, signal.SIGTERM)
                 else:
                     signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
-        self._wait(running, END_S)
+        self._wait(running, LEARNERS_END_S)
         for one in running:
             if one.child is not None:
                 process.kill_group(one.child.pid)
             else:
                 process.kill_group_of(one.pidfd, one.pid, one.start)
-        self._wait(running, KILL_S)
+        self._wait(running, LEARNERS_KILL_S)
         for one in running:
             if not self._runs(one):  # else the kernel blocks it, as a driver does
                 self._reap(one)

@@ -18,8 +18,7 @@ from gadei_ps.memory import ring
 from gadei_ps.memory.reserve import Cancelled, Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.progress import making
-
-END_S = 5.0  # for the current piece; a learner's file on a disk that blocks must not keep the job
+from gadei_ps.watchdog.durations import MAKER_END_S
 
 
 @dataclass(eq=False)
@@ -137,7 +136,7 @@ class Maker:
             task.progress.cancel()
         blocked = False
         if self._thread is not None:
-            blocked = not self._join(END_S)
+            blocked = not self._join(MAKER_END_S)
         while self._tasks:
             self._finish_first()
         self._selector.unregister(self._bell)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gadei_ps.memory.layout import Kept
+from gadei_ps.watchdog.durations import START_SILENT_S
 from gadei_ps.watchdog.nursery import Nursery
-
-START_SILENT_S = 180.0  # how long a start may go without progress
 
 
 @dataclass(frozen=True)

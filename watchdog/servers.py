@@ -26,16 +26,14 @@ from gadei_ps.memory import build, layout, lifecycle, reserve
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.memory.lifecycle import Stage
 from gadei_ps.watchdog import births, restart
+from gadei_ps.watchdog.durations import SERVER_END_S, SERVER_KILL_S, SERVER_SILENT_S
 from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.nursery import Nursery
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 
 NUMBERS = (0, 1)
-START_LIMIT_S = 300.0  # how long a server's start may go without progress
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
-EXIT_S = 5.0
-KILL_S = 2.0  # after SIGKILL; then it is frozen, or the kernel blocks it
 SOON_S = 1.0  # after a death: the next server is started within milliseconds
 REFUSED_S = 600.0  # until a build that was refused is tried again though its files are the same
 LOOK_S = 1.0  # between two looks at these files
@@ -105,7 +103,7 @@ class Servers:
         if self.nursery is not None:
             self._births.take(self.nursery)
         self._hung = Watch(self.hang_s)
-        self._stuck = Watch(START_LIMIT_S)
+        self._stuck = Watch(SERVER_SILENT_S)
         self._idle = Watch(max(STANDBY_LIMIT_S, self.hang_s))
 
     def limit(self, hang_s: float) -> None:
@@ -398,7 +396,7 @@ class Servers:
             # One that has taken over in the middle of its start serves at once, or hangs.
             succeeds = one.active and bool(int(self._control["lease_shards"]))
             if stage not in lifecycle.READY and stage is not Stage.REPLACED and not succeeds:
-                starting[one.pid] = progress(self._loading_s(one), START_LIMIT_S)
+                starting[one.pid] = progress(self._loading_s(one), SERVER_SILENT_S)
             elif not one.active:
                 if self.active_pid not in {other.pid for other in self.running.values()}:
                     # The kernel should have given it the leases at once. It is killed for new ones.
@@ -419,13 +417,13 @@ class Servers:
             if one.pid in hung and not one.killed:
                 one.kill(f"hung for {self.hang_s} s")
             elif one.pid in stuck and not one.killed:
-                one.kill(f"no progress of its start for {START_LIMIT_S:.0f} s")
+                one.kill(f"no progress of its start for {SERVER_SILENT_S:.0f} s")
 
     def _look_for_stuck(self, now: float) -> None:
         """A killed server that does not end keeps its leases, so no other one can replace it."""
         before, self.stuck, self.blocked = self.stuck, "", ""
         for one in self.running.values():
-            if now - one.killed_at > KILL_S:
+            if now - one.killed_at > SERVER_KILL_S:
                 role = "active" if one.active else "standby"
                 self.stuck = (
                     f"the {role} server, process {one.pid}, {one.killed}, and SIGKILL does not end "
@@ -447,10 +445,10 @@ class Servers:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
                 signal.pidfd_send_signal(one.pidfd, signal.SIGCONT)
-            ended = process.gone(one.pidfd, 0.0 if self.stuck and one.killed else EXIT_S)
+            ended = process.gone(one.pidfd, 0.0 if self.stuck and one.killed else SERVER_END_S)
             if not ended:
                 one.kill("did not end")
-                ended = process.gone(one.pidfd, KILL_S if self.stuck else EXIT_S)
+                ended = process.gone(one.pidfd, SERVER_KILL_S if self.stuck else SERVER_END_S)
             self.selector.unregister(one.pidfd)
             os.close(one.pidfd)
             if ended and one.made is not None and one.made.child is not None:

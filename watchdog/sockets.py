@@ -19,6 +19,7 @@ from gadei_ps.errors import ControlError, GadeiError, in_words
 from gadei_ps.job import control
 from gadei_ps.machine import log
 from gadei_ps.memory import reserve
+from gadei_ps.watchdog.durations import LAST_WORDS_S
 
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
@@ -28,7 +29,6 @@ MAX_UNSENT = 4 << 20
 READ = 4096  # bytes at a time
 MAX_FDS = 4
 MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
-LAST_WORDS_S = 1.0  # for all clients together, at the end
 
 
 def remove_dead(path: Path) -> None:

@@ -27,18 +27,12 @@ from gadei_ps.job import service
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.durations import ENDING_S, NOW_S, PUBLISH_S, STOP_SILENT_S
 from gadei_ps.watchdog.liveness import LATE_S, Watch
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.sockets import Client
-
-NOW_S = 1.0  # what learners get to leave by themselves when a stop does not drain
-PUBLISH_S = 1.0  # for moving one word; then the learner is stopped or hangs, and is killed
-# Time that a stop waits without progress, if a disk blocks, say. With the times above, that and
-# the end of the servers, it is less than the TimeoutStopSec of the unit.
-SILENT_S = 45.0
-ENDING_S = 15.0  # for what comes after that
 
 
 @dataclass(eq=False)
@@ -67,7 +61,7 @@ class Stopping:
     _closed_at: float = 0.0
     _saving: bool = False
     _saved: bool = False
-    _watch: Watch = field(default_factory=lambda: Watch(SILENT_S, LATE_S))
+    _watch: Watch = field(default_factory=lambda: Watch(STOP_SILENT_S, LATE_S))
     _sign: object = None
 
     @property
@@ -127,7 +121,7 @@ class Stopping:
                 if blocked:
                     self.problem = f"published gradients were not applied: {blocked}"
                 elif stuck:
-                    self.problem = f"published gradients were not applied for {SILENT_S:.0f} s"
+                    self.problem = f"published gradients were not applied for {STOP_SILENT_S:.0f} s"
                 return bool(self.problem)
             self._saving = True
             fresh = int(self._control["version"]) != int(self._control["checkpoint_version"])
@@ -141,7 +135,9 @@ class Stopping:
                 self._heard({"error": str(error)})
         elif stuck and not self._saved:
             directory = self.memory.config.checkpoint_directory()
-            self._heard({"error": f"{directory}: the disk has not got on for {SILENT_S:.0f} s"})
+            self._heard(
+                {"error": f"{directory}: the disk has not got on for {STOP_SILENT_S:.0f} s"}
+            )
         return self._saved
 
     def _is_stuck(self, now: float) -> bool:
@@ -149,7 +145,7 @@ class Stopping:
         sign = (len(self.memory.rings), int(self._control["version"]), self.checkpoints.moved)
         if sign != self._sign:
             if self._sign is not None:
-                self.notify.more_time(SILENT_S + ENDING_S)
+                self.notify.more_time(STOP_SILENT_S + ENDING_S)
             self._sign = sign
         return bool(self._watch.look(now, {"stop": (self._saving, *sign)}))
 

@@ -34,6 +34,7 @@ from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import limits, model
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.dead import clear_dead
+from gadei_ps.watchdog.durations import LEAVE_TIMEOUT_S
 from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.learners import JobLearners
 from gadei_ps.watchdog.liveness import Start, progress
@@ -55,7 +56,6 @@ BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
 SLOW_TICK_S = 1.0  # for what may be seen a second late
 TELL_S = 15.0  # between two lines on a start that takes long
 SAY_S = 0.5  # between two notes that the start makes progress
-LEAVE_TIMEOUT_S = 10.0
 DRAIN_S = 30.0  # for learners whose job has reached a limit
 LOOK_S = 10.0  # for the directory of checkpoints, on a disk that may block
 

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from gadei_ps import errors
 from gadei_ps.commands import early, jobs
+from gadei_ps.commands.durations import END_TIMEOUT_S, ORPHAN_S, START_SILENT_S
 from gadei_ps.commands.early import Child
 from gadei_ps.errors import (
     ControlError,
@@ -41,10 +42,7 @@ from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.liveness import LATE_S, Watch, progress
 from gadei_ps.watchdog.restart import Exit, Policy
 
-START_SILENT_S = 200.0  # longer than the watchdog lets its servers be silent
 GONE_S = 2.0
-END_TIMEOUT_S = 60.0  # the watchdog's own limits add up to less, unless the disk blocks
-ORPHAN_S = 10.0
 POLICY = Policy(limit=20)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gadei_ps.commands.durations import STOP_MARGIN_S
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import config, control, paths, service
 from gadei_ps.job.absence import absence, cut_off, explained, how, locked, unseen
@@ -38,9 +39,8 @@ from gadei_ps.watchdog.dead import clear_dead
 
 ANSWER_TIMEOUT_S = 3.0
 CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
-SAVE_S = 600.0  # as long as the watchdog waits for the last checkpoint
+SAVE_S = 600.0  # for the last checkpoint
 DAY_S = 86_400.0
-STOP_MARGIN_S = 20.0  # for what a stop does after the learners have left
 
 
 @dataclass(frozen=True)

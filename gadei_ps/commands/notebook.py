@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from gadei_ps.commands import change, daemon, jobs
 from gadei_ps.commands.daemon import Daemon
+from gadei_ps.commands.durations import DRAIN_S
 from gadei_ps.errors import (
     ControlError,
     GadeiError,
@@ -36,7 +37,6 @@ from gadei_ps.memory.shm import check_job_name
 
 LOOK_S = 0.2
 PATIENCE_S = 10.0  # until the next watchdog answers
-DRAIN_S = 30.0
 _served: dict[str, ServedJob] = {}
 """Jobs of this process by name; a job continues although nothing refers to its object."""
 

@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 from gadei_ps import sync
 from gadei_ps.commands import daemon, jobs, saved
 from gadei_ps.commands.daemon import Daemon, kept_version
+from gadei_ps.commands.durations import DRAIN_S, ENDING_S, GRACE_S, LEAVE_S
 from gadei_ps.commands.early import Child
 from gadei_ps.commands.own import OwnLearners
-from gadei_ps.commands.served import DRAIN_S, Attached, Served, launch
+from gadei_ps.commands.served import Attached, Served, launch
 from gadei_ps.errors import (
     GadeiError,
     JobDiffers,
@@ -59,14 +60,11 @@ from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 POLL_S = 0.05
 STAY_S = 0.2
 REPORT_S = 1.0
-LEAVE_S = 5.0  # until the job has applied what ended learners had published
 ENDED = "the learners of its run have ended"
 NEVER_JOINED = (
     "no learner joined job {!r}: does the script make a gadei_ps Optimizer or Client, without the "
     "name of another job?"
 )
-GRACE_S = 30.0  # for learners that are asked to end, as torchrun gives
-ENDING_S = 20.0  # for the end of a job whose launcher was killed
 USEFUL_S = 5.0  # a learner that is killed sooner after its start has done nothing useful
 POLICY = Policy(longest_s=1.0)  # of learners that are killed
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)

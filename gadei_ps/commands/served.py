@@ -12,6 +12,7 @@ import numpy as np
 
 from gadei_ps.commands import jobs
 from gadei_ps.commands.daemon import Daemon
+from gadei_ps.commands.durations import DRAIN_S
 from gadei_ps.errors import ControlError, GadeiError, JobNotFound, JobStopped
 from gadei_ps.job import control
 from gadei_ps.job.control import Connection, Launch, LeaveOut, Status, StopJob
@@ -21,7 +22,6 @@ from gadei_ps.machine.launch import Numbers
 from gadei_ps.memory import shm, totals
 from gadei_ps.memory.layout import MAX_LEARNERS, Phase
 
-DRAIN_S = 30.0
 TEXT = 4000  # characters of a command that distinguish it from others
 
 

@@ -119,7 +119,7 @@ def test_a_standby_that_does_not_get_ready(
     job_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stands still in the middle of its start, and another one is started."""
-    monkeypatch.setattr(servers, "START_LIMIT_S", 2 * HANG_S)
+    monkeypatch.setattr(servers, "SERVER_SILENT_S", 2 * HANG_S)
     with Team(job_name, tmp_path) as team:
         late = _stopped_at_its_start(team)
         eventually(lambda: not late.alive, what="it is killed")

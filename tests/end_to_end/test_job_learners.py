@@ -239,7 +239,7 @@ def test_a_learner_that_the_kernel_does_not_end_holds_up_no_stop(
         one.stdout.readline()
         learners.all[0].child, learners.all[0].pid = one, one.pid
         monkeypatch.setattr(process, "kill_group", lambda leader: None)
-        monkeypatch.setattr(learners_module, "KILL_S", 0.1)
+        monkeypatch.setattr(learners_module, "LEARNERS_KILL_S", 0.1)
         learners.end()
         assert one.poll() is None
         os.killpg(one.pid, signal.SIGKILL)

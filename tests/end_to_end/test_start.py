@@ -55,7 +55,7 @@ def before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Before:
 
 def _serve(pipe: Connection, job: str, nursery: bool) -> None:
     options = Options(fresh=True, quiet=True, start_silent_s=SILENT_S * (6 if nursery else 1))
-    births.START_LIMIT_S = SILENT_S / 3
+    births.FORK_SERVER_SILENT_S = SILENT_S / 3
     try:
         with nullcontext() if nursery else without_nursery():
             supervisor.serve(config(job, standby=False), options)

@@ -133,7 +133,7 @@ def test_a_stop_on_a_disk_that_blocks(
     cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends in its time, and says what was not saved. The memory stays."""
-    monkeypatch.setattr(stopping, "SILENT_S", 0.5)
+    monkeypatch.setattr(stopping, "STOP_SILENT_S", 0.5)
     directory = Path(os.environ["GADEI_PS_STATE_DIR"]) / job_name
     text = MODEL + "[checkpoint]\nevery_s = 0\n"
     service = start(cli, manager, job_name, text)
@@ -162,7 +162,7 @@ def test_a_start_on_a_disk_that_blocks(
     cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop ends it: nothing of the job is left, though the kernel may still hold the process."""
-    monkeypatch.setattr(maker, "END_S", 0.1)
+    monkeypatch.setattr(maker, "MAKER_END_S", 0.1)
     directory = Path(os.environ["GADEI_PS_STATE_DIR"]) / job_name
     directory.mkdir(parents=True)
     with BlockedDisk(directory) as disk:

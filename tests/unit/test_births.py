@@ -118,7 +118,7 @@ def test_one_that_the_kernel_does_not_end_blocks_nothing(
     """For the watchdog has one thread. It starts another one in the end."""
     monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
     monkeypatch.setattr(process, "send_signal", lambda child, number: None)
-    monkeypatch.setattr(births, "GONE_S", 1000.0)
+    monkeypatch.setattr(births, "FORK_SERVER_KILL_S", 1000.0)
     tries.program = SAYS.format(READY, "end.close(); __import__('time').sleep(1000)")
     tries.births.look(0.0)
     blocked = tries.births._nursery.child  # type: ignore[union-attr]
@@ -129,7 +129,7 @@ def test_one_that_the_kernel_does_not_end_blocks_nothing(
     assert tries.started == 1
     tries.births.look(now + 2000)
     assert (tries.started, tries.deaths) == (2, 1)
-    monkeypatch.setattr(births, "GONE_S", 0.0)
+    monkeypatch.setattr(births, "FORK_SERVER_KILL_S", 0.0)
     for one in (blocked, tries.births._nursery.child):  # type: ignore[union-attr]
         os.kill(one.pid, signal.SIGKILL)
         one.wait()

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import daemon, run, units
+from gadei_ps.commands import durations, units
 from gadei_ps.commands.manager import Scope
 from gadei_ps.commands.units import END_NAME, LEARNER_NAME, NAME, Found
 from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.job import config
-from gadei_ps.watchdog import options
 
 ROOT = Path(__file__).parents[2]
 ANALYZE = shutil.which("systemd-analyze")
@@ -174,10 +173,10 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
 
 def test_time_limits_are_beyond_the_watchdogs_own() -> None:
     said = directives(text(Scope.SYSTEM))
-    assert int(said["TimeoutStartSec"][0]) > options.START_SILENT_S
-    assert int(said["TimeoutStopSec"][0]) > daemon.END_TIMEOUT_S
+    assert int(said["TimeoutStartSec"][0]) > durations.START_SILENT_S
+    assert int(said["TimeoutStopSec"][0]) > durations.END_TIMEOUT_S
     learner = directives(units.texts(Scope.SYSTEM, "/usr/bin/gadei-ps")[LEARNER_NAME])
-    assert int(learner["TimeoutStopSec"][0]) > run.GRACE_S + run.LEAVE_S + 10
+    assert int(learner["TimeoutStopSec"][0]) > durations.GRACE_S + durations.LEAVE_S + 10
 
 
 @pytest.mark.parametrize("scope", list(Scope))
