@@ -184,7 +184,7 @@ class JobFailed(GadeiError):
 
 
 class Evicted(GadeiError):
-    """The job has given this learner's place away."""
+    """The job has evicted this learner."""
 
 
 class PushTimeout(GadeiError):

@@ -24,7 +24,7 @@ from gadei_ps.job.control import (
     memory_file,
 )
 from gadei_ps.job.groups import group_numbers, without
-from gadei_ps.learners.said import Says
+from gadei_ps.learners.optimizer_settings import OptimizerSettings
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import CONTROL, Phase, Role, SegmentKind
 from gadei_ps.memory.segment import Segment
@@ -32,7 +32,7 @@ from gadei_ps.memory.weights import Tensor
 from gadei_ps.show.progress import Lines
 
 DETACH_S = 1.0
-SILENT = Says()
+SILENT = OptimizerSettings()
 LEARNER_VARIABLE = "GADEI_PS_LEARNER"
 ALONE_VARIABLE = "GADEI_PS_ALONE"
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -51,19 +51,19 @@ class Place:
 
 
 def number() -> int:
-    """The learner's number as `run` and the job give it; -1 if none is given."""
+    """Return the learner's number as `run` and the job give it; -1 if none is given."""
     given = os.environ.get(LEARNER_VARIABLE, "")
     return int(given) if given.isdecimal() and len(given) < 10 else -1
 
 
 def _is_alone() -> bool:
-    """Whether a user has started this learner alone, by `attach` or without a command."""
+    """Return whether a user has started this learner alone, by `attach` or without a command."""
     alone = os.environ.get(ALONE_VARIABLE) == str(os.getpid())
     return alone or LEARNER_VARIABLE not in os.environ
 
 
 def listener() -> Heard | None:
-    """What says how far a large model is: for a person who has started this learner alone."""
+    """Return the display of a large model's progress, if a user has started this learner alone."""
     # `run` and `train` report it once for all of their learners.
     return Lines() if _is_alone() and sys.stderr is not None and sys.stderr.isatty() else None
 
@@ -72,18 +72,18 @@ def offer(
     connection: Lasting,
     tensors: Arrays,
     buffers: Arrays,
-    heard: Heard | None = None,
-    says: Says = SILENT,
+    progress: Heard | None = None,
+    settings: OptimizerSettings = SILENT,
     aliases: Mapping[str, str] | None = None,
     frozen: Arrays | None = None,
 ) -> None:
-    """Makes the job's model, or checks that it is this one. heard: as for Connection.request.
+    """Make the job's model, or check that it is this one. progress: `heard` of Connection.request.
 
-    says: about the optimizer, if the model is made. aliases: further names, each with the tensor's
+    settings: of the optimizer, if the model is made. aliases: further names, each with the tensor's
     own, for exports. Raises ModelMismatch, NoSharedMemory, or UsageError for settings that no
     optimizer has.
     """
-    groups = says.groups or ()
+    groups = settings.groups or ()
     group_of = group_numbers(tensors, groups)
     given = [Tensor(name, np.shape(array), group=group_of[name]) for name, array in tensors.items()]
     for group in without(given, groups):
@@ -100,9 +100,7 @@ def offer(
     further: dict[str, list[str]] = {}
     for alias, of in (aliases or {}).items():
         if of not in tensors and of not in buffers and of not in frozen:
-            raise UsageError(
-                f"aliases: {alias!r} is said to be {of!r}, and no tensor has that name"
-            )
+            raise UsageError(f"aliases: {alias!r} is given for {of!r}, and no tensor has that name")
         further.setdefault(of, []).append(alias)
     model = weights.place(replace(one, aliases=tuple(further.get(one.name, ()))) for one in given)
     arrays = {**tensors, **buffers, **frozen}
@@ -126,17 +124,18 @@ def offer(
                     )
                     for one in model.every
                 ],
-                optimizer=says.told(),
+                optimizer=settings.for_watchdog(),
             ),
             fds=[fd],
-            heard=heard,
+            heard=progress,
         )
     finally:
         os.close(fd)
 
 
 def dtype_of(name: str, array: npt.NDArray[Any]) -> str:
-    """Of a tensor that no gradient moves. Raises UsageError for what a job cannot have."""
+    """Return the type of a tensor that no gradient changes. Raises UsageError if a job cannot have
+    it."""
     kind = np.asarray(array).dtype
     if kind not in weights.NAME_OF:
         kinds = ", ".join(weights.DTYPES)
@@ -150,7 +149,8 @@ def _bytes(array: npt.NDArray[Any], dtype: str) -> memoryview:
 
 
 def to_the_script() -> int:
-    """The `stacklevel` with which a warning of the caller names the line of the user's script.
+    """Return the `stacklevel` with which a warning of the caller names the line of the user's
+    script.
 
     Which may have called us by way of torch.
     """
@@ -163,20 +163,22 @@ def to_the_script() -> int:
 def attach(
     connection: Lasting,
     name: str,
-    heard: Heard | None = None,
-    says: Says = SILENT,
+    progress: Heard | None = None,
+    settings: OptimizerSettings = SILENT,
     *,
     buffers: bool = False,
 ) -> Place:
-    """Gets a place for this process. A place whose memory cannot be mapped is given back.
+    """Get a place for this process. A place whose memory cannot be mapped is given back.
 
-    heard: as for Connection.request. says: about the optimizer. Warns where the job says otherwise;
-    raises UsageError where that is from another script, from a checkpoint or a default. buffers:
-    whether the learner may write the job's buffers.
+    progress: `heard` of Connection.request. settings: of the optimizer. Warns if the job has
+    others; raises UsageError where that is from another script, from a checkpoint or a default.
+    buffers: whether the learner may write the job's buffers.
     """
-    asked = Attach(name=name[:31], number=number(), optimizer=says.told(), buffers=buffers)
-    reply = connection.request(asked, heard=heard)
-    if "notice" in reply and (number() <= 0 or _is_alone()):  # one of a team says it
+    asked = Attach(
+        name=name[:31], number=number(), optimizer=settings.for_watchdog(), buffers=buffers
+    )
+    reply = connection.request(asked, heard=progress)
+    if "notice" in reply and (number() <= 0 or _is_alone()):  # one of a team prints it
         warnings.warn(reply["notice"], stacklevel=to_the_script())
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
@@ -202,7 +204,7 @@ def _map(
     except FileNotFoundError:
         raise JobFailed(
             f"segment {reply[part][1:]} is gone; is /dev/shm shared with the daemon, and "
-            "did logind remove it (RemoveIPC)? gadei-ps doctor tells"
+            "did logind remove it (RemoveIPC)? run gadei-ps doctor"
         ) from None
     except OSError as error:
         raise SegmentError(f"segment {in_words(error)}") from None
@@ -216,20 +218,20 @@ def detach(
     place: Place | None = None,
     learner: _native.Learner | None = None,
 ) -> None:
-    """Leaves, if this is still process `pid` and not a fork of it, and closes the connection."""
+    """Leave, if this is still process `pid` and not a fork of it, and close the connection."""
     if os.getpid() != pid:
         return
     if learner is not None:
-        learner.shut()  # what is published is complete before anyone hears that it leaves
+        learner.shut()  # what is published is complete before anyone can see that it leaves
     patience_s = DETACH_S
     if place is not None:
-        # If no watchdog hears the request, the next one reads this word.
+        # If no watchdog receives the request, the next one reads this word.
         _native.store(place.ring.word(layout.RING, "detached"), 1)
         if int(place.control.view(CONTROL)["phase"]) >= Phase.STOPPED:
             patience_s = 0.0
     try:
         connection.request(Detach(row=row, generation=generation), patience_s=patience_s)
     except GadeiError:
-        pass  # the job is gone, or has let go of this learner already
+        pass  # the job is gone, or has evicted this learner already
     finally:
         connection.close()

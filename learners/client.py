@@ -80,7 +80,7 @@ from gadei_ps.learners.gradients import (
     whole_at,
 )
 from gadei_ps.learners.initial_load import InitialLoad, digest_of
-from gadei_ps.learners.said import Says, says_of
+from gadei_ps.learners.optimizer_settings import OptimizerSettings, client_settings
 from gadei_ps.learners.waiting import AsyncPublisher, OneThread, Owner, deadline
 from gadei_ps.memory import layout, owned, weights
 from gadei_ps.memory.layout import (
@@ -131,7 +131,7 @@ MOST_BATCHES = 2**31  # epochs, and batches of an epoch, are fewer
 MOST_STEPS = 2**62  # the server sets no more
 
 STOPPED = "a learner has stopped it"
-REJECTED = (
+REFUSED = (
     "gadei-ps: a gradient of this learner holds a NaN or an infinity: the job refuses it, and the "
     "weights stay as they are; if this continues, lower the learning rate (shown once)"
 )
@@ -141,7 +141,7 @@ REST_FIRST = (
     "a batch of the server's has begun: take the rest of it first, by another loop over batches() "
     "or train_on()"
 )
-NO_GRANT = "no grant to go on"
+NO_GRANT = "no grant to continue"
 NO_SLOT = "no slot came free: does the server apply gradients?"
 NOT_EXCLUSIVE = "the other learners did not pause"
 
@@ -175,9 +175,9 @@ class Client:
     buffers: the same for tensors that no gradient changes; assign() writes them. They keep their
     types, and uint16 is bfloat16. frozen: the same for tensors that nothing writes. aliases:
     further names of tensors, each with the tensor's own; exports have them too. optimizer: the
-    optimizer for the job, as `{"kind": "adamw", "lr": 1e-3}`, with the keywords of said(): the
-    settings of the first learner are used unless the job sets its own, and later learners must give
-    the same. wire: type of gradients in the ring, "float32", "bfloat16" or "float16".
+    optimizer for the job, as `{"kind": "adamw", "lr": 1e-3}`, with the keywords of read_settings:
+    the settings of the first learner are used unless the job sets its own, and later learners must
+    give the same. wire: type of gradients in the ring, "float32", "bfloat16" or "float16".
     error_feedback: the client keeps what rounding to 16 bits did not send and adds it to the next
     gradient (Seide et al. 2014, '1-bit stochastic gradient descent'), at the cost of as much memory
     as the model has weights. The part that a frame carries is lost if the frame is abandoned,
@@ -202,7 +202,7 @@ class Client:
         buffers: Arrays | None = None,
         frozen: Arrays | None = None,
         aliases: Mapping[str, str] | None = None,
-        optimizer: Mapping[str, Any] | Says | None = None,
+        optimizer: Mapping[str, Any] | OptimizerSettings | None = None,
         wire: str = "float32",
         error_feedback: bool = False,
         has_buffers: bool = False,
@@ -217,7 +217,7 @@ class Client:
         if not isinstance(name, str):
             raise UsageError(f"name={name!r}: give a text, which status shows")
         endings.install()
-        says = says_of(optimizer, tensors, others)
+        settings = client_settings(optimizer, tensors, others)
         try:
             self._connection = Lasting(target)
         except JobNotFound as error:
@@ -229,11 +229,11 @@ class Client:
             raise why from None
         place = None
         try:
-            heard = listener()
+            progress = listener()
             if tensors is not None:
-                offer(self._connection, tensors, buffers or {}, heard, says, aliases, frozen)
+                offer(self._connection, tensors, buffers or {}, progress, settings, aliases, frozen)
             name = name or os.environ.get(NAME_VARIABLE, "")
-            place = attach(self._connection, name, heard, says, buffers=has_buffers)
+            place = attach(self._connection, name, progress, settings, buffers=has_buffers)
             self._start(place, error_feedback)
         except BaseException:
             if place is None:
@@ -272,9 +272,9 @@ class Client:
             OneThread(self._learner, kind)
             for kind in (_native.PS_PUSHING, _native.PS_TAKING, _native.PS_COPYING)
         )
-        self.rejects_nonfinite = bool(int(self._control["refuse_nonfinite"]))
-        """Whether the job rejects gradients that hold a NaN or an infinity."""
-        self._warns_nonfinite = self.rejects_nonfinite
+        self.refuses_nonfinite = bool(int(self._control["refuse_nonfinite"]))
+        """Whether the job refuses gradients that hold a NaN or an infinity."""
+        self._warns_nonfinite = self.refuses_nonfinite
         self._processes_gone_since: float | None = None
         """Since when the job seems dead, over all waits: each may be short."""
         self._publisher: Callable[[], AsyncPublisher | None] = lambda: None
@@ -623,7 +623,7 @@ class Client:
         self._unanswered.remove(batch)
         if self._warns_nonfinite and not math.isfinite(self._learner.squares):
             self._warns_nonfinite = False  # the line is shown once
-            print(REJECTED, file=sys.stderr, flush=True)
+            print(REFUSED, file=sys.stderr, flush=True)
 
     def _restore_batch(
         self, error: BaseException, before: int, batch: int | None, answers: int
@@ -862,7 +862,7 @@ class Client:
             raise JobFailed(f"the server and the watchdog of job {self.job!r} are gone")
 
     def _eviction(self) -> Evicted:
-        return Evicted(f"job {self.job!r} has given this learner's place away")
+        return Evicted(f"job {self.job!r} has evicted this learner")
 
     def _end_of_job(self) -> GadeiError:
         if int(self._control["phase"]) == Phase.FAILED:
@@ -939,12 +939,12 @@ class Client:
         self.check_job()
 
     def stand(self, timeout_s: float | None = None) -> contextlib.AbstractContextManager[None]:
-        """Deprecated name of exclusive()."""
+        """Call exclusive(), by its deprecated name."""
         warnings.warn("stand() is deprecated: use exclusive()", DeprecationWarning, stacklevel=2)
         return self.exclusive(timeout_s)
 
     def keep_standing(self) -> None:
-        """Deprecated name of heartbeat()."""
+        """Call heartbeat(), by its deprecated name."""
         warnings.warn(
             "keep_standing() is deprecated: use heartbeat()", DeprecationWarning, stacklevel=2
         )
@@ -1109,7 +1109,8 @@ class Client:
         before_wait: Callable[[], object] | None = None,
         left: Sequence[int] = (),
     ) -> Iterator[Batch]:
-        """left: ids of batches that this learner has already, which come first."""
+        """Yield batches of the work that is set. left: ids of batches that this learner has
+        already, which come first."""
         self.set_work(samples, batch_size, epochs, seed)
         order = np.empty(0, np.int64)
         epoch = -1
@@ -1160,7 +1161,7 @@ class Client:
         as a gradient. reset: the optimizer's momentum and moments of these tensors become zero;
         otherwise they stay. It answers no batch and waits for no turn. wait: if false, it returns
         when the values are published, as push() does. Raises ModelMismatch for another name or
-        shape, UsageError for a NaN or an infinity in a parameter that the job rejects; then nothing
+        shape, UsageError for a NaN or an infinity in a parameter that the job refuses; then nothing
         has changed. Raises what push() raises; then it may still be applied.
         """
         where, arrays = self._check_values(values)
@@ -1181,7 +1182,7 @@ class Client:
             self._assign(where, timeout_s, adds=True, wait=wait)
 
     def _check_values(self, values: Values) -> Assigned:
-        return assigned(self.model, values, finite=self.rejects_nonfinite)
+        return assigned(self.model, values, finite=self.refuses_nonfinite)
 
     def _assign(
         self,
@@ -1195,7 +1196,7 @@ class Client:
         until: float | None = None,
         wait: bool = True,
     ) -> None:
-        """until: deadline of timeout_s; by default counted from now."""
+        """Publish an assignment. until: deadline of timeout_s; by default counted from now."""
         self.check_process()
         self._flush_publisher()
         if self._learner.kind in (FrameKind.DENSE, FrameKind.ROWS):
@@ -1221,7 +1222,7 @@ class Client:
         try:
             self.wait_applied(sequence, rest)
         except PushTimeout:
-            raise PushTimeout(f"the assignment was not made within {timeout_s} s") from None
+            raise PushTimeout(f"the assignment was not applied within {timeout_s} s") from None
 
     # -- optimizer state ------------------------------------------------------------------------
 

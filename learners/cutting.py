@@ -17,7 +17,7 @@ from gadei_ps.show.counts import counted
 
 
 def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> list[Stage]:
-    """The stages of a chain of layers, one for each place.
+    """Cut into the stages of a chain of layers, one for each place.
 
     model: of an nn.Sequential. cuts: the first layer of each stage but the first; None: see
     even_cuts(). Raises UsageError for a model that cannot be a pipeline, and for cuts that do not
@@ -45,7 +45,7 @@ def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> l
 
 
 def modules(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The layers. Raises UsageError if they are no modules."""
+    """Return the layers. Raises UsageError unless they are modules."""
     chain = torch.nn.Sequential | torch.nn.ModuleList
     if isinstance(layers, torch.nn.Module) and not isinstance(layers, chain):
         layers = ()
@@ -62,12 +62,12 @@ def modules(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def sizes(layers: Iterable[torch.nn.Module]) -> list[int]:
-    """Parameters of each layer, frozen ones included."""
+    """Return parameters of each layer, frozen ones included."""
     return [sum(one.numel() for one in layer.parameters()) for layer in layers]
 
 
 def _numbers(cuts: Sequence[int]) -> list[int]:
-    """Raises UsageError if they are none."""
+    """Return the numbers. Raises UsageError unless they are integers."""
     try:
         return [operator.index(one) for one in cuts]
     except TypeError:
@@ -77,7 +77,7 @@ def _numbers(cuts: Sequence[int]) -> list[int]:
 
 
 def check_count(layers: Sequence[torch.nn.Module], where: Sequence[Place]) -> None:
-    """Raises UsageError if there are more places than layers."""
+    """Raise UsageError if there are more places than layers."""
     if len(layers) < len(where):
         raise UsageError(
             f"devices: {len(where)} for {len(layers)} layers: give at most one for each layer"
@@ -85,7 +85,7 @@ def check_count(layers: Sequence[torch.nn.Module], where: Sequence[Place]) -> No
 
 
 def _check_shared(trained: Trained, parts: Sequence[Stage]) -> None:
-    """Raises UsageError if stages share a parameter or a buffer, one module, say."""
+    """Raise UsageError if stages share a parameter or a buffer, such as one module."""
     whole, stage_of = trained.module, dict[int, int]()
     names = {id(one): f"the parameter {name!r}" for name, one in whole.named_parameters()}
     names |= {id(one): f"the buffer {name!r}" for name, one in whole.named_buffers()}
@@ -99,7 +99,7 @@ def _check_shared(trained: Trained, parts: Sequence[Stage]) -> None:
 
 
 def even_cuts(sizes: Sequence[int], stages: int) -> list[int]:
-    """Cuts a chain of layers so that the largest stage is as small as can be.
+    """Cut a chain of layers so that the largest stage is as small as can be.
 
     sizes: of each layer; at least `stages` of them. Returns the first layer of each stage but the
     first. Of equal cuts it takes the later ones, so that a layer without parameters stays with the
@@ -124,7 +124,7 @@ def even_cuts(sizes: Sequence[int], stages: int) -> list[int]:
 
 
 def check_model(model: Trained) -> None:
-    """Raises UsageError for a model that cannot be a pipeline, however it is cut."""
+    """Raise UsageError for a model that cannot be a pipeline, however it is cut."""
     if model.device.type != "cpu":
         raise UsageError(
             f"the layers are on {model.device}: leave them on the CPU, and the worker moves "

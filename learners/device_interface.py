@@ -24,43 +24,45 @@ class Link(Protocol):
     """Of the job's weights when the last pull began."""
 
     def buffer(self) -> Any:
-        """Room for all weights on the device, float32 zeros of shape (client.model.elements,)."""
+        """Return room for all weights on the device, float32 zeros of shape
+        (client.model.elements,)."""
 
     def views(self, buffer: Any) -> dict[str, Any]:
-        """Each tensor by name, as a view of a buffer."""
+        """Return each tensor by name, as a view of a buffer."""
 
     def fill(self, buffer: Any) -> None:
-        """Pulls: what is computed from now on sees the weights as they are now, or newer ones."""
+        """Pull: what is computed from now on sees the weights as they are now, or newer ones."""
 
     def pull(self, buffer: Any) -> None:
-        """Begins a pull, once there are newer weights than those pulled last (section 4.1).
+        """Begin a pull, once there are newer weights than those pulled last (section 4.1).
 
-        Does nothing while a pull is on its way.
+        Does nothing while a pull is in flight.
         """
 
     def pulled(self) -> bool:
-        """Whether that pull has arrived; what is computed from now on sees it. Never waits."""
+        """Return whether that pull has arrived; what is computed from now on sees it. Never
+        waits."""
 
     def gradients(self) -> dict[str, Any]:
-        """Room for the next gradient, by tensor's name: what is computed into it and then given to
-        push() is not copied on the device. Valid until that push()."""
+        """Return room for the next gradient, by tensor's name: what is computed into it and then
+        given to push() is not copied on the device. Valid until that push()."""
 
     def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:
-        """Has gradients, given by name, published once they are computed; returns before that.
+        """Have gradients, given by name, published once they are computed; returns before that.
 
         None and missing ones count as zero; version: of the weights they were computed from. Waits
-        while the last push is still on its way, and for a free slot. The arrays must not be changed
+        while the last push is still in flight, and for a free slot. The arrays must not be changed
         afterwards. facts: loss, samples, rate_scale and batch, as Client.push takes them.
         """
 
     def flush(self) -> None:
-        """Waits until all that was pushed is published."""
+        """Wait until all that was pushed is published."""
 
     def close(self) -> None:
-        """Publishes what was pushed, and lets go of the client's memory."""
+        """Publish what was pushed, and release the client's memory."""
 
     def abandon(self) -> None:
-        """Lets go of the client's memory after an error, never raises; pushes may be lost."""
+        """Release the client's memory after an error; never raises, and pushes may be lost."""
 
 
 class Device(Protocol):
@@ -69,4 +71,5 @@ class Device(Protocol):
     name: str
 
     def link(self, client: Client) -> Link:
-        """Raises DeviceError if the device cannot reach the client's memory, or has too little."""
+        """Connect a client. Raises DeviceError if the device cannot reach the client's memory, or
+        has too little."""

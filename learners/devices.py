@@ -15,7 +15,7 @@ NAMES = ("auto", "cuda", "host")
 
 
 def choose(name: str | None = None) -> Device:
-    """The device of this name; by default that of `gadei-ps run --device`, else auto.
+    """Return the device of this name; by default that of `gadei-ps run --device`, else auto.
 
     auto: CUDA if it can be used, else the host, with a line on stderr. Raises DeviceError, which
     names what is missing, and UsageError for an unknown name.

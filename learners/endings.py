@@ -17,7 +17,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def install() -> None:
-    """Handles errors that end this process, from now on. Other hooks keep all other errors."""
+    """Handle errors that end this process, from now on. Other hooks keep all other errors."""
     if getattr(sys.excepthook, "func", None) is not _report:
         sys.excepthook = functools.partial(_report, sys.excepthook)
 
@@ -28,7 +28,7 @@ def _report(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Prints one line for the end of the job, and no frames of gadei_ps for its other errors.
+    """Print one line for the end of the job, and no frames of gadei_ps for its other errors.
 
     A learner whose job has stopped ends with the exit code of JobStopped.
     """
@@ -45,7 +45,7 @@ def _report(
 
 
 def _frames_of_script(trace: TracebackType | None) -> int:
-    """How many frames come before the first one of gadei_ps."""
+    """Return how many frames come before the first one of gadei_ps."""
     count = 0
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__", "")).startswith("gadei_ps."):

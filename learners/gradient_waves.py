@@ -2,13 +2,13 @@
 
 This is ours. In Park et al. 2020 (HetPipe) learners push updates; see waves.py. Here a learner has
 no optimizer: no mini-batch changes its weights, which are those of its last pull. It waits and
-pulls where WSP says so, and the bound of WSP holds for its own mini-batches too: of those before
-it, a mini-batch misses at most s_global of each learner.
+pulls where WSP requires it, and the bound of WSP holds for its own mini-batches too: of those
+before it, a mini-batch misses at most s_global of each learner.
 
     client = Client(tensors=..., optimizer={"kind": "adam"})
     waves = GradientWaves(client)
     for ... :
-        waves.begin()                                # waits where the model says so
+        waves.begin()                                # waits if the model requires it
         waves.gradients["w"] += ...                  # of waves.weights
         waves.end(loss=loss, samples=4)              # pushes after the last mini-batch of a wave
 

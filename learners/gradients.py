@@ -44,18 +44,18 @@ NONE: Where = (0, 0, 0, 0)
 
 
 def whole_at(values: int) -> Where:
-    """All of a tensor, by its address."""
+    """Return all of a tensor, by its address."""
     return values, 0, 0, 0
 
 
 def rows_at(indices: int, values: int, count: int) -> Where:
-    """Rows of a tensor: int64 indices and their float32 values, by address."""
+    """Return rows of a tensor: int64 indices and their float32 values, by address."""
     # No rows are also rows, not a whole tensor; an empty array may have no address.
     return (values, indices, count, 0) if count else (1, 1, 0, 0)
 
 
 def product_at(factors: int, vectors: int, count: int) -> Where:
-    """The transpose of `factors` times `vectors`, by address.
+    """Return the transpose of `factors` times `vectors`, by address.
 
     factors: float32 of shape (count, rows of the tensor). vectors: (count, values of a row).
     """
@@ -118,7 +118,7 @@ def addresses(model: Model, gradients: Gradients | FloatArray, kept: list[object
 def no_gradient(buffer: Tensor) -> ModelMismatch:
     """Return the error for a gradient of a buffer."""
     return ModelMismatch(
-        f"{buffer.name!r} is a buffer, which no gradient moves: write it with assign()"
+        f"{buffer.name!r} is a buffer, which no gradient changes: write it with assign()"
     )
 
 

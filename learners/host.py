@@ -22,7 +22,7 @@ from gadei_ps.memory.weights import FloatArray
 CLOSED = "this pipeline is closed, or its client has detached"
 POLL_S = 0.1  # how often a waiting thread looks whether it is to end
 NEWER_S = 0.0005  # how often the pull thread looks whether there are newer weights
-IN_HAND = 3  # gradients: one being computed, one in the queue, one being copied
+IN_FLIGHT = 3  # gradients: one being computed, one in the queue, one being copied
 
 
 class Host:
@@ -51,11 +51,11 @@ class HostLink:
         self._room: list[dict[str, FloatArray]] = []
         self._next_room = 0
         self._to_push: queue.Queue[_Push] = queue.Queue(1)
-        self._pulling = False  # a pull is on its way
+        self._pulling = False  # a pull is in flight
         self._to_pull: queue.Queue[FloatArray] = queue.Queue(1)
         self._pulled: queue.Queue[int] = queue.Queue(1)
         self._failure: BaseException | None = None
-        self._told = False  # it has been raised
+        self._raised = False
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
@@ -91,7 +91,7 @@ class HostLink:
     def gradients(self) -> dict[str, FloatArray]:
         if not self._room:
             model = self._client.model
-            self._room = [model.gradients(self.buffer()) for _ in range(IN_HAND)]
+            self._room = [model.gradients(self.buffer()) for _ in range(IN_FLIGHT)]
         return self._room[self._next_room]
 
     def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:
@@ -104,12 +104,12 @@ class HostLink:
                 self._to_push.put(item, timeout=POLL_S)
             except queue.Full:
                 continue
-            self._next_room = (self._next_room + 1) % IN_HAND
+            self._next_room = (self._next_room + 1) % IN_FLIGHT
             return
 
     def flush(self) -> None:
         if threading.current_thread() is self._threads[0]:
-            return  # it publishes in turn: all before what it has in hand is published
+            return  # it publishes in turn: all before its current one is published
         while self._to_push.unfinished_tasks:
             self.check()
             if not self._threads[0].is_alive():
@@ -119,7 +119,7 @@ class HostLink:
     def close(self) -> None:
         if self._closing.is_set():
             return
-        if self._told:
+        if self._raised:
             self._end()
             return
         try:
@@ -147,9 +147,9 @@ class HostLink:
             self._failure = self._failure or error
 
     def check(self) -> None:
-        """Raises what has failed, so that what is on its way will never arrive."""
+        """Raise the error because of which what is in flight will never arrive."""
         if self._failure is not None:
-            self._told = True
+            self._raised = True
             raise self._failure
 
     def _push_loop(self) -> None:
@@ -175,7 +175,7 @@ class HostLink:
             self._pulled.put(self._copy(buffer))
 
     def _copy(self, buffer: FloatArray) -> int:
-        """Returns the version that the weights had before the copy."""
+        """Copy the weights; return the version that they had before."""
         self._writes = self._client.writes
         version = self._client.current_version
         np.copyto(buffer, self._client.flat)

@@ -28,7 +28,7 @@ class InitialLoad:
     """What one learner loads, in agreement with the others."""
 
     def __init__(self, connection: Lasting, generation: int) -> None:
-        """generation: of the learner."""
+        """Load for the learner of this generation."""
         self._connection = connection
         self._generation = generation
         self._last: dict[What, int] = {"state": 0, "weights": 0}

@@ -26,7 +26,7 @@ from gadei_ps.learners.waves import Waves
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """The arrays of a pytree by name, such as layers/0/bias."""
+    """Return the arrays of a pytree by name, such as layers/0/bias."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     found = {jax.tree_util.keystr(at, simple=True, separator="/"): one for at, one in leaves}
     if len(found) < len(leaves):
@@ -42,7 +42,7 @@ class Learner:
     """One learner, which belongs to the thread that makes it.
 
     params: a pytree of floating-point arrays; the first learner's make the job's model, in float32.
-    optimizer: the job's, with the keywords of gadei_ps.learners.said, or an
+    optimizer: the job's, with the keywords of gadei_ps.learners.optimizer_settings, or an
     optax.GradientTransformation of this learner's own. options: further keywords of Client. Raises
     ModelMismatch for other params, and what Client raises.
     """
@@ -77,13 +77,14 @@ class Learner:
         return jax.tree_util.tree_unflatten(self._tree, leaves)
 
     def weights(self) -> Any:
-        """The weights for the next gradient; waits for the turn to compute it."""
+        """Return the weights for the next gradient; waits for the turn to compute it."""
         if not self.waves.in_flight:
             self.waves.begin()
         return self._pytree(self.waves.weights)
 
     def current(self) -> Any:
-        """The newest weights, for a validation or a file; waits for this learner's last push.
+        """Return the newest weights, for a validation or a file; waits for this learner's last
+        push.
 
         The job's, or with an optimizer of its own this learner's.
         """
@@ -91,9 +92,9 @@ class Learner:
         return self._pytree((self.waves if self._local else self.client).weights)
 
     def step(self, gradients: Any, *, loss: Any = math.nan, samples: int = 0) -> None:
-        """Takes the gradients of weights(), a pytree like it; pushes at the end of a wave.
+        """Take the gradients of weights(), a pytree like it; pushes at the end of a wave.
 
-        A gradient that is not finite changes nothing unless the job says otherwise. Raises
+        A gradient that is not finite changes nothing unless the job accepts it. Raises
         ModelMismatch for another pytree, and what Client.push raises.
         """
         if not self.waves.in_flight:
@@ -103,7 +104,7 @@ class Learner:
         changes, to = gradients, self.waves.weights
         if isinstance(self.waves, GradientWaves):
             to = self.waves.gradients
-        elif self.client.rejects_nonfinite and not _finite(gradients):
+        elif self.client.refuses_nonfinite and not _finite(gradients):
             changes = {}  # else it would stay in the state of the learner's optimizer
         else:
             changes, self.state = self._update(gradients, self.state, self._pytree(to))
@@ -112,11 +113,11 @@ class Learner:
         self._kept = not self.waves.end(loss=float(loss), samples=samples)
 
     def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
-        """Ends the job for all its learners (early stopping); see Client.stop_job."""
+        """Stop the job for all its learners (early stopping); see Client.stop_job."""
         self.client.stop_job(reason, timeout_s)
 
     def close(self) -> None:
-        """Pushes what an unfinished wave of WSP has changed, and leaves the job."""
+        """Push what an unfinished wave of WSP has changed, and leave the job."""
         try:
             if self._kept and self.waves.in_flight:
                 self.waves.end()  # weights() without step()

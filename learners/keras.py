@@ -3,7 +3,7 @@
     model.compile(optimizer=keras.optimizers.AdamW(1e-3), loss=...)
     model.fit(data, epochs=10, callbacks=[Learner()])
 
-Keras computes, clips and accumulates the gradients, and says the learning rate of each step. The
+Keras computes, clips and accumulates the gradients, and sets the learning rate of each step. The
 job has the weights, the momentum and the moments.
 """
 
@@ -23,7 +23,8 @@ NO_JOB = "a job has SGD, Adam and AdamW, as torch computes them; compile with on
 
 
 def _settings(optimizer: Any, variables: Iterable[Any]) -> dict[str, Any]:
-    """Keras's optimizer in the words of torch.optim. Raises UsageError for one that is no job's."""
+    """Return the settings of Keras's optimizer by the names of torch.optim. Raises UsageError if a
+    job cannot have it."""
     own = type(optimizer).__module__.startswith("keras.")
     kind = type(optimizer).__name__ if own else ""
     has = optimizer.get_config()
@@ -38,22 +39,22 @@ def _settings(optimizer: Any, variables: Iterable[Any]) -> dict[str, Any]:
     if bound:
         raise UsageError(f"{bound[0]} has a constraint, which a job does not keep: leave it out")
     rate = has["learning_rate"]
-    if isinstance(rate, dict):  # a schedule; of one that begins with 0, rates are said of 1
+    if isinstance(rate, dict):  # a schedule; of one that begins with 0, rates are relative to 1
         rate = rate["config"].get("initial_learning_rate")
-    said = {"lr": rate if isinstance(rate, float) and rate > 0 else 1.0, "weight_decay": decay}
+    settings = {"lr": rate if isinstance(rate, float) and rate > 0 else 1.0, "weight_decay": decay}
     free = [one.path for one in variables if decay and not optimizer._use_weight_decay(one)]
-    said |= {"groups": [{"params": free, "weight_decay": 0.0}]} if free else {}
+    settings |= {"groups": [{"params": free, "weight_decay": 0.0}]} if free else {}
     if kind == "SGD":
-        return said | {"kind": "sgd", "momentum": has["momentum"], "nesterov": has["nesterov"]}
+        return settings | {"kind": "sgd", "momentum": has["momentum"], "nesterov": has["nesterov"]}
     betas = has["beta_1"], has["beta_2"]
-    return said | {"kind": "adamw" if decay else "adam", "betas": betas, "eps": has["epsilon"]}
+    return settings | {"kind": "adamw" if decay else "adam", "betas": betas, "eps": has["epsilon"]}
 
 
 class Learner(keras.callbacks.Callback):  # type: ignore[misc]
     """Trains the model with a job from the beginning of fit() to its end.
 
     job, options: see gadei_ps.learners.torch.Optimizer. Its settings are those of the compiled
-    optimizer, unless options say others. Raises UsageError, and what Optimizer raises.
+    optimizer, unless options give others. Raises UsageError, and what Optimizer raises.
     """
 
     def __init__(self, job: str | None = None, **options: Any) -> None:
@@ -62,7 +63,7 @@ class Learner(keras.callbacks.Callback):  # type: ignore[misc]
             raise UsageError(f"Keras computes with {backend}: set KERAS_BACKEND=torch first")
         # Keras writes to weights in place, so they are no views of the job's.
         self._options = {**options, "job": job, "view": False}
-        self._said: dict[str, Any] = {}  # what the first fit() begins with
+        self._settings: dict[str, Any] = {}  # what the first fit() begins with
         self._fits = False
         self._end, self._pause = contextlib.ExitStack(), contextlib.ExitStack()
 
@@ -71,14 +72,14 @@ class Learner(keras.callbacks.Callback):  # type: ignore[misc]
         optimizer, trained = self.model.optimizer, self.model.trainable_variables
         if self.model.jit_compile:
             raise UsageError("model.compile(jit_compile=True): a job needs jit_compile=False")
-        self._said = self._said or _settings(optimizer, trained)
+        self._settings = self._settings or _settings(optimizer, trained)
         module = torch.nn.Module()
         for one in trained:
             module.register_parameter(one.path, one.value)
         for one in self.model.non_trainable_variables:
             if one.value.is_floating_point():
                 module.register_buffer(one.path, one.value)
-        self._job = Optimizer(module, **self._said | self._options)
+        self._job = Optimizer(module, **self._settings | self._options)
         self._end.callback(self._job.close)
         self._end.callback(self._job.backend.close, keep=True)  # perhaps a callback has loaded it
         for group in self._job.param_groups:
@@ -98,27 +99,28 @@ class Learner(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._mean = next((one for one in self.model.metrics if one.name == "loss"), None)
-        self._told = 0.0, 0.0  # loss and samples of the epoch that status knows
+        self._reported = 0.0, 0.0  # loss and samples of the epoch that were reported
 
     def _step(self, gradients: Iterable[Any], variables: Iterable[Any], rate: Any) -> None:
-        """In place of Keras's own update. Keras clears gradients, also in the middle of a wave."""
+        """Push, in place of Keras's own update. Keras clears gradients, also in the middle of a
+        wave."""
         for gradient, variable in zip(gradients, variables, strict=True):
             has = self._wave.get(variable.path)
             self._wave[variable.path] = gradient if has is None else has + gradient
         for name, parameter in self._parameters.items():
             parameter.grad = self._wave.get(name)
         for group in self._job.param_groups:
-            group["lr"] = group["initial_lr"] * (float(rate) / self._said["lr"])
-        now = self._told
+            group["lr"] = group["initial_lr"] * (float(rate) / self._settings["lr"])
+        now = self._reported
         if self._mean is not None:
             now = float(self._mean.total), float(self._mean.count)
-            samples = now[1] - self._told[1]
+            samples = now[1] - self._reported[1]
             if samples > 0:
-                self._job.report(loss=(now[0] - self._told[0]) / samples, samples=int(samples))
+                self._job.report(loss=(now[0] - self._reported[0]) / samples, samples=int(samples))
         before = self._job.client.published
         self._job.step()
         if self._job.client.published != before:
-            self._wave, self._told = {}, now
+            self._wave, self._reported = {}, now
         if self._job.client.stopping:
             self.model.stop_training = True
 
@@ -130,7 +132,7 @@ class Learner(keras.callbacks.Callback):  # type: ignore[misc]
         self._pause.close()
 
     def stop_job(self, reason: str = "") -> None:
-        """Ends fit() of all learners of the job (early stopping); see Client.stop_job."""
+        """End fit() of all learners of the job (early stopping); see Client.stop_job."""
         self._job.stop_job(reason)
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -60,12 +60,12 @@ class LearnerTimes:
 
 
 def kind(place: Place) -> str:
-    """Places of one kind are equally fast."""
+    """Return the kind of a place; places of one kind are equally fast."""
     return torch.cuda.get_device_name(place.device) if place.has_own_memory else place.name
 
 
 def memory(place: Place) -> str:
-    """Places with the same one hand tensors on without a copy."""
+    """Return the memory of a place; places with the same one pass tensors on without a copy."""
     return str(place.device) if place.has_own_memory else "host"
 
 
@@ -77,7 +77,7 @@ def times(
     in_flight: int,
     repeats: int,
 ) -> Times:
-    """How long each piece takes at a place, with mini-batches in flight; medians.
+    """Measure each piece at a place, with mini-batches in flight; return medians.
 
     Raises UsageError for what a layer raises there.
     """
@@ -134,14 +134,15 @@ class _Group:
         self.neighbours(before=True, after=True)
 
     def neighbours(self, *, before: bool, after: bool) -> None:
-        """Whether the model has layers before and after these."""
+        """Return whether the model has layers before and after these."""
         self._stages[0].before = self._edge if before else None
         self._stages[-1].after = self._edge if after else None
 
     def medians(
         self, sample: Sample, inputs: torch.Tensor, copies: int, repeats: int
     ) -> tuple[list[tuple[int, int]], torch.Tensor | None]:
-        """Forward and backward of each stage, ns, and what the group hands on, on the CPU."""
+        """Return forward and backward of each stage, ns, and what the group hands on, on the
+        CPU."""
         for one in self._modules:
             one.to(self._place.device)
         try:
@@ -178,7 +179,7 @@ class _Group:
     def _round(
         self, sample: Sample, inputs: torch.Tensor, weights: list[Weights]
     ) -> list[tuple[float, float]]:
-        """Seconds of a forward and a backward pass, of each stage."""
+        """Return seconds of a forward and a backward pass, of each stage."""
         for stage_weights in weights:  # a gradient stays until its copy is used again
             for copy in stage_weights.values():
                 copy.grad = None
@@ -218,7 +219,7 @@ def _ns(seconds: float) -> int:
 
 
 def learner(trained: Trained, make: Make | None, threads: int) -> LearnerTimes:
-    """What the learner's thread does for each mini-batch, on copies of the weights.
+    """Measure what the learner's thread does for each mini-batch, on copies of the weights.
 
     make: None if the server has the optimizer; the thread adds gradients up then. Raises UsageError
     if what `make` returns is no optimizer, or fails.
@@ -254,7 +255,8 @@ def learner(trained: Trained, make: Make | None, threads: int) -> LearnerTimes:
 
 
 def _stepping(copies: list[torch.nn.Parameter], make: Make) -> tuple[list[float], list[int]]:
-    """Seconds of steps of the learner's optimizer, and bytes of its state for each parameter."""
+    """Return seconds of steps of the learner's optimizer, and bytes of its state for each
+    parameter."""
     try:
         optimizer = own_optimizer(make, copies, "the optimizer")
         if isinstance(optimizer, torch.optim.SparseAdam):  # of embeddings, whose gradients are so
@@ -270,7 +272,7 @@ def _stepping(copies: list[torch.nn.Parameter], make: Make) -> tuple[list[float]
 
 
 def _adding(copies: list[torch.nn.Parameter]) -> list[float]:
-    """Seconds of adding gradients up."""
+    """Return seconds of adding gradients up."""
     sums = [torch.zeros_like(one) for one in copies]
 
     def add() -> None:
@@ -281,7 +283,7 @@ def _adding(copies: list[torch.nn.Parameter]) -> list[float]:
 
 
 def links(places: Sequence[Place]) -> dict[tuple[str, str], Link]:
-    """How fast tensors get from each memory to each other one."""
+    """Measure the transfer rate from each memory to each other one."""
     devices = {memory(one): one.device for one in places}
     found = {}
     for one, other in itertools.permutations(devices, 2):
@@ -310,7 +312,7 @@ def _timed(act: Callable[[], object]) -> float:
 
 
 def _there(place: Place, act: Callable[[threading.Event], T]) -> T:
-    """Has it computed in a thread of its own at that place. The event is set on Control-C."""
+    """Compute in a thread of its own at that place. The event is set on Control-C."""
     stop = threading.Event()
     made: list[T] = []
     failed: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""What a job hands out, as said from outside: for jobs that train together, each with a part of the
+"""Batches that a program assigns to a job: for jobs that train together, each with a part of the
 batches of an epoch.
 
     owned = Owned(client)
@@ -9,7 +9,7 @@ batches of an epoch.
     ...
     copied = owned.copy(weights)           # weights, and what is not in them
 
-The job's file says `owned = true`. One program at a time may say what a job owns.
+The job's file says `owned = true`. One program at a time may assign batches to a job.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from gadei_ps.memory.owned import Ranges
 from gadei_ps.memory.weights import FloatArray
 
 COPY_S = 60.0
-"""Until a copy is made: a checkpoint may be under way, and a server may just take over."""
+"""Time limit of a copy (s): a checkpoint or a failover may be under way."""
 LOST_S = 10.0
-"""Until there is another watchdog."""
+"""Time limit until there is another watchdog (s)."""
 _AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
 class Copied:
-    """What is in weights that were copied. version, samples: of all gradients applied before.
+    """Contents of weights that were copied. version, samples: of all gradients applied before.
     unanswered: owned batches without a gradient in the weights."""
 
     version: int
@@ -49,17 +49,18 @@ class Copied:
 
 
 class Owned:
-    """What one job owns. For one thread at a time."""
+    """Batches that one job owns. For one thread at a time."""
 
     def __init__(self, client: Client) -> None:
-        """client: of the job; it must stay attached. Raises JobNotFound, ControlError."""
+        """Connect to the job of a client; it must stay attached. Raises JobNotFound,
+        ControlError."""
         self._job = client.job
         self._control = client.place.control.view(CONTROL)
         self._elements = client.model.elements
         self._connection = Lasting(client.job)
 
     def take_back(self) -> None:
-        """From here on the job hands out nothing that it was given.
+        """Withdraw all batches: the job hands out none of those it was given.
 
         Learners answer what they have; what comes back from one that dies is dropped. Raises
         ControlError.
@@ -67,7 +68,7 @@ class Owned:
         self._connection.request(Own(number=self._given, take_back=True))
 
     def give(self, ranges: Iterable[tuple[int, int, int]]) -> Ranges:
-        """The job also owns these: epoch, first index, the index after the last.
+        """Assign batches to the job: epoch, first index, the index after the last.
 
         Returns those for which there is no room now: give them again later. Raises ControlError.
         """
@@ -82,45 +83,45 @@ class Owned:
         return wanted
 
     def end(self, passes: int) -> None:
-        """No batch of the first `passes` epochs is to come any more.
+        """Declare that no batch of the first `passes` epochs will follow.
 
         After the last epoch the job's learners end. Raises ControlError.
         """
         self._connection.request(Own(number=self._given, passes=passes))
 
     def copy(self, out: FloatArray) -> Copied:
-        """Copies the weights, shape (model.elements,), between two gradients.
+        """Copy the weights, shape (model.elements,), between two gradients.
 
-        All shards stand still meanwhile. Raises ControlError.
+        All shards pause meanwhile. Raises ControlError.
         """
         until = time.monotonic() + LOST_S
         while True:
             try:
-                told = self._copy(out)
+                reply = self._copy(out)
                 break
             except (ConnectionLost, JobNotFound):
                 if time.monotonic() > until:
                     raise
                 time.sleep(_AGAIN_S)
-        ranges = [(int(epoch), int(begin), int(end)) for epoch, begin, end in told["unanswered"]]
-        return Copied(int(told["version"]), int(told["samples"]), ranges)
+        ranges = [(int(epoch), int(begin), int(end)) for epoch, begin, end in reply["unanswered"]]
+        return Copied(int(reply["version"]), int(reply["samples"]), ranges)
 
     def close(self) -> None:
-        """Ends the connection. The job owns what it was given."""
+        """End the connection. The job owns what it was given."""
         self._connection.close()
 
     def _copy(self, out: FloatArray) -> dict[str, Any]:
-        """Into a new file each time, as a watchdog may still write into the last one."""
+        """Copy into a new file each time, as a watchdog may still write into the last one."""
         file = os.memfd_create("gadei-ps-copy", os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, self._elements * 4)
             with Connection(self._job, COPY_S) as connection:
-                told = connection.request(Copy(slots=False), [file])
+                reply = connection.request(Copy(slots=False), [file])
             with mmap.mmap(file, self._elements * 4, prot=mmap.PROT_READ) as memory:
                 np.copyto(out, np.frombuffer(memory, np.float32, self._elements))
         finally:
             os.close(file)
-        return told
+        return reply
 
     @property
     def _given(self) -> int:

@@ -69,10 +69,10 @@ class Chain:
     """Bytes of what the last layer returns."""
 
     def memory(self, in_flight: int) -> Cells:
-        """Bytes of each stage; [a, b] of one from piece a to before piece b, n + 1 by n + 1.
+        """Return bytes of each stage; [a, b] of one from piece a to before piece b, n + 1 by n + 1.
 
         The weights once, and a copy and a gradient for each mini-batch in flight; the optimizer's
-        state; what is not trained; the gradients of activations that a backward pass has in hand,
+        state; what is not trained; the gradients of activations that a backward pass holds,
         and those that wait for theirs; and the activations of all mini-batches in flight, or, of
         the last stage, of one.
         """
@@ -112,7 +112,7 @@ class Times:
     stage_backward: int
 
     def stages(self) -> Cells:
-        """Forward and backward pass of each stage; [a, b] as in Chain.memory."""
+        """Return forward and backward pass of each stage; [a, b] as in Chain.memory."""
         both = [f + b for f, b in zip(self.forward, self.backward, strict=True)]
         before = np.array([0, *itertools.accumulate(both)], np.int64)
         found = before[None, :] - before[:, None] + self.stage_forward + self.stage_backward
@@ -155,7 +155,7 @@ class Placed:
     forward: int
     backward: int
     bringing: int
-    """What it takes to bring activations from the stage before, and gradients back."""
+    """Cost of transfers of activations from the stage before, and of gradients back."""
     memory: int
 
     @property
@@ -175,7 +175,7 @@ class Profile:
 
 
 def plan(profile: Profile, devices: Sequence[Device], in_flight: int) -> list[Placed]:
-    """The stages, first to last, of the plan whose slowest stage is as fast as can be.
+    """Return the stages, first to last, of the plan whose slowest stage is as fast as can be.
 
     It takes all devices, unless that is slower by more than a hundredth, or none fits then. Of
     plans whose slowest stages are equal, the one whose stages take the least time together; of
@@ -213,7 +213,7 @@ def plan(profile: Profile, devices: Sequence[Device], in_flight: int) -> list[Pl
 
 
 def check_fits(chain: Chain, devices: Sequence[Device], in_flight: int) -> None:
-    """Raises UsageError, with the memory that would do, if no plan fits."""
+    """Raise UsageError, with the memory that would do, if no plan fits."""
     _check(chain.memory(in_flight), devices)
 
 
@@ -242,7 +242,8 @@ def _check(needs: Cells, devices: Sequence[Device]) -> None:
 
 
 def _bringing(profile: Profile, devices: Sequence[Device]) -> list[list[Cells]]:
-    """For the device of the stage before (the last entry: there is none) and its own: ns by cut."""
+    """Return the time of transfers by cut (ns), for the device of the stage before (the last entry:
+    there is none) and its own."""
     pieces = profile.chain.pieces
     found = []
     for before in (*devices, None):
@@ -273,7 +274,8 @@ class _Search:
         slowest: bool,
         cap: int = _NEVER - 1,
     ) -> None:
-        """costs: of each device. brings: of the device before and its own. cap: of a stage."""
+        """Prepare the search. costs: of each device. brings: of the device before and its own. cap:
+        of a stage."""
         self._devices = len(costs)
         self._count = len(costs[0]) - 1
         self._combined = np.maximum if slowest else np.add
@@ -287,7 +289,8 @@ class _Search:
         self._best: dict[tuple[int, int], Cells] = {}
 
     def least(self, count: int | None = None) -> int:
-        """With `count` stages, or with any number of them. _NEVER or more if nothing fits."""
+        """Return the least cap with `count` stages, or with any number of them. _NEVER or more if
+        nothing fits."""
         everything = 1 << self._devices
         self._best = {}
         for used in sorted(range(everything), key=int.bit_count, reverse=True):
@@ -310,7 +313,7 @@ class _Search:
         return int(self._best[0, -1][0])
 
     def stages(self, count: int) -> list[tuple[int, int, int]]:
-        """Device, first piece and end of each stage, after least(count)."""
+        """Return device, first piece and end of each stage, after least(count)."""
         found: list[tuple[int, int, int]] = []
         used, last, at = 0, -1, 0
         while len(found) < count:
@@ -335,7 +338,7 @@ def _at(devices: Sequence[Device], number: int) -> str:
 
 
 def _mib(size: int) -> str:
-    """Never less than it is."""
+    """Return the size in MiB, rounded up."""
     return f"{math.ceil(size / 2**20 * 10) / 10:,.1f} MiB" if size >= 2**20 else _kib(size)
 
 

@@ -1,7 +1,7 @@
 """The paper's learner (GaDei, section 4.1 and Figure 5): compute, push and pull overlap.
 
 The thread that computes hands gradients over and takes weights; a device's link moves both while it
-goes on. Gradients and weights are double-buffered: the thread computes with one buffer while
+continues. Gradients and weights are double-buffered: the thread computes with one buffer while
 the link moves the other. Buffers are swapped, never copied. At most one push and one pull are on
 their way (the paper's pushCnt and pullCnt, 0 or 1).
 
@@ -11,7 +11,7 @@ their way (the paper's pushCnt and pullCnt, 0 or 1).
             pipeline.push(gradients, loss=...)       # returns at once unless the last still waits
 
 Where learners wait for one another, weights() waits for the turn and pulls then. Under WSP only the
-last mini-batch of a wave waits: the others go on with the weights at hand while the wave before
+last mini-batch of a wave waits: the others continue with the weights at hand while the wave before
 leaves. The gradients of a wave are added up on the device and leave as one.
 """
 
@@ -42,14 +42,14 @@ class Pipeline:
                 "gradients as they arrive, such as asp or wsp"
             )
         self.client = client
-        self._pushed = 0  # mini-batches of the wave in hand
+        self._pushed = 0  # mini-batches of the current wave
         self._wave = 1  # mini-batches in it
-        self._cut = False  # batches() says how many
+        self._cut = False  # batches() sets how many
         self._rest: deque[Batch] = deque()  # of a batch of the server's: no gradient pushed yet
         self._handed = False  # the first of them, to who computes
-        self._ready = False  # weights() has waited for the mini-batch in hand
+        self._ready = False  # weights() has waited for the current mini-batch
         self._joined = False  # it has waited at all
-        self._of = -1  # version of the weights that the wave in hand began with
+        self._of = -1  # version of the weights that the current wave began with
         self._sum: dict[str, Any] = {}
         self._losses: list[float] = []
         self._samples = 0
@@ -70,7 +70,8 @@ class Pipeline:
             raise
 
     def weights(self) -> dict[str, Any]:
-        """The newest weights that have arrived, by name, on the device; valid until the next call.
+        """Return the newest weights that have arrived, by name, on the device; valid until the next
+        call.
 
         Starts the next pull. Where learners wait for one another it waits for the turn instead, and
         pulls then: call it once for each push(). Raises what the link has failed with.
@@ -87,7 +88,7 @@ class Pipeline:
         return self._views
 
     def _await_turn(self) -> None:
-        """Waits until the next mini-batch may begin, and pulls if it ends its wave."""
+        """Wait until the next mini-batch may begin, and pull if it ends its wave."""
         if self._ready:
             return
         last = self._pushed + 1 == self._begin_wave()
@@ -100,13 +101,13 @@ class Pipeline:
         self._ready = self._joined = True
 
     def _begin_wave(self) -> int:
-        """Number of mini-batches in the wave in hand."""
+        """Return the number of mini-batches in the current wave."""
         if not self._pushed and not self._cut:
             self._wave = self.client.wave
         return self._wave
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
-        """Mini-batches that the server hands out; see Client.batches. One push() for each."""
+        """Take mini-batches from the server; see Client.batches. One push() for each."""
         self._cut = True
         try:
             # After a loop that was left in the middle of a batch, the rest of that comes first.
@@ -134,15 +135,16 @@ class Pipeline:
             self._cut = False
 
     def gradients(self) -> dict[str, Any]:
-        """Room for the next gradient, by name, valid until push(): saves a copy on the device."""
+        """Return room for the next gradient, by name, valid until push(): saves a copy on the
+        device."""
         if self._begin_wave() == 1:
             return self._link.gradients()
         self._room = self._room or self._link.views(self._link.buffer())
         return self._room
 
     def push(self, gradients: Mapping[str, Any], **facts: Any) -> None:
-        """Hands gradients over; they must not be changed afterwards. Waits until the gradients of
-        the last call are on their way. `facts`: loss, samples, rate_scale, batch.
+        """Hand gradients over; they must not be changed afterwards. Waits until the gradients of
+        the last call are in flight. `facts`: loss, samples, rate_scale, batch.
 
         Under WSP it adds them to those of the wave, and hands the sum over with the last: then they
         are given as whole arrays. The mean loss and all samples go with it.
@@ -173,7 +175,7 @@ class Pipeline:
             self._handed = False
 
     def _add(self, gradients: Mapping[str, Any]) -> None:
-        """Adds the gradients of a mini-batch to those of its wave."""
+        """Add the gradients of a mini-batch to those of its wave."""
         if unknown := gradients.keys() - self._sum.keys():
             raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
         for name, total in self._sum.items():
@@ -191,11 +193,11 @@ class Pipeline:
         self._link.push(self._sum, self._of, loss=loss, samples=self._samples, **facts)
 
     def flush(self) -> None:
-        """Waits until everything that was handed over is published."""
+        """Wait until everything that was handed over is published."""
         self._link.flush()
 
     def close(self) -> None:
-        """Publishes what was handed over, an unfinished wave included, and ends what moves it."""
+        """Publish what was handed over, an unfinished wave included, and end the link."""
         if self._pushed:
             self._push_wave({})
         self._link.close()

@@ -31,11 +31,11 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As parse() takes it, with the number of cores or of the GPU."""
+        """Name as parse() takes it, with the number of cores or of the GPU."""
         return str(self.device) if self.has_own_memory else f"host:{self.cores}"
 
     def use(self) -> None:
-        """What the calling thread computes, it computes here from now on."""
+        """Have the calling thread compute here from now on."""
         if self.device.type == "cpu":
             # A thread's first question takes over what any thread has set last; ask it before.
             torch.get_num_threads()
@@ -45,25 +45,25 @@ class Place:
 
 
 def cores() -> int:
-    """Of this learner: its share of the machine's, where its launcher has told it one."""
+    """Return the cores of this learner: its share of the machine's, if its launcher has set one."""
     share = os.environ.get("OMP_NUM_THREADS", "")
     there = process.cores()
     return min(int(share), there) if re.fullmatch(r"[1-9]\d{0,3}", share) else there
 
 
 def given() -> list[str]:
-    """The devices that `gadei-ps run` and `attach` have given this learner.
+    """Return the devices that `gadei-ps run` and `attach` have given this learner.
 
     GPUs if PyTorch sees as many; else, with --device auto, equal parts of the learner's cores.
     Raises UsageError where there are none.
     """
-    told = os.environ.get(DEVICES_VARIABLE, "")
-    if not re.fullmatch(r"[1-9]\d{0,2}", told):
+    count_given = os.environ.get(DEVICES_VARIABLE, "")
+    if not re.fullmatch(r"[1-9]\d{0,2}", count_given):
         raise UsageError(
             'devices: give one for each stage, as ["host", "host"], or start the script with '
             "gadei-ps run --devices-per-learner N"
         )
-    count, device = int(told), os.environ.get(DEVICE_VARIABLE) or "auto"
+    count, device = int(count_given), os.environ.get(DEVICE_VARIABLE) or "auto"
     seen = torch.cuda.device_count() if device != "host" else 0
     if device == "cuda" or seen >= count:
         return [f"cuda:{number}" for number in range(count)]
@@ -77,7 +77,7 @@ def given() -> list[str]:
 
 
 def parse(devices: Sequence[str | torch.device] | None) -> list[Place]:
-    """Where the stages compute: "host", "host:CORES" or a CUDA device, one for each stage.
+    """Return where the stages compute: "host", "host:CORES" or a CUDA device, one for each stage.
 
     Stages of "host" share the cores that others do not name. None: see given(). Raises UsageError
     for a device that is not there.
@@ -87,21 +87,22 @@ def parse(devices: Sequence[str | torch.device] | None) -> list[Place]:
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise UsageError('devices: give a list, one for each stage: ["host", "host"]')
     names = [str(one) for one in devices]
-    told = [re.fullmatch(r"host(?::([1-9]\d*))?", name) for name in names]
-    fixed = [int(one[1]) if one and one[1] else 0 for one in told]
+    hosts = [re.fullmatch(r"host(?::([1-9]\d*))?", name) for name in names]
+    fixed = [int(one[1]) if one and one[1] else 0 for one in hosts]
     for name, own in zip(names, fixed, strict=True):
         if own > process.cores():
             raise UsageError(f"device {name!r}: this process may use {process.cores()} cores")
-    sharing = sum(one is not None and one[1] is None for one in told)
+    sharing = sum(one is not None and one[1] is None for one in hosts)
     share = max(1, (cores() - sum(fixed)) // max(1, sharing))
     return [
         Place(torch.device("cpu"), own or share) if one else Place(_cuda(name), share)
-        for name, one, own in zip(names, told, fixed, strict=True)
+        for name, one, own in zip(names, hosts, fixed, strict=True)
     ]
 
 
 def remaining_threads(where: Sequence[Place]) -> int:
-    """Threads for the learner's own computations: of its cores that stages leave, at least one.
+    """Return threads for the learner's own computations: of its cores that stages leave, at least
+    one.
 
     With more, it and the stages would wait for each other at the end of each computation.
     """

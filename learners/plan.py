@@ -98,7 +98,7 @@ class Plan(_Part):
 
     @property
     def devices(self) -> list[str]:
-        """Of each stage, as VirtualWorker takes them."""
+        """Devices of the stages, as VirtualWorker takes them."""
         return [one.device for one in self.stages]
 
     @property
@@ -108,7 +108,7 @@ class Plan(_Part):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a file of `gadei-ps partition --out`. Raises UsageError."""
+        """Read a file of `gadei-ps partition --out`. Raises UsageError."""
         again = "make it with gadei-ps partition --out"
         try:
             return cls.model_validate_json(given.read(path, MOST_BYTES))
@@ -118,7 +118,7 @@ class Plan(_Part):
             raise UsageError(f"plan {os.fspath(path)}: {invalid(error)}; {again}") from None
 
     def check(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Raises UsageError if it was made for other layers."""
+        """Raise UsageError if it was made for other layers."""
         sizes = cutting.sizes(layers)
         again = "make it again with gadei-ps partition"
         if len(sizes) != len(self.layers):
@@ -133,7 +133,7 @@ class Plan(_Part):
                 )
 
     def check_in_flight(self, most: int) -> None:
-        """Raises UsageError if the job has more mini-batches in flight than memory was planned for.
+        """Raise UsageError if the job has more mini-batches in flight than memory was planned for.
 
         most: s_local + 1 of the job.
         """
@@ -144,7 +144,7 @@ class Plan(_Part):
             )
 
     def passes(self, mini_batches: int) -> list[timeline.Pass]:
-        """What the stages do when, for the first mini-batches."""
+        """Return the passes of the stages for the first mini-batches, with their times."""
         passes = [
             _halves(one.forward_s * 1e9, one.backward_s * 1e9, one.transfer_s * 1e9)
             for one in self.stages
@@ -163,7 +163,7 @@ def make(
     optimizer: Make | None = None,
     repeats: int = REPEATS,
 ) -> Plan:
-    """Measures layers and devices, and plans the stages.
+    """Measure layers and devices, and plan the stages.
 
     layers, devices, optimizer: as VirtualWorker takes them. in_flight: mini-batches, s_local + 1.
     limits: bytes that a stage may have on each device; by default what is free there now, without
@@ -200,7 +200,7 @@ def make(
 def check(
     layers: Sequence[torch.nn.Module], where: Sequence[Place], limits: Sequence[int] | None
 ) -> None:
-    """Raises UsageError for numbers that do not go together."""
+    """Raise UsageError for numbers that do not go together."""
     if len(where) > partition.MOST_DEVICES:
         raise UsageError(
             f"devices: {len(where)}, and a plan is for at most {partition.MOST_DEVICES}: name the "
@@ -217,7 +217,7 @@ def check(
 
 
 def free(where: Sequence[Place], besides: int) -> list[int]:
-    """Bytes of memory that are free at each place, shared by those that have the same.
+    """Return bytes of memory that are free at each place, shared by those that have the same.
 
     On the host without `besides`, and within the memory limits of control groups, beyond which the
     kernel would kill the worker. At least 1.
@@ -304,5 +304,5 @@ def _told(
 
 
 def _halves(forward: float, backward: float, bringing: float) -> tuple[int, int]:
-    """A stage's forward and backward pass, with what each of them brings; ns."""
+    """Return a stage's forward and backward pass, with its transfers (ns)."""
     return round(forward + bringing / 2), round(backward + bringing / 2)

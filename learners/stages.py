@@ -29,7 +29,8 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass
 class MiniBatch:
-    """One on its way. Its stages fill it in; `done` is set when the first one has ended with it."""
+    """A mini-batch in flight. Its stages fill it in; `done` is set when the first one has ended
+    with it."""
 
     targets: Any
     loss_function: LossFunction
@@ -44,7 +45,7 @@ class MiniBatch:
 
 
 class Layers(torch.nn.Sequential):
-    """Layers of a model, from number `first`. What one of them raises says which it was."""
+    """Layers of a model, from number `first`. Errors of a layer name it."""
 
     first = 0
 
@@ -82,7 +83,7 @@ class Stage:
         self._unusable: BaseException | None = None
 
     def begin(self) -> None:
-        """Starts the thread. Raises what its place raises, a GPU without memory, say."""
+        """Start the thread. Raises what its place raises, as a GPU without memory."""
         name = f"gadei-stage-{self.number}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         thread.start()
@@ -92,31 +93,31 @@ class Stage:
             raise self._unusable
 
     def forward(self, one: MiniBatch, inputs: torch.Tensor) -> None:
-        """Has the forward pass computed; from any thread."""
+        """Have the forward pass computed; from any thread."""
         with self._ready:
             self._forward.append((one, inputs))
             self._ready.notify()
 
     def backward(self, one: MiniBatch, gradient: torch.Tensor | None) -> None:
-        """Has the backward pass computed. gradient: of what this stage has handed on."""
+        """Have the backward pass computed. gradient: of what this stage has handed on."""
         with self._ready:
             self._backward.append((one, gradient))
             self._ready.notify()
 
     def end(self) -> None:
-        """The thread ends with what it computes now; join() waits for that."""
+        """End the thread with the pass that it computes now; join() waits for that."""
         with self._ready:
             self._ends = True
             self._ready.notify()
 
     def join(self) -> None:
-        """Waits until the thread has ended, if there is one."""
+        """Wait until the thread has ended, if there is one."""
         # This thread may be it, if it collects garbage.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def forget(self) -> None:
-        """What waits to be computed; once the thread has ended."""
+        """Drop the passes that wait, once the thread has ended."""
         self._forward.clear()
         self._backward.clear()
 
@@ -136,7 +137,7 @@ class Stage:
             self.compute()
 
     def compute(self) -> None:
-        """Computes one pass that waits, in the calling thread: a backward pass if there is one."""
+        """Compute one pass that waits, in the calling thread: a backward pass if there is one."""
         if self._backward:
             one, given = self._backward.popleft()
             compute: Callable[..., None] = self._go_back
@@ -184,7 +185,7 @@ class Stage:
 
     def _go_back(self, one: MiniBatch, gradient: torch.Tensor | None) -> None:
         outputs, inputs = one.outputs.pop(), one.inputs.pop()
-        # Without a gradient nothing before it is trained, a frozen embedding, say.
+        # Without a gradient nothing before it is trained, as a frozen embedding.
         if self.after is None or gradient is not None:
             begun = self.watch.start()
             torch.autograd.backward(outputs, gradient)
@@ -193,12 +194,12 @@ class Stage:
             one.done.set()
             return
         back = inputs.grad
-        # This stage brings it, and not the one before, which may go on with what it has.
+        # This stage sends it, and not the one before, which may continue with what it has.
         self.before.backward(one, back if back is None else back.to(self.before.place.device))
 
 
 def check_loss(what: str, loss: object) -> None:
-    """Raises UsageError if there is nothing to compute gradients of. what: returned it."""
+    """Raise UsageError if there is nothing to compute gradients of. what: returned it."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UsageError(
             f"{what}: it must return one number as a tensor, computed from what the last layer "
@@ -207,7 +208,7 @@ def check_loss(what: str, loss: object) -> None:
 
 
 def _moved(targets: Any, device: torch.device) -> Any:
-    """The same on the device; tensors also in tuples, lists and dictionaries."""
+    """Return the same on the device; tensors also in tuples, lists and dictionaries."""
     if isinstance(targets, torch.Tensor):
         return targets.to(device)
     if type(targets) in (tuple, list):
@@ -218,7 +219,7 @@ def _moved(targets: Any, device: torch.device) -> Any:
 
 
 def end(stages: Sequence[Stage], of: int = 0) -> None:
-    """Ends their threads, and waits for what they compute. of: the process that has them; 0: this.
+    """End their threads, and wait for what they compute. of: the process that has them; 0: this.
 
     A forked child has no such threads, and perhaps a lock that one of them held.
     """

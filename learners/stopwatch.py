@@ -35,15 +35,15 @@ class Stopwatch:
         self._counts = [0, 0]
         self._seconds = [0.0, 0.0]
         self._lock = threading.Lock()
-        # A GPU computes on while its thread goes on: its events are read once they have come.
+        # A GPU computes on while its thread continues: its events are read once they have come.
         self._pending: deque[tuple[int, Any, Any]] = deque()
 
     def start(self) -> Any:
-        """The moment before a pass, for stop()."""
+        """Return the time before a pass, for stop()."""
         return self._event() if self._cuda else time.perf_counter()
 
     def stop(self, kind: int, begun: Any) -> None:
-        """A pass has ended. kind: FORWARD or BACKWARD."""
+        """Record the end of a pass. kind: FORWARD or BACKWARD."""
         if not self._cuda:
             seconds = time.perf_counter() - begun
             with self._lock:
@@ -56,7 +56,7 @@ class Stopwatch:
                 self._settle()
 
     def times(self) -> StageTimes:
-        """So far; waits for what a GPU still computes."""
+        """Return the times so far; waits for what a GPU still computes."""
         with self._lock:
             while self._pending:
                 self._pending[0][2].synchronize()

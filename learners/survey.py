@@ -25,7 +25,7 @@ def survey(
     loss_function: LossFunction,
     state: Mapping[str, int],
 ) -> Chain:
-    """The pieces of a model that is an nn.Sequential, and the memory that they take.
+    """Return the pieces of a model that is an nn.Sequential, and the memory that they take.
 
     There is no cut between layers that share a parameter, before a layer that works in place, and
     behind one that does not return a tensor. state: bytes of the optimizer for each parameter.
@@ -62,7 +62,7 @@ def survey(
 
 
 def _layers(trained: Trained) -> list[torch.nn.Module]:
-    """In their order; one that comes twice is there twice."""
+    """Return the layers in their order; one that comes twice is there twice."""
     assert isinstance(trained.module, torch.nn.Sequential)
     return list(trained.module)
 
@@ -83,7 +83,7 @@ class _Pass:
         """Layers that stay with the one before."""
 
     def forward(self, inputs: torch.Tensor) -> Any:
-        """Returns what the last layer returns."""
+        """Return what the last layer returns."""
         given: Any = inputs.detach().clone()  # a part of a larger tensor would count as a whole
         versions: list[int | None] = []
         for number, layer in enumerate(self._layers):
@@ -110,7 +110,7 @@ class _Pass:
         return given
 
     def loss(self, outputs: Any, targets: Any, loss_function: LossFunction) -> None:
-        """What the loss function saves is the last layer's."""
+        """Compute the loss; what the loss function saves is the last layer's."""
         if isinstance(targets, torch.Tensor):
             targets = targets.detach().clone()
         try:
@@ -135,7 +135,7 @@ class _Pass:
         return at
 
     def held(self, firsts: Sequence[int]) -> tuple[Held, ...]:
-        """All storages. firsts: the first layer of each piece."""
+        """Return all storages. firsts: the first layer of each piece."""
         pieces: dict[int, set[int]] = {}
         borders: dict[int, set[int]] = {}
         for piece, (first, end) in enumerate(itertools.pairwise([*firsts, len(self._layers)])):
@@ -153,7 +153,7 @@ class _Pass:
 
 
 def _sharing(layers: Sequence[torch.nn.Module]) -> set[int]:
-    """Layers from which on a parameter is used that an earlier layer uses too."""
+    """Return layers from which on a parameter is used that an earlier layer uses too."""
     users: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
         for one in layer.parameters():
@@ -170,7 +170,7 @@ def _bytes(value: Any) -> int:
 
 
 def label(module: torch.nn.Module, first: int, end: int) -> str:
-    """`layer 3 (Linear)` or `layers 3 to 5`."""
+    """Return `layer 3 (Linear)` or `layers 3 to 5`."""
     if end - first > 1:
         return f"layers {first} to {end - 1}"
     inner = module[0] if isinstance(module, torch.nn.Sequential) and len(module) == 1 else module
@@ -178,6 +178,6 @@ def label(module: torch.nn.Module, first: int, end: int) -> str:
 
 
 def problem(error: BaseException) -> str:
-    """What is wrong, in one line."""
-    said = " ".join(str(error).split("\n")[0].split())
-    return said if isinstance(error, UsageError) or said else type(error).__name__
+    """Return what is wrong, in one line."""
+    line = " ".join(str(error).split("\n")[0].split())
+    return line if isinstance(error, UsageError) or line else type(error).__name__

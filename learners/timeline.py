@@ -31,7 +31,7 @@ class Pass:
 def run(
     stages: Sequence[tuple[int, int]], in_flight: int, copy: int, step: int, mini_batches: int
 ) -> list[Pass]:
-    """All passes of the first mini-batches, in the order in which they end.
+    """Return all passes of the first mini-batches, in the order in which they end.
 
     stages: forward and backward, ns. copy, step: what the learner's thread needs for each, ns.
     """
@@ -93,7 +93,7 @@ def run(
 
 
 def pace(stages: Sequence[tuple[int, int]], in_flight: int, copy: int, step: int) -> float:
-    """ns from one mini-batch to the next, once the pipeline is full."""
+    """Return ns from one mini-batch to the next, once the pipeline is full."""
     wave = min(in_flight, ENOUGH)
     rounds = 4 * len(stages) + 4
     passes = run(stages, wave, copy, step, 2 * rounds * wave + 4 * len(stages))
@@ -103,7 +103,8 @@ def pace(stages: Sequence[tuple[int, int]], in_flight: int, copy: int, step: int
 
 
 def filling(stages: Sequence[tuple[int, int]], copy: int, step: int, share: float) -> int | None:
-    """The fewest mini-batches in flight that keep the slowest stage busy for this share of time.
+    """Return the fewest mini-batches in flight that keep the slowest stage busy for this share of
+    time.
 
     None if no number does.
     """

@@ -69,13 +69,13 @@ class VirtualWorker:
 
     cuts: the first layer of each stage but the first, ascending: [2, 5] makes stages of layers 0 to
     1, 2 to 4 and the others. Without it, the stage with the most parameters has as few as can be.
-    plan: of `gadei-ps partition`, or its file; says devices and cuts. job, wire, error_feedback,
+    plan: of `gadei-ps partition`, or its file; sets devices and cuts. job, wire, error_feedback,
     name: see Client.
 
-    With an optimizer, that of the job is "add", as this class says to it. s_local is that of the
+    With an optimizer, that of the job is "add", which this class sets. s_local is that of the
     job's WSP; under another model one mini-batch is in flight at a time.
 
-    Raises UsageError for a device that is not there, for cuts that do not fit, where stages share a
+    Raises UsageError for a device that is not there, for cuts that do not fit, if stages share a
     parameter, for layers with running statistics (batch norm), and for an optimizer that is no
     function, all before the job is asked; for a function that makes none; where the job has another
     optimizer; and what Client raises.
@@ -112,7 +112,7 @@ class VirtualWorker:
         else:
             self.client = trained.join_adding(job, optimizer, "optimizer", **how)
         self.local: torch.optim.Optimizer | None = None
-        """The optimizer that was made; for a learning-rate scheduler, say."""
+        """The optimizer that was made; for a learning-rate scheduler, for example."""
         self._flying: deque[MiniBatch] = deque()
         self._free: list[list[Weights]] = []  # weights that no mini-batch needs any more
         self._detached = False
@@ -126,7 +126,7 @@ class VirtualWorker:
         try:
             if made is not None:
                 made.check_in_flight(self.client.wave)
-            # Neither of them knows this object: one that is dropped leaves the job at once.
+            # Neither refers to this object: one that is dropped leaves the job at once.
             self.waves, self._use_gradients = self._begin_waves(optimizer)
             if made is not None:
                 self.waves.most = made.in_flight
@@ -142,7 +142,8 @@ class VirtualWorker:
             raise
 
     def _begin_waves(self, optimizer: Make | None) -> tuple[WaveOrder, Callable[[], object]]:
-        """The waves, and what uses the gradients of a mini-batch that has ended."""
+        """Return the waves, and the function that uses the gradients of a mini-batch that has
+        ended."""
         if optimizer is not None:
             waves = Waves(self.client)
             self._elsewhere = Elsewhere(self._place_weights(waves))
@@ -160,7 +161,7 @@ class VirtualWorker:
     def train(
         self, inputs: torch.Tensor, targets: object, loss_function: LossFunction
     ) -> float | None:
-        """Sends a mini-batch into the pipeline; waits for the oldest one if it is full.
+        """Send a mini-batch into the pipeline; waits for the oldest one if it is full.
 
         inputs: of the first layer, samples along the first dimension; must not change until the
         mini-batch has ended. loss_function: given the last layer's output and targets, returns a
@@ -169,7 +170,7 @@ class VirtualWorker:
 
         Raises what a layer or loss_function has raised for any mini-batch in flight, and what
         Waves.begin and end raise. Whatever is raised, the worker has left the job then. Raises
-        UsageError, and goes on, for inputs that are no tensor of samples.
+        UsageError, and continues, for inputs that are not a tensor of samples.
         """
         _check_samples("inputs", inputs)
         _check_loss(loss_function)
@@ -183,7 +184,7 @@ class VirtualWorker:
         return ended
 
     def drain(self) -> float | None:
-        """Waits until no mini-batch is in flight. Returns the mean of their losses, if any were.
+        """Wait until no mini-batch is in flight. Returns the mean of their losses, if any were.
 
         Raises what train() raises, and has left the job then.
         """
@@ -203,7 +204,7 @@ class VirtualWorker:
         epochs: int,
         seed: int = 0,
     ) -> Iterator[tuple[Batch, float | None]]:
-        """Trains on the mini-batches that the server hands out of a data set.
+        """Train on the mini-batches that the server hands out of a data set.
 
         inputs, targets: all samples, along the first dimension. batch_size: samples of a
         mini-batch. Yields each mini-batch that has entered the pipeline, with what train() returns.
@@ -250,14 +251,15 @@ class VirtualWorker:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Around a long evaluation, say; see Client.pause. Drains the pipeline first."""
+        """Pause in a block that takes long (validation); see Client.pause. Drains the pipeline
+        first."""
         self.drain()
         with self.client.pause():
             yield
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What the last layer returns for inputs, on its device; for an evaluation.
+        """Return the output of the last layer for inputs, on its device; for an evaluation.
 
         Drains the pipeline, and computes in this thread, stage after stage, with the learner's own
         weights. Call model.eval() before and model.train() after it, as with any model. After
@@ -270,7 +272,7 @@ class VirtualWorker:
         return inputs
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the learner's own weights and of the layers' buffers, on the CPU, by name.
+        """Copy of the learner's own weights and of the layers' buffers, on the CPU, by name.
 
         Drains the pipeline first; raises what train() raises.
         """
@@ -280,7 +282,7 @@ class VirtualWorker:
         }
 
     def assign(self, values: Mapping[str, Any], *, reset: bool = False) -> None:
-        """As LocalOptimizer.assign; drains the pipeline. reset: see Client.assign."""
+        """Assign as LocalOptimizer.assign does; drains the pipeline. reset: see Client.assign."""
         self.drain()  # first: a stage that computes has copies in the place of its parameters
         given = assign.split(self._trained, self.client.model, values)
         self.waves.assign(given.job, reset=reset)
@@ -288,11 +290,11 @@ class VirtualWorker:
         given.write_local(self._trained)
 
     def stage_times(self) -> list[StageTimes]:
-        """What each stage has computed so far. Waits for what a GPU still computes."""
+        """Return the times of each stage so far. Waits for what a GPU still computes."""
         return [stage.watch.times() for stage in self._stages]
 
     def _make_room(self, last: bool | None = None) -> float | None:
-        """Ends what has to end before the next mini-batch may begin; the mean of the losses.
+        """End what has to end before the next mini-batch may begin; return the mean of the losses.
 
         last: see Waves.begin.
         """
@@ -307,7 +309,7 @@ class VirtualWorker:
             self._elsewhere.send()
 
     def _enter(self, inputs: torch.Tensor, targets: object, loss_function: LossFunction) -> None:
-        """The mini-batch has begun: copies the weights for it, and sends it on its way."""
+        """Copy the weights for a mini-batch that has begun, and send it to the first stage."""
         weights = self._free.pop() if self._free else [_empty(stage) for stage in self._stages]
         with torch.no_grad():
             for stage, copies in zip(self._stages, weights, strict=True):
@@ -318,7 +320,7 @@ class VirtualWorker:
         self._stages[0].forward(one, inputs)
 
     def _end_oldest(self) -> float:
-        """Waits for the oldest mini-batch in flight, and uses its gradients."""
+        """Wait for the oldest mini-batch in flight, and uses its gradients."""
         one = self._flying[0]
         one.done.wait()
         self._raise_failure()
@@ -347,8 +349,8 @@ class VirtualWorker:
     # -- weights --------------------------------------------------------------------------------
 
     def _place_weights(self, waves: WaveOrder) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
-        """Parameters of the host become views of the learner's own weights. Returns the others,
-        each after what it follows of them."""
+        """Make parameters of the host views of the learner's own weights. Returns the others, each
+        after the view that it follows."""
         own = {name: torch.from_numpy(one) for name, one in waves.weights.items()}
         for stage in self._stages:
             if stage.place.has_own_memory:
@@ -372,7 +374,7 @@ class VirtualWorker:
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the mini-batches in flight, pushes an unfinished wave, and leaves the job.
+        """End the mini-batches in flight, pushes an unfinished wave, and leaves the job.
 
         With batches of the server's that are not done, it leaves at once: they go to other
         learners, whole. The layers keep the weights, on the CPU, in memory of their own. Raises
@@ -393,7 +395,7 @@ class VirtualWorker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """close(); after an exception it leaves at once, and drops what is not pushed."""
+        """Close; after an exception leave at once, and drop what is not pushed."""
         if kind is None:
             self.close()
         else:
@@ -446,7 +448,7 @@ class VirtualWorker:
 
 
 def _empty(stage: Stage) -> Weights:
-    """Memory for a mini-batch's copy of the weights; leaves."""
+    """Return memory for a mini-batch's copy of the weights; leaves."""
     return {
         inner: torch.empty_like(parameter, requires_grad=True)
         for inner, parameter in stage.parameters.items()
@@ -501,7 +503,7 @@ class _WarnUnused(Iterator[T]):
     """An iterator that warns if it is dropped before anything was taken from it."""
 
     def __init__(self, inner: Iterator[T], how: str) -> None:
-        """how: the right use, for the warning."""
+        """Wrap an iterator. how: the right use, for the warning."""
         self._inner, self._how, self._begun = inner, how, False
 
     def __next__(self) -> T:

@@ -9,7 +9,7 @@ again to what it has pulled.
     client = Client(tensors=..., optimizer={"kind": "add"})
     waves = Waves(client)
     for ... :
-        waves.begin()                                # waits where the model says so
+        waves.begin()                                # waits if the model requires it
         gradient, loss = ...                         # of waves.weights, or of a copy
         waves.weights["w"] -= 0.1 * gradient         # by any optimizer
         waves.end(loss=loss, samples=4)              # pushes after the last mini-batch of a wave
@@ -42,7 +42,7 @@ NO_LIMIT = 2**31
 class _Wave:
     """A wave that is not pushed yet."""
 
-    size: int  # mini-batches, as far as is known
+    size: int  # mini-batches, as far as it is known
     version: int  # of the weights that its first mini-batch was computed from
     batch: int | None  # of the server's, which it answers; None: of the learner's own data
     begun: int = 0
@@ -63,7 +63,7 @@ class WaveOrder(ABC):
         """The weights that this learner computes with, float32, shape (client.model.elements,)."""
         self.weights: dict[str, FloatArray] = client.model.views(self.flat)
         """The same by name."""
-        self._waves: deque[_Wave] = deque()  # the first is in hand
+        self._waves: deque[_Wave] = deque()  # the first is the current one
         self._pulled = -1  # version of the last pull; -1: none since the learner has joined
         self._losses: list[float] = []
         self._samples = 0
@@ -83,14 +83,16 @@ class WaveOrder(ABC):
         return sum(wave.begun - wave.ended for wave in self._waves)
 
     def may_begin(self, last: bool | None = None) -> bool:
-        """Whether begin(last=last) may be called. If not, end() the oldest mini-batch first."""
+        """Return whether begin(last=last) may be called. If not, end() the oldest mini-batch
+        first."""
         ends, ahead = self._next_wave(last)[1:]
         return self.in_flight < self._room and not (ends and ahead)
 
     def _next_wave(
         self, last: bool | None = None, batch: int | None = None
     ) -> tuple[_Wave, bool, bool]:
-        """The wave of the next mini-batch, whether it ends it, and whether another is in hand."""
+        """Return the wave of the next mini-batch, whether it ends it, and whether another is in
+        hand."""
         if not self._waves or self._waves[-1].whole:
             wave = _Wave(self.client.wave, self._pulled, batch)
         else:
@@ -106,7 +108,7 @@ class WaveOrder(ABC):
         batch: int | None = None,
         timeout_s: float | None = None,
     ) -> bool:
-        """Waits until the next mini-batch may begin. True if it has pulled weights for it.
+        """Wait until the next mini-batch may begin. Returns whether it has pulled weights for it.
 
         batch, last: the id of the server's batch that its wave answers, and whether it is the last
         mini-batch of that; see parts(). A wave of the learner's own data ends with the
@@ -141,11 +143,12 @@ class WaveOrder(ABC):
         return pulls
 
     def end(self, *, loss: float = math.nan, samples: int = 0) -> bool:
-        """The oldest mini-batch that has begun has changed the weights. True if a wave was pushed.
+        """End the oldest mini-batch, which has changed the weights. Returns whether a wave was
+        pushed.
 
         Waits for a free slot then. loss, samples: of this mini-batch. Raises what Client.push
         raises; then the mini-batch has not ended. After a KeyboardInterrupt it may have, and its
-        wave be pushed: `in_flight` tells.
+        wave be pushed: `in_flight` shows it.
         """
         self._settle()
         if not self.in_flight:
@@ -169,7 +172,8 @@ class WaveOrder(ABC):
         return True
 
     def flush(self) -> bool:
-        """Pushes what the mini-batches of an unfinished wave have changed. True if there is any.
+        """Push what the mini-batches of an unfinished wave have changed. Returns whether there is
+        any.
 
         For the end of data of its own. A batch of the server that is not done goes to others, so
         leave without flush() there.
@@ -183,7 +187,8 @@ class WaveOrder(ABC):
         return True
 
     def assign(self, values: Values, *, reset: bool = False) -> None:
-        """As Client.assign; this learner goes on from the weights that the job has then.
+        """Assign as Client.assign does; this learner continues from the weights that the job has
+        then.
 
         Pushes first what an unfinished wave of the learner's own data has changed. Raises
         UsageError in the middle of a mini-batch or of a batch of the server's.
@@ -197,7 +202,7 @@ class WaveOrder(ABC):
 
     @property
     def answers(self) -> int | None:
-        """The id of the server's batch that the wave in hand answers; None: it has other data."""
+        """The id of the server's batch that the current wave answers; None: it has other data."""
         return self._waves[0].batch if self._waves else None
 
     @property
@@ -214,7 +219,7 @@ class WaveOrder(ABC):
         *,
         before_wait: Callable[[], object] | None = None,
     ) -> Iterator[tuple[Batch, bool]]:
-        """Mini-batches that the server hands out, and whether each ends its wave: begin() them so.
+        """Take mini-batches from the server, with whether each ends its wave: begin() them so.
 
         A wave is one batch of the server's, so that it is answered once. After a loop that was left
         in the middle of one, the next begins with the rest of that. before_wait: see Client.waves.
@@ -226,7 +231,7 @@ class WaveOrder(ABC):
                 yield self._rest[0], len(self._rest) == 1
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
-        """The same, each begun already; end() each of them. See Client.batches.
+        """Take mini-batches that are begun already; end() each of them. See Client.batches.
 
         After a loop that was left before end(), the next begins with the same mini-batch.
         """
@@ -262,7 +267,7 @@ class WaveOrder(ABC):
         self._settle()
 
     def _settle(self) -> None:
-        """A wave that is published is in hand no more, also where an interrupt came just then."""
+        """Remove a wave that is published, even if an interrupt came just then."""
         if self._leaving is None:
             return
         wave, frame = self._leaving
@@ -276,22 +281,22 @@ class WaveOrder(ABC):
 
     @abstractmethod
     def _take(self) -> None:
-        """Brings the job's weights into `flat`. All that this learner has pushed is in them."""
+        """Pull the job's weights into `flat`. All that this learner has pushed is in them."""
 
     @abstractmethod
     def _of_wave(self) -> FloatArray:
-        """What is to be pushed of the first wave, shape (client.model.elements,)."""
+        """Return what is to be pushed of the first wave, shape (client.model.elements,)."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """It is pushed."""
+        """Start the next wave, after the first one was pushed."""
 
 
 class Waves(WaveOrder):
     """Weights that each mini-batch changes in place, between begin() and end().
 
     before_reading: is called before what has changed is read; it writes those of the learner's own
-    weights into `flat` that lie elsewhere, on a GPU, say. Raises UsageError unless the job adds
+    weights into `flat` that lie elsewhere, as on a GPU. Raises UsageError unless the job adds
     what learners push.
     """
 
@@ -303,14 +308,15 @@ class Waves(WaveOrder):
         self._update = np.zeros_like(self.flat)
 
     def _of_wave(self) -> FloatArray:
-        """What the mini-batches that are not pushed have changed; valid until the next call."""
+        """Return what the mini-batches that are not pushed have changed; valid until the next
+        call."""
         self.before_reading()
         end = self.client.model.parameters  # buffers follow, of which nothing is pushed
         np.subtract(self.flat[:end], self._base[:end], out=self._update[:end])
         return self._update
 
     def _take(self) -> None:
-        """Makes the changes again that the job does not have yet."""
+        """Apply the changes again that the job does not have yet."""
         own = self._of_wave()
         self.client.pull(self._base)
         end = self.client.model.parameters
@@ -322,12 +328,12 @@ class Waves(WaveOrder):
 
 
 def adds(client: Client) -> bool:
-    """Whether the job adds what learners push."""
+    """Return whether the job adds what learners push."""
     return int(client.hyper[0, optimizers.KIND]) == Kind.ADD
 
 
 def check(client: Client) -> None:
-    """Raises UsageError unless the job adds what learners push."""
+    """Raise UsageError unless the job adds what learners push."""
     if not adds(client):
         kind = Kind(int(client.hyper[0, optimizers.KIND])).name.lower()
         raise UsageError(

@@ -52,7 +52,7 @@ enum {
     GADEI_NONFINITE = 1, /* not an error: done, but a value was NaN or infinite */
     GADEI_TIMEOUT = -1,  /* not within timeout_ms; nothing has changed, ask again */
     GADEI_STOPPED = -2,  /* the job has been stopped */
-    GADEI_EVICTED = -3,  /* the job has given this learner's place away */
+    GADEI_EVICTED = -3,  /* the job has evicted this learner */
     GADEI_FINISHED = -4, /* there will be no more batches */
     GADEI_FAILED = -5,   /* the job has failed: it has no server and will get none */
     GADEI_ERROR = -6,    /* anything else: wrong use, no such job, a foreign segment */

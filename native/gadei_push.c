@@ -9,7 +9,7 @@
 static_assert((int)GADEI_FLOAT32 == PS_FLOAT32 && (int)GADEI_BFLOAT16 == PS_BFLOAT16 &&
               (int)GADEI_FLOAT16 == PS_FLOAT16 && GADEI_MAX_DIMS == PS_MAX_DIMS, "formats");
 
-#define WAITS_TURN "no grant to go on"
+#define WAITS_TURN "no grant to continue"
 #define WAITS_SLOT "no slot came free: does the server apply gradients?"
 
 uint64_t gadei_published(const gadei_learner *learner) { return learner ? learner->common.published : 0; }
@@ -168,7 +168,7 @@ static int check_tensor(gadei_learner *learner, uint32_t index)
                        learner->tensor_count);
     if (learner->tensors[index].role == GADEI_BUFFER)
         return ps_fail(learner, GADEI_ERROR,
-                       "'%s' is a buffer, which no gradient moves: write it with gadei_assign",
+                       "'%s' is a buffer, which no gradient changes: write it with gadei_assign",
                        learner->tensors[index].name);
     if (is_rows(learner) && learner->written[index])
         return ps_fail(learner, GADEI_ERROR, "'%s' is written already",
@@ -396,7 +396,7 @@ static int assign(gadei_learner *learner, const float *const *values, int reset,
     if (result)
         return result;
     common->started = started;
-    return wait_until_applied(learner, limit, "the assignment was not made");
+    return wait_until_applied(learner, limit, "the assignment was not applied");
 }
 
 int gadei_assign(gadei_learner *learner, const float *const *values, int reset, int64_t timeout_ms)

@@ -65,7 +65,7 @@ int ps_ended(gadei_learner *learner, int code)
 
 int ps_evicted(gadei_learner *learner)
 {
-    return ps_fail(learner, GADEI_EVICTED, "job '%s' has given this learner's place away",
+    return ps_fail(learner, GADEI_EVICTED, "job '%s' has evicted this learner",
                    learner->job);
 }
 

@@ -5,7 +5,7 @@ from the device's staging buffer into the slot, and a pull is one from the segme
 weights. The DMA engines make both; the host copies nothing. Staging and weights are
 double-buffered.
 
-    compute   ... backward | stage |  forward, backward ...      goes on at once
+    compute   ... backward | stage |  forward, backward ...      continues at once
     push                           | transfer | publish
     pull           transfer of newer weights    |
 
@@ -16,7 +16,7 @@ That needs no thread of Python, and nothing waits for the interpreter's lock.
 The host waits in push() only: for the push before, so that it is at most one step ahead of the
 device, and for a free slot. The compute stream never waits for the host.
 
-    staging.py    the gradient of whole tensors on its way into a slot; rows.py: that of rows
+    staging.py    the gradient of whole tensors before it is transferred; rows.py: that of rows
     kernels.cu    what computes on the device; kernels.py launches it
     link.py       registers the segments with the driver; push and pull, in the order of the streams
 """
@@ -33,7 +33,7 @@ from gadei_ps.machine import cuda
 
 
 def current_stream() -> int:
-    """CuPy's."""
+    """Return CuPy's stream, as CUDA's handle."""
     return int(cupy.cuda.get_current_stream().ptr)
 
 
@@ -48,5 +48,6 @@ class Cuda:
         self.index = int(runtime.getDevice()) if index is None else index
 
     def link(self, client: Client, compute: Stream = current_stream) -> CudaLink:
-        """compute: tells the stream on which another library than CuPy computes."""
+        """Connect a client. compute: returns the stream on which another library than CuPy
+        computes."""
         return CudaLink(client, self.index, compute)

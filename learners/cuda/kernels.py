@@ -14,7 +14,7 @@ from gadei_ps.memory.layout import WireType
 from gadei_ps.memory.weights import Model
 
 THREADS = 256
-ITEMS = 224  # tensors that one launch of `stage` knows: its argument may have 4 KB
+ITEMS = 224  # tensors that one launch of `stage` takes: its argument may have 4 KB
 BLOCKS = 1024  # of kernels that go over any number of values
 SKIPPED = 2**64 - 1
 PIECE = 4096  # values, for one block of threads: sixteen for each, and many blocks
@@ -52,7 +52,7 @@ STRUCTS = {"stage": STAGE, "link_rows": ROWS, "list_rows": ROWS, "add_rows": ROW
 
 
 def bytes_of(wire: WireType) -> int:
-    """Of a value as it travels."""
+    """Return the size of a value in a frame (bytes)."""
     return 4 if wire is WireType.FLOAT32 else 2
 
 
@@ -61,7 +61,8 @@ def blocks_for(threads: int) -> int:
 
 
 def pieces(model: Model) -> np.ndarray:
-    """The pieces that the blocks of `stage` each do, CHUNK: of all parameters, with their gaps."""
+    """Return the pieces that the blocks of `stage` each do, CHUNK: of all parameters, with their
+    gaps."""
     found = []
     ends = [*(tensor.start for tensor in model.trained[1:]), model.parameters]
     for number, (tensor, end) in enumerate(zip(model.trained, ends, strict=True)):

@@ -32,7 +32,7 @@ PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # flags of cudaHostRegister
 LINE = 64
 
 Stream = Callable[[], int]
-"""Tells the stream that is computed on, as CUDA's handle."""
+"""Returns the stream that is computed on, as CUDA's handle."""
 
 
 class CudaLink:
@@ -67,10 +67,10 @@ class CudaLink:
             runtime.deviceSynchronize()
             self._cleanup.push(undo.pop_all())
         self._ranges = [(0, 4 * client.model.elements)]
-        """Bytes of the weights that pulls bring."""
+        """Byte ranges of the weights that pulls copy."""
         self._wanted: cupy.ndarray | None = None
         """The buffer of a pull that waits for newer weights."""
-        self._coming = False  # whether a pull is on its way
+        self._coming = False  # whether a pull is in flight
         self._kept: list[Any] = []  # gradients of other libraries, until they are staged
         self._room: list[cupy.ndarray] = []
         self._finalizer = weakref.finalize(self, _release, index, self._cleanup)
@@ -94,9 +94,9 @@ class CudaLink:
     # -- pull -----------------------------------------------------------------------------------
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Pulls bring all tensors except these; gather() reads their rows."""
-        self._coming = False  # a pull that began before brings other tensors
-        self._writes = -1  # the next pull brings weights even if none is newer
+        """Leave these tensors out of pulls; gather() reads their rows."""
+        self._coming = False  # a pull that began before copies other tensors
+        self._writes = -1  # the next pull copies weights even if none is newer
         self._ranges = []
         for tensor in self._client.model.tensors:
             begin, end = 4 * tensor.start, 4 * (tensor.start + tensor.count)
@@ -149,7 +149,7 @@ class CudaLink:
         return True
 
     def copy(self, source: cupy.ndarray, to: cupy.ndarray) -> None:
-        """Copies pulled weights on the device, in the order of the compute stream."""
+        """Copy pulled weights on the device, in the order of the compute stream."""
         with self._guard:
             for begin, end in self._ranges:
                 addresses = to.data.ptr + begin, source.data.ptr + begin
@@ -157,7 +157,7 @@ class CudaLink:
                 runtime.memcpyAsync(*addresses, size, kind, self._compute())
 
     def gather(self, tensor: str, indices: int, count: int, to: int) -> None:
-        """Reads the current rows of a tensor straight from the segment, over the bus.
+        """Read the current rows of a tensor straight from the segment, over the bus.
 
         indices: address of `count` int64 on the device; to: of float32, (count, width).
         """
@@ -206,7 +206,7 @@ class CudaLink:
         batch: int | None = None,
         kept: list[Any] | None = None,
     ) -> None:
-        """The same from addresses on the device, as Client.push_from() takes them.
+        """Push from addresses on the device, as Client.push_from() takes them.
 
         loss_at: address of the loss there, float32, instead of `loss`. kept: what is not to be
         freed until the gradient is published. The next call raises ModelMismatch for a row that
@@ -252,7 +252,7 @@ class CudaLink:
             staging.swap()
 
     def _transfer(self, frame: Staged, payload: int, outgoing: Outgoing) -> None:
-        """Brings a frame into a claimed slot, and what travels beside it, once it is staged."""
+        """Copy a frame into a claimed slot, and the sums beside it, once it is staged."""
         if len(frame.blocks):
             ctypes.memmove(payload, frame.blocks.ctypes.data, frame.blocks.nbytes)
         push, kind = self._push.ptr, runtime.memcpyDeviceToHost
@@ -278,7 +278,7 @@ class CudaLink:
         )
 
     def check(self) -> None:
-        """Raises DeviceError if the GPU has failed, so that what is on its way never arrives."""
+        """Raise DeviceError if the GPU has failed, so that what is in flight never arrives."""
         with self._guard:
             self._is_done(self._published)
 
@@ -304,7 +304,7 @@ class CudaLink:
 
 
 def _release(index: int, registered: contextlib.ExitStack) -> None:
-    """Waits until nothing is on its way and unregisters the host's memory.
+    """Wait until nothing is in flight and unregister the host's memory.
 
     If the process is killed, the kernel's driver does that.
     """
@@ -319,7 +319,7 @@ def _release(index: int, registered: contextlib.ExitStack) -> None:
 
 
 def _register_weights(client: Client, index: int, undo: contextlib.ExitStack) -> int:
-    """Returns the address of the weights for device `index`. Raises DeviceError."""
+    """Register the weights; return their address for device `index`. Raises DeviceError."""
     mapping: Segment = client.place.weights
     flags = PORTABLE | MAPPED
     attribute = runtime.cudaDevAttrHostRegisterReadOnlySupported
@@ -340,7 +340,7 @@ def _register_weights(client: Client, index: int, undo: contextlib.ExitStack) ->
 
 
 def _register_slots(client: Client, index: int, undo: contextlib.ExitStack) -> None:
-    """Raises DeviceError."""
+    """Register the slots of the ring. Raises DeviceError."""
     ring = client.place.ring
     head = ring.view(layout.RING)
     at, size = int(head["slots_at"]), int(head["slots"]) * int(head["slot_bytes"])
@@ -382,7 +382,7 @@ def _libcuda() -> Any:
 
 
 def _where_is(tensor: Tensor, gradient: Any, kept: list[Any]) -> Where:
-    """The addresses of a tensor's gradient, valid as long as `kept`, which takes the arrays.
+    """Return the addresses of a tensor's gradient, valid as long as `kept`, which takes the arrays.
 
     Raises ModelMismatch.
     """
@@ -413,7 +413,7 @@ def _where_is(tensor: Tensor, gradient: Any, kept: list[Any]) -> Where:
 
 
 def _array(tensor: Tensor, given: Any) -> cupy.ndarray:
-    """Without a copy. Raises ModelMismatch for what is not on a device."""
+    """Return an array of CuPy without a copy. Raises ModelMismatch unless it is on a device."""
     if isinstance(given, cupy.ndarray):
         return given
     if not isinstance(given, np.ndarray) and hasattr(given, "__dlpack__"):

@@ -1,4 +1,4 @@
-"""The gradient of some rows of a tensor on its way into a slot."""
+"""Staging of the gradient of some rows of a tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_ROWS = 4096  # that a mini-batch may name before more memory is allocated
 def lay_out(
     tensors: Sequence[Tensor], given: Sequence[Sequence[int]], width: int, begin: int
 ) -> tuple[np.ndarray, int]:
-    """The blocks, layout.BLOCK, of a frame whose values begin at `begin`, and where it ends.
+    """Return the blocks, layout.BLOCK, of a frame whose values begin at `begin`, and where it ends.
 
     given: of each tensor four numbers as Client.push_from takes them. A block has room for as many
     rows as may turn out to be named; how many is known only on the device. width: bytes of a value.
@@ -60,7 +60,8 @@ class RowStaging:
         residue: cupy.ndarray,
         wire: WireType,
     ) -> None:
-        """first_chunk: of each tensor, and the end; residue: of the model, or empty."""
+        """Prepare the launches. first_chunk: of each tensor, and the end; residue: of the model, or
+        empty."""
         self._tensors = tensors
         self._first_chunk = first_chunk
         self._residue = residue
@@ -71,7 +72,7 @@ class RowStaging:
         self._lists: cupy.ndarray | None = None
 
     def stage(self, where: Sequence[int], block: Any, staging: int, sums: int, stream: int) -> None:
-        """Stages the rows of one tensor where its block of the frame says.
+        """Stage the rows of one tensor where its block of the frame says.
 
         where: as Client.push_from takes it; staging, sums: addresses on the device.
         """
@@ -101,7 +102,7 @@ class RowStaging:
             launch(stream, min(count, most))
 
     def _room_for(self, count: int, stream: int) -> tuple[int, int, int, int]:
-        """Addresses of three arrays of `count` u32 and one of i64, which all tensors use."""
+        """Return addresses of three arrays of `count` u32 and one of i64, which all tensors use."""
         if self._lists is None or self._lists.size < 20 * count:
             runtime.streamSynchronize(stream)  # it may still use the old arrays
             self._lists = cupy.zeros(20 * max(2 * count, FIRST_ROWS), np.uint8)

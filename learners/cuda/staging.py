@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 @dataclass
 class Outgoing:
-    """Memory of one gradient on its way; two of them are used alternately."""
+    """Memory of one gradient in flight; two of them are used alternately."""
 
     buffer: cupy.ndarray
     """The payload, bytes on the device."""
@@ -120,25 +120,25 @@ class Staging:
 
     @property
     def next(self) -> Outgoing:
-        """Of the gradient that is staged next, or is staged and not yet on its way."""
+        """Memory of the gradient that is staged next, or is staged and not yet in flight."""
         return self._buffers[self._now]
 
     @property
     def last(self) -> Outgoing:
-        """Of the gradient before."""
+        """Memory of the gradient before."""
         return self._buffers[1 - self._now]
 
     def swap(self) -> None:
         self._now = 1 - self._now
 
     def room(self) -> cupy.ndarray | None:
-        """The staging buffer as float32, (model.elements,); None if values are converted."""
+        """Return the staging buffer as float32, (model.elements,); None if values are converted."""
         if self._wire is not WireType.FLOAT32:
             return None
         return self.next.buffer[: 4 * self._elements].view(np.float32)
 
     def stage(self, where: Sequence[int], stream: int) -> Staged:
-        """Launches what puts a gradient into the staging buffer.
+        """Launch the kernels that put a gradient into the staging buffer.
 
         where: as Client.push_from takes it, addresses on the device.
         """
@@ -170,7 +170,8 @@ class Staging:
         return Staged(FrameKind.ROWS, blocks, self._first_block, size)
 
     def _stage_whole(self, sources: Sequence[int], offsets: Sequence[int], stream: int) -> None:
-        """Tensors that are given whole; in a dense frame those that are not given are zero."""
+        """Stage tensors that are given whole; in a dense frame those that are not given are
+        zero."""
         for part in self.next.parts:
             count = part.tensors.stop - part.tensors.start
             part.items[:count, 0] = sources[part.tensors]

@@ -20,8 +20,8 @@ was written to it (writes.py).
 On a GPU the parameters become views of a copy on the device. Newer weights reach it while the model
 computes, and gradients leave while the next step computes.
 
-Embeddings made with sparse=True push only the rows that a batch has touched. Client.push says what
-that means for optimizers with state.
+Embeddings made with sparse=True push only the rows that a batch has touched. Client.push documents
+what that means for optimizers with state.
 
 The job has parameters in float32. Parameters of other types are cast at every step, also without
 `view=False`.

@@ -19,7 +19,7 @@ class Assigned(NamedTuple):
     """Values by where they belong."""
 
     job: dict[str, np.ndarray]
-    """By the name that the job knows, and not rounded yet."""
+    """By the job's name, and not rounded yet."""
     local: dict[str, torch.Tensor]
     """What this learner has of its own (frozen parameters, buffers), by the model's names."""
 
@@ -32,7 +32,9 @@ class Assigned(NamedTuple):
 
 
 def split(trained: Trained, model: Model, values: Mapping[str, Any]) -> Assigned:
-    """values: by the names of state_dict(), those of tied weights included; some of them or all.
+    """Split values by where they belong.
+
+    values: by the names of state_dict(), those of tied weights included; some of them or all.
     model: the job's.
 
     Raises UsageError for a name that the model does not have, or two values of a tied weight;

@@ -38,46 +38,46 @@ class Backend(Protocol):
     """
 
     def loss(self, loss: torch.Tensor) -> float | torch.Tensor:
-        """A reported loss in the form that push() takes. Does not wait for a GPU."""
+        """Return a reported loss in the form that push() takes. Does not wait for a GPU."""
 
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
-        """Publishes what backward() has left.
+        """Publish what backward() has left.
 
         Waits for a free slot. Raises what Client.push raises.
         """
 
     def forget(self) -> None:
-        """Drops what backward() has left outside of `parameter.grad`."""
+        """Drop what backward() has left outside of `parameter.grad`."""
 
     def refresh(self) -> None:
-        """Brings weights for the next step."""
+        """Pull weights for the next step."""
 
     def assigned(self) -> None:
-        """Brings what was assigned to the job."""
+        """Pull what was assigned to the job."""
 
     def own(self) -> None:
-        """Lets the script write to the parameters, until follow(). Raises UsageError."""
+        """Let the script write to the parameters, until follow(). Raises UsageError."""
 
     def follow(self) -> None:
-        """The parameters are the job's weights again, as these are now."""
+        """Make the parameters the job's weights again, as these are now."""
 
     def written(self) -> dict[str, torch.Tensor]:
-        """What the script has written to parameters, or given them, by name, for the job to get;
+        """Return the values that the script has written to parameters, or given them, by name;
         follow() ends it. Raises UsageError for what cannot be followed."""
 
     def close(self, *, keep: bool) -> None:
-        """Publishes what was pushed; gives the model its own memory, with the job's current weights
+        """Publish what was pushed; give the model its own memory, with the job's current weights
         or, if `keep`, with what it has."""
 
 
 def wait_for_own(client: Client) -> None:
-    """Waits until the learner's last gradient is in the weights or dropped, or the job ends."""
-    with contextlib.suppress(JobStopped):  # the next push says so
+    """Wait until the learner's last gradient is in the weights or dropped, or the job ends."""
+    with contextlib.suppress(JobStopped):  # the next push raises it
         client.wait_applied()
 
 
 def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
-    """The gradient's addresses for Client.push_from, valid as long as it and `kept` live.
+    """Return the gradient's addresses for Client.push_from, valid as long as it and `kept` live.
 
     kept: takes the copies that are made. Raises ModelMismatch for complex numbers.
     """
@@ -87,7 +87,7 @@ def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
         gradient = gradient.to(torch.float32)
         kept.append(gradient)
     if gradient.is_sparse and gradient.sparse_dim() == 1:
-        # Not coalesced: rows that a batch names twice are added up on their way.
+        # Not coalesced: rows that a batch names twice are added up by the push.
         indices, values = gradient._indices().contiguous(), gradient._values().contiguous()
         kept += (indices, values)
         return rows_at(indices.data_ptr(), values.data_ptr(), indices.shape[1])
@@ -112,7 +112,7 @@ class Places:
         self.note()
 
     def note(self) -> None:
-        """They are where they belong."""
+        """Record that the parameters are where they belong."""
         self._at = [one.data_ptr() for one in self._parameters]
 
     @property
@@ -121,7 +121,7 @@ class Places:
         return [one.data_ptr() for one in self._parameters] != self._at
 
     def given(self, client: Client) -> dict[str, torch.Tensor]:
-        """Values of the parameters that the script has given other memory; warns once.
+        """Return values of the parameters that the script has given other memory; warns once.
 
         Those that torch has moved to shared memory, as it sends them to another process, have the
         values that they had. Raises UsageError for another type, shape or device; where the client
@@ -150,11 +150,12 @@ class Places:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
-    """What of a parameter must stay as it is."""
+    """Return the properties of a parameter that must not change."""
     return tensor.dtype, tensor.device, tensor.shape
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Values in memory of their own, which can be trained even if inference_mode() is on here."""
+    """Return values in memory of their own, which can be trained even if inference_mode() is on
+    here."""
     with torch.inference_mode(False):
         return tensor.data.clone()

@@ -43,7 +43,7 @@ FROZEN = (
 
 
 def check(rule: str) -> None:
-    """Raises UsageError."""
+    """Raise UsageError unless the rule is known."""
     if rule not in (FIRST, MEAN, OWN):
         raise UsageError(f"buffers={rule!r}: use 'first', 'mean' or 'own'")
 
@@ -82,7 +82,7 @@ class Buffers:
         self._ending = util.Finalize(None, self._exit, exitpriority=1)
 
     def warn_of_frozen(self, names: Iterable[str]) -> None:
-        """Of frozen parameters that were loaded and are not the job's, which nothing writes."""
+        """Warn of loaded frozen parameters that differ from the job's, which nothing writes."""
         for tensor in self._frozen:
             if tensor.name not in names:
                 continue
@@ -92,21 +92,22 @@ class Buffers:
                 return
 
     def current(self) -> dict[str, torch.Tensor]:
-        """The model's buffers that the job has, too, by name."""
+        """Return the model's buffers that the job has, too, by name."""
         found = {name: self._own(name) for name in self._tensors}
         return {name: one for name, one in found.items() if one is not None}
 
     # -- from the job ---------------------------------------------------------------------------
 
     def take(self, names: Iterable[str] | None = None) -> None:
-        """Copies the job's buffers to the model's. names: only of these."""
+        """Copy the job's buffers to the model's. names: only of these."""
         shared = self._client.weights
         for name, tensor in self._tensors.items():
             if (names is None or name in names) and (own := self._own(name)) is not None:
                 put(self._trained, name, own, casts.tensor(shared[name], tensor.dtype))
 
     def _own(self, name: str) -> torch.Tensor | None:
-        """The model's buffer as it is now; None, with one warning, if it has another shape."""
+        """Return the model's buffer as it is now; None, with one warning, if it has another
+        shape."""
         own = self._trained.buffer(name)
         if own is not None and own.shape == self._tensors[name].shape:
             return own
@@ -118,12 +119,12 @@ class Buffers:
     # -- to the job -----------------------------------------------------------------------------
 
     def look(self) -> None:
-        """After each step: writes if it is time. Raises what Client.assign raises."""
+        """Write after a step if it is time. Raises what Client.assign raises."""
         if self._tensors and time.monotonic() >= self._next:
             self.write()
 
     def write(self, timeout_s: float | None = None) -> None:
-        """Writes the job's copy if this learner has to, and it differs. Does not wait until it is
+        """Write the job's copy if this learner has to, and it differs. Does not wait until it is
         there. Raises what Client.assign raises."""
         begun = time.monotonic()
         rows = self._client.rows_with_buffers()
@@ -136,7 +137,7 @@ class Buffers:
 
     def _write(self, leads: bool, timeout_s: float | None) -> None:
         shared = self._client.weights
-        # What the job has before a learner has written says nothing of what was trained.
+        # What the job has before a learner has written is not what was trained.
         means = self._means and self._learners > 1 and (self._has_written or not leads)
         whole: dict[str, np.ndarray] = {}
         moves: dict[str, np.ndarray] = {}
@@ -161,7 +162,7 @@ class Buffers:
         self._has_written = self._has_written or leads
 
     def end(self, *, write: bool = True) -> None:
-        """The learner leaves. write: whether the job's copy is written once more."""
+        """End with the learner. write: whether the job's copy is written once more."""
         atexit.unregister(self._exit)
         self._ending.cancel()
         if write and not self._client.left:
@@ -179,7 +180,8 @@ def _leaving(buffers: Callable[[], Buffers | None]) -> Callable[[], None]:
 
 
 def toward(own: np.ndarray, copy: np.ndarray, learners: int) -> np.ndarray | None:
-    """What moves the job's copy to one learner's values by its share; None where there is no mean.
+    """Return the step of the job's copy to one learner's values by its share; None where there is
+    no mean.
 
     If all learners write at once, each having seen the same copy, the copy becomes their mean. If
     fewer do, it lies between that and what it was. So it never leaves the range of their values.
@@ -194,7 +196,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def put(trained: Trained, name: str, own: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes values into a buffer of the model, or replaces it where it cannot be written to."""
+    """Write values into a buffer of the model, or replace it if it cannot be written to."""
     values = values.to(own.device, own.dtype)
     if torch.equal(own, values):
         return
@@ -205,7 +207,7 @@ def put(trained: Trained, name: str, own: torch.Tensor, values: torch.Tensor) ->
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several elements are one in memory, as expand() makes them."""
+    """Return whether several elements are one in memory, as expand() makes them."""
     return any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )

@@ -25,29 +25,29 @@ KINDS = {
 
 
 def differs(tensor: torch.Tensor) -> bool:
-    """Whether it is kept in another type than the job has it in."""
+    """Return whether it is kept in another type than the job has it in."""
     return tensor.dtype is not torch.float32
 
 
 def all_differ(layer: torch.nn.Module) -> bool:
-    """Whether all parameters of a layer do."""
+    """Return whether all parameters of a layer do."""
     return all(map(differs, layer.parameters()))
 
 
 # None of these is under no_grad(): an interrupt in the middle of that leaves gradients off.
 def bring(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Writes the job's values into parameters of other types. pairs: a parameter, its values."""
+    """Write the job's values into parameters of other types. pairs: a parameter, its values."""
     for parameter, values in pairs:
         parameter.data.copy_(values)
 
 
 def host(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's values as the job has them: float32, on the host."""
+    """Return a tensor's values as the job has them: float32, on the host."""
     return tensor.detach().to("cpu", torch.float32).numpy()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a job can have a tensor that no gradient moves."""
+    """Return whether a job can have a tensor that no gradient moves."""
     if torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
         return False
     plain = type(tensor.data) is torch.Tensor and not tensor.is_meta
@@ -55,7 +55,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor that no gradient moves, as NumPy has them; mostly the same memory."""
+    """Return the values of a tensor that no gradient moves, as NumPy has them; mostly the same
+    memory."""
     own = tensor.detach().to("cpu")
     if own.dtype is torch.bfloat16:
         return own.view(torch.int16).numpy().view(np.uint16)
@@ -63,7 +64,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def copy(tensor: torch.Tensor, dtype: str = "") -> np.ndarray:
-    """The same in memory of its own: torch resizes no tensor whose memory NumPy has seen.
+    """Return the same in memory of its own: torch resizes no tensor whose memory NumPy has seen.
 
     dtype: of KINDS, if not the tensor's own.
     """
@@ -71,14 +72,14 @@ def copy(tensor: torch.Tensor, dtype: str = "") -> np.ndarray:
 
 
 def tensor(values: np.ndarray, dtype: str) -> torch.Tensor:
-    """What bits() gives as a tensor of its own. dtype: of KINDS."""
+    """Convert what bits() returns to a tensor of its own. dtype: of KINDS."""
     if dtype == "BF16":
         return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(values.copy())
 
 
 def exact(tensor: torch.Tensor) -> np.ndarray:
-    """The same, not rounded: the client says what the job cannot have."""
+    """Return the same, not rounded: the client rejects what the job cannot have."""
     known = tensor.dtype in (torch.float16, torch.float32, torch.float64)
     rounded = tensor.float() if tensor.is_floating_point() and not known else tensor
     return rounded.numpy(force=True)

@@ -11,12 +11,12 @@ from gadei_ps.learners.client import Client
 
 LEFT_OUT = (
     "gadei-ps: a gradient of this learner holds a NaN or an infinity: it is left out, as the job "
-    "would refuse what comes of it; if this goes on, lower the learning rate (shown once)"
+    "would refuse what comes of it; if this continues, lower the learning rate (shown once)"
 )
 
 
 class FiniteGradients:
-    """Tells which gradients are to be left out: those that are not finite, if the job refuses such.
+    """Finds gradients to leave out: those that are not finite, if the job refuses such.
 
     A learner's own optimizer that stepped with one would make its weights and the optimizer's state
     NaN for good, while the job refuses all that the learner pushes from then on. In a sum it would
@@ -24,16 +24,17 @@ class FiniteGradients:
     """
 
     def __init__(self, client: Client) -> None:
-        self._refuses = client.rejects_nonfinite
-        self._told = False
+        self._refuses = client.refuses_nonfinite
+        self._printed = False
 
     def are_good(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether the gradients that these have now may be used. Says once if not."""
+        """Return whether the gradients that these have now may be used. Prints a line once if
+        not."""
         if not self._refuses or _finite(parameters):
             return True
-        if not self._told:
+        if not self._printed:
             print(LEFT_OUT, file=sys.stderr, flush=True)
-            self._told = True
+            self._printed = True
         return False
 
 

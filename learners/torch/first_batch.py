@@ -48,13 +48,13 @@ class FirstBatch:
             self._digest = _digest((args, kwargs), zlib.crc32(b"%d" % torch.initial_seed()))
 
     def compare(self, client: Client) -> None:
-        """Warns if another learner has begun with the same mini-batch and the same seed."""
+        """Warn if another learner has begun with the same mini-batch and the same seed."""
         if self._digest is not None and client.shares_first_batch(self._digest):
             text = SAME.format(seed=torch.initial_seed(), variable=LEARNER_VARIABLE)
             warnings.warn(text, stacklevel=to_the_script())
 
     def remove(self) -> None:
-        """The model is not looked at any more."""
+        """Remove the hook."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -63,7 +63,7 @@ class FirstBatch:
 
 
 def _digest(value: Any, digest: int) -> int:
-    """Of the tensors in it, which may lie in lists, tuples and mappings."""
+    """Return a digest of the tensors in a value, which may lie in lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             return digest

@@ -30,7 +30,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """CUDA's handle of the stream on which torch computes."""
+    """Return CUDA's handle of the stream on which torch computes."""
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
@@ -83,7 +83,7 @@ class GpuBackend:
         self._places = Places(trained)
 
     def _torch_views(self) -> dict[str, torch.Tensor]:
-        """Each tensor of the model in the front buffer.
+        """Return each tensor of the model in the front buffer.
 
         Those of a recurrent layer are views of one storage, which begins with the first of them.
         """
@@ -127,7 +127,8 @@ class GpuBackend:
             self._link.flush()
 
     def _addresses(self, kept: list[Any]) -> list[int]:
-        """For Client.push_from, on the device. kept: takes the copies that are made."""
+        """Return the gradients for Client.push_from, on the device. kept: takes the copies that are
+        made."""
         where: list[int] = []
         for tensor in self._ordered:
             if tensor is None:
@@ -139,7 +140,7 @@ class GpuBackend:
         return where
 
     def _find_whole(self, where: Sequence[int]) -> None:
-        """A gathered tensor whose gradient is not one of rows is a tied weight: pulls bring it."""
+        """Include tied weights in pulls: gathered tensors whose gradient is not one of rows."""
         for number, tensor in enumerate(self._client.model.tensors):
             values, indices = where[4 * number : 4 * number + 2]
             if values and not indices and tensor.name in self._gathered:
@@ -148,13 +149,13 @@ class GpuBackend:
                 self._link.leave_out(self._gathered)
 
     def forget(self) -> None:
-        """backward() leaves nothing outside of `parameter.grad`."""
+        """Do nothing: backward() leaves nothing outside of `parameter.grad`."""
 
     # -- pull -----------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Where learners wait for one another, or this one for its gradient, the weights are the
-        current ones; else those that have arrived."""
+        """Take the current weights if learners wait for one another, or this one for its gradient;
+        else those that have arrived."""
         if self._wait:
             wait_for_own(self._client)
         if self._client.waits_for_others or self._wait:
@@ -171,7 +172,7 @@ class GpuBackend:
         self.follow()
 
     def own(self) -> None:
-        """They are a copy on the device, which the next refresh() renews."""
+        """Do nothing: the parameters are a copy on the device, which the next refresh() renews."""
 
     def written(self) -> dict[str, torch.Tensor]:
         return self._places.given(self._client)
@@ -186,7 +187,7 @@ class GpuBackend:
         casts.bring(self._casts)
 
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
-        """The job's current rows of a tensor, shape (n, width); indices: int64, flat.
+        """Read the job's current rows of a tensor, shape (n, width); indices: int64, flat.
 
         From then on pulls leave the tensor out, unless it is found to be used as a whole as well.
         """

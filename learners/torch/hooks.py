@@ -31,14 +31,16 @@ class Hooks(OrderedDict[int, Any]):
         self._had = frozenset(own)
 
     def values(self) -> Any:
-        """Without those that were removed since, by handles that know the dict before."""
+        """Return the hooks without those that were removed since, by handles that know the dict
+        before."""
         self._own.values()  # which may be of this class
         for number in self._had - self._own.keys():
             self.pop(number, None)
         return super().values()
 
     def before(self) -> OrderedDict[int, Any]:
-        """The dict before; or one without ours, if others were added, whose handles know this."""
+        """Return the dict before; or one without ours, if others were added, whose handles know
+        this."""
         self.values()
         for number in self.ours:
             self.pop(number, None)
@@ -59,7 +61,7 @@ def add(
     before: Callable[..., None],
     after: Callable[..., None],
 ) -> Callable[[], None]:
-    """Calls before and after around each load_state_dict() of the module; returns what ends it.
+    """Call before and after around each load_state_dict() of the module; returns what ends it.
 
     before has the arguments of torch's register_load_state_dict_pre_hook, after those of its
     register_load_state_dict_post_hook.
@@ -85,6 +87,6 @@ def add(
 
 
 def owner(module: torch.nn.Module) -> Any:
-    """Of the hooks that the module has, or None."""
+    """Return the owner of the hooks that the module has, or None."""
     hooks = vars(module).get(PRE)
     return hooks.owner() if isinstance(hooks, Hooks) and hooks.ours else None

@@ -55,7 +55,7 @@ LAST_S = 10.0  # for the last gradient of a learner whose model other processes 
 
 
 def check(module: torch.nn.Module, *, view: bool) -> None:
-    """Raises UsageError for a layer that writes to weights which can only be read."""
+    """Raise UsageError for a layer that writes to weights which can only be read."""
     if view and any(getattr(one, "max_norm", None) for one in module.modules()):
         raise UsageError(
             "an embedding with max_norm writes to its weight, which learners can only read: use "
@@ -149,7 +149,7 @@ class HostBackend:
             buffer.data = memory.clone()
 
     def _show(self) -> None:
-        """Makes the parameters views of the weights.
+        """Make the parameters views of the weights.
 
         Of a tensor of their own each time: torch moves one that it sends to another process.
         """
@@ -176,7 +176,7 @@ class HostBackend:
         self._client.publish(loss=loss, samples=samples, rate_scale=rate_scale)
 
     def _addresses(self, kept: list[Any]) -> list[int]:
-        """For Client.push_from. kept: takes the copies that are made.
+        """Return the gradients for Client.push_from. kept: takes the copies that are made.
 
         Between backward() and this the caches hold the model, not the interpreter: each call of
         torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
@@ -201,7 +201,7 @@ class HostBackend:
     # -- free_gradients -------------------------------------------------------------------------
 
     def _free_gradients(self) -> None:
-        """Has backward() write each gradient into the ring and free it."""
+        """Have backward() write each gradient into the ring and free it."""
         for module in self._trained.module.modules():
             if type(module) is torch.nn.Linear:
                 module.forward = functools.partial(products.forward, module)  # type: ignore[method-assign]
@@ -212,7 +212,8 @@ class HostBackend:
                 self._undo.callback(hook.remove)
 
     def _writer(self, number: int) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when the gradient of parameter `number` is complete.
+        """Return the function that autograd calls when the gradient of parameter `number` is
+        complete.
 
         No collector finds a circle through autograd's hooks, so it does not hold this object.
         """
@@ -308,10 +309,10 @@ class HostBackend:
             atexit.unregister(self.close)
 
     def _show_others(self) -> None:
-        """Writes the weights where other processes see them; the parameters are there again.
+        """Write the weights where other processes see them; the parameters are there again.
 
         A learner that ends beside this one does so, too. Who has read weights that have changed
-        since reads them anew, or they could be written over newer ones, and stay.
+        since reads them again, or they could be written over newer ones, and stay.
         """
         if not self._loaded:
             with contextlib.suppress(GadeiError):

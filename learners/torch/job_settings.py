@@ -14,7 +14,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.job.groups import Group as Said
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.said import Says
+from gadei_ps.learners.optimizer_settings import OptimizerSettings
 from gadei_ps.learners.torch.like import check_unchanged, moved, shown
 from gadei_ps.learners.torch.model import Trained
 
@@ -46,10 +46,10 @@ class _GroupSettings:
         check_unchanged(group, self.shown, self._number)
 
     def follow(self, group: Group, packed: Any) -> None:
-        """Shows what has changed. The group's rate relative to the job's stays.
+        """Show what has changed. The group's rate relative to the job's stays.
 
-        A scheduler of torch goes on from the rate that it was made with. So that what it sets keeps
-        its meaning, the rate is left to it.
+        A scheduler of torch continues from the rate that it was made with. So that what it sets
+        keeps its meaning, the rate is left to it.
         """
         scale = self.scale(group)
         before = self.shown
@@ -67,14 +67,14 @@ class _GroupSettings:
             group["lr"] = rate
 
     def momentum(self, group: Group) -> float | None:
-        """The group's momentum or first beta; None where the job's optimizer has none."""
+        """Return the group's momentum or first beta; None where the job's optimizer has none."""
         for name in ("momentum", "betas"):
             if has := self.shown.get(name):
                 return moved(name, group.get(name, has))
         return None
 
     def scale(self, group: Group) -> float:
-        """The learner's learning rate relative to the job's. Raises UsageError."""
+        """Return the learner's learning rate relative to the job's. Raises UsageError."""
         rate = group["lr"]
         where = f"param_groups[{self._number}]['lr']"
         try:
@@ -102,7 +102,7 @@ class _GroupSettings:
 
 
 def _place(group: Said, names: dict[int, str], parameter: torch.nn.Parameter) -> int:
-    """Where a group of a script names a parameter."""
+    """Return where a group of a script names a parameter."""
     return group.place(names[id(parameter)])
 
 
@@ -110,11 +110,16 @@ class JobSettings:
     """The same for all groups of a learner, which are the job's."""
 
     def __init__(
-        self, client: Client, trained: Trained, says: Says, from_zero: Sequence[bool]
+        self,
+        client: Client,
+        trained: Trained,
+        settings: OptimizerSettings,
+        from_zero: Sequence[bool],
     ) -> None:
-        """The last group, of parameters that no other one names, is left out if it has none.
+        """Read the job's groups. The last one, of parameters that no other one names, is left out
+        if it has none.
 
-        says: of the script. The parameters of a group are in the order in which it names them.
+        settings: of the script. The parameters of a group are in the order in which it names them.
         from_zero: groups whose rate is 0 in the script, and 1 in the job if that has no other.
         """
         self._client = client
@@ -124,9 +129,9 @@ class JobSettings:
         members: list[list[torch.nn.Parameter]] = [[] for _ in rows]
         for name, parameter in trained.parameters.items():
             members[group_of[name]].append(parameter)
-        if says.groups and len(says.groups) + 1 == len(rows):
+        if settings.groups and len(settings.groups) + 1 == len(rows):
             names = {id(one): name for name, one in trained.parameters.items()}
-            for own, group in zip(members, says.groups, strict=False):
+            for own, group in zip(members, settings.groups, strict=False):
                 place = functools.partial(_place, group, names)
                 own.sort(key=place)
         if len(rows) > 1 and not members[-1]:
@@ -144,7 +149,7 @@ class JobSettings:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The settings of the last group, of which torch wants to know."""
+        """The settings of the last group, which torch reads."""
         return dict(self._settings[-1].shown)
 
     @property
@@ -158,7 +163,8 @@ class JobSettings:
         return [one.lr for one in self._settings]
 
     def look(self, groups: list[Group]) -> None:
-        """Before a step. Raises UsageError where the script has changed what it may not change."""
+        """Follow changes of the job before a step. Raises UsageError if the script has changed a
+        setting of the job."""
         for one, group in zip(self._settings, groups, strict=True):
             one.check(group)
         if self._client.hyper_changes != self._changes:
@@ -168,7 +174,8 @@ class JobSettings:
                 one.follow(group, rows[number])
 
     def scales(self, groups: list[Group]) -> _native.Scales:
-        """This learner's learning rate of each group relative to the job's, and its momentum.
+        """Return this learner's learning rate of each group relative to the job's, and its
+        momentum.
 
         The momentum only if a scheduler has moved it. Raises UsageError.
         """

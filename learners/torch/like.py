@@ -1,4 +1,4 @@
-"""The settings of torch's own optimizers, taken over for a job, and a job's shown as torch's."""
+"""Settings of torch's own optimizers as a job's, and a job's as torch's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.kernels.optimizers import TABLE, Kind, OptimizerSpec
-from gadei_ps.learners.said import HOW, OF_A_GROUP, Says, said
+from gadei_ps.learners.optimizer_settings import HOW, OF_A_GROUP, OptimizerSettings, read_settings
 from gadei_ps.learners.torch.model import Trained
 
 CLASSES: dict[Kind, type[torch.optim.Optimizer]] = {
@@ -31,16 +31,18 @@ NOT_SETTINGS = (
 )
 
 
-def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Says:
-    """What a script says: like, an optimizer of torch or its class, and other keywords.
+def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> OptimizerSettings:
+    """Return the settings of a script.
 
-    given: keywords of said(). Raises UsageError for what a job cannot do.
+    like: an optimizer of torch, or its class.
+
+    given: keywords of read_settings(). Raises UsageError for what a job cannot do.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if "groups" in given:
         given["groups"] = _named(given["groups"], trained)
     if like is None:
-        return said(**given)
+        return read_settings(**given)
     if "kind" in given:
         raise UsageError(f"give like= or kind={given['kind']!r}, not both")
     if isinstance(like, type):
@@ -59,7 +61,7 @@ def settings(like: Any, given: Mapping[str, Any], trained: Trained) -> Says:
 
 
 def _named(groups: Iterable[Mapping[str, Any]], trained: Trained) -> list[Mapping[str, Any]]:
-    """The same groups, whose `params` are names and patterns.
+    """Return the same groups, whose `params` are names and patterns.
 
     groups: their params are parameters of the model, modules, names or patterns, or several of
     these. Parameters that require no gradient are left out. Raises UsageError.
@@ -82,7 +84,7 @@ def _names_of(number: int, given: Any, name_of: Mapping[int, str]) -> Iterator[s
     elif isinstance(given, torch.Tensor):
         if id(given) not in name_of:
             raise UsageError(
-                f"groups[{number}]: a parameter of shape {list(given.shape)} is none of the model"
+                f"groups[{number}]: a parameter of shape {list(given.shape)} is not the model's"
             )
         yield name_of[id(given)]
     elif isinstance(given, torch.nn.Module):
@@ -98,25 +100,25 @@ def _names_of(number: int, given: Any, name_of: Mapping[int, str]) -> Iterator[s
         )
 
 
-def from_zero(says: Says) -> tuple[Says, list[bool]]:
-    """The same with rates of 1 for rates of 0, and which groups began at 0, the last one that of
-    all other parameters.
+def from_zero(settings: OptimizerSettings) -> tuple[OptimizerSettings, list[bool]]:
+    """Return the same with rates of 1 for rates of 0, and which groups began at 0, the last one
+    that of all other parameters.
 
     A scheduler, or a wrapper, moves such a rate before the first step. The rates of a learner
     travel relative to the job's, which must not be 0.
     """
 
     def is_zero(lr: float | None) -> bool:
-        return says.lr == 0 if lr is None else lr == 0
+        return settings.lr == 0 if lr is None else lr == 0
 
-    groups = says.groups or ()
-    zero = [*(is_zero(one.lr) for one in groups), says.lr == 0]
-    update: dict[str, Any] = {"lr": 1.0} if says.lr == 0 else {}
+    groups = settings.groups or ()
+    zero = [*(is_zero(one.lr) for one in groups), settings.lr == 0]
+    update: dict[str, Any] = {"lr": 1.0} if settings.lr == 0 else {}
     if any(one.lr == 0 for one in groups):
         update["groups"] = tuple(
             one.model_copy(update={"lr": 1.0}) if one.lr == 0 else one for one in groups
         )
-    return says.model_copy(update=update), zero
+    return settings.model_copy(update=update), zero
 
 
 def _known(kind: type) -> str:
@@ -130,7 +132,7 @@ def _known(kind: type) -> str:
 
 
 def _of_class(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the class takes where it is given these keywords."""
+    """Return the settings of a class of torch that is given these keywords."""
     signature = inspect.signature(kind)
     try:
         bound = signature.bind(None, **given)
@@ -141,7 +143,7 @@ def _of_class(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in bound.arguments.items() if name != first}
 
 
-def _of_object(like: torch.optim.Optimizer, trained: Trained) -> Says:
+def _of_object(like: torch.optim.Optimizer, trained: Trained) -> OptimizerSettings:
     name, kind = type(like).__name__, _known(type(like))
     if any(map(_has_stepped, like.state.values())):
         raise UsageError(
@@ -194,19 +196,22 @@ def _of_object(like: torch.optim.Optimizer, trained: Trained) -> Says:
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Of one parameter. Adagrad makes its state before the first step."""
+    """Return whether a parameter has state of a step. Adagrad makes its state before the first
+    step."""
     return bool(float(state.get("step", 1)) and state)
 
 
-def _of(kind: str, values: dict[str, Any], groups: list[dict[str, Any]] | None = None) -> Says:
+def _of(
+    kind: str, values: dict[str, Any], groups: list[dict[str, Any]] | None = None
+) -> OptimizerSettings:
     values = dict(values)
     if values.pop("decoupled_weight_decay", False):
         kind = "adamw"
-    return said(kind=kind, groups=groups, **values)
+    return read_settings(kind=kind, groups=groups, **values)
 
 
 def shown(spec: OptimizerSpec) -> dict[str, Any]:
-    """A job's optimizer as the settings of torch's class."""
+    """Return a job's optimizer as the settings of torch's class."""
     one = TABLE[spec.kind]
     names = ("lr", *(name for name in one.settings if name != "weight_decay"))
     group = {name: getattr(spec, name) for name in names}
@@ -216,7 +221,7 @@ def shown(spec: OptimizerSpec) -> dict[str, Any]:
 
 
 def check_unchanged(group: Mapping[str, Any], made: Mapping[str, Any], number: int = 0) -> None:
-    """Raises UsageError if a setting of a parameter group differs from the job's.
+    """Raise UsageError if a setting of a parameter group differs from the job's.
 
     What travels with each gradient may differ: lr, a momentum, and the first of betas. number: of
     the group.
@@ -237,7 +242,7 @@ def check_unchanged(group: Mapping[str, Any], made: Mapping[str, Any], number: i
 
 
 def moved(name: str, value: Any) -> float | None:
-    """The momentum, or the first beta, in a setting of that name; None in another setting.
+    """Return the momentum, or the first beta, in a setting of that name; None in another setting.
 
     Raises UsageError for what cannot be one.
     """
@@ -255,5 +260,5 @@ def moved(name: str, value: Any) -> float | None:
 
 
 def rest(value: Any) -> Any:
-    """What of a setting does not travel with a gradient."""
+    """Return the part of a setting that does not travel with a gradient."""
     return value[1] if isinstance(value, tuple | list) else None

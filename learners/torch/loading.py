@@ -53,7 +53,7 @@ class Earlier(NamedTuple):
     """That were loaded, by name, and that its job has not got."""
 
     def put_back(self, tensors: Tensors) -> list[str]:
-        """Writes the values into these of the model's tensors; their names."""
+        """Write the values into these of the model's tensors; return their names."""
         names = [name for name in self.values if name in tensors]
         for name in names:
             tensors[name].data.copy_(self.values[name])
@@ -83,9 +83,9 @@ class Loads:
         self._places = {id(one): f"{name}." for name, one in trained.module.named_modules() if name}
         self._before: Tensors | None = None  # values before the first load
         self._loaded: set[str] = set()
-        self._fixed: set[str] = set()  # names of parameters in the load in hand, frozen ones too
+        self._fixed: set[str] = set()  # names of parameters in the current load, frozen ones too
         self._fresh: Tensors = {}  # buffers as loaded; forward() may have changed them since
-        self._errors: list[str] = []  # of the load in hand
+        self._errors: list[str] = []  # of the current load
         self._undo = contextlib.ExitStack()
         for module in trained.module.modules():
             if module is trained.module or any(self._own(module)) or self._has_frozen(module):
@@ -95,7 +95,7 @@ class Loads:
         return any(not one.requires_grad for one in module.parameters(recurse=False))
 
     def resume(self, earlier: Earlier) -> None:
-        """With what the Optimizer before has left."""
+        """Continue with what the Optimizer before has left."""
         if earlier.job == self._client.job:
             self._client.is_successor = True
         tensors = self._tensors()
@@ -105,11 +105,12 @@ class Loads:
             self._note_buffers(names)
 
     def _tensors(self) -> Tensors:
-        """The model's, as they are now."""
+        """Return the model's, as they are now."""
         return {**self.trained.parameters, **self._buffers.current()}
 
     def _own(self, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-        """The tensors of the job that the module itself has: its name for them, and the job's."""
+        """Yield the tensors of the job that the module itself has: its name for them, and the
+        job's."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in self._names:
                 yield name, self._names[id(parameter)]
@@ -126,7 +127,8 @@ class Loads:
     def begin(
         self, module: torch.nn.Module, state: Any, prefix: str, metadata: Any, errors: list[str]
     ) -> None:
-        """Before the module loads its part. errors: torch's list of them. Raises UsageError."""
+        """Prepare for the load of a module's part. errors: torch's list of them. Raises
+        UsageError."""
         self._errors = errors
         fixed = module.named_parameters(recurse=False)
         place = self._places.get(id(module), "")
@@ -147,7 +149,7 @@ class Loads:
         self._loaded.update(names)
 
     def end(self, module: torch.nn.Module) -> None:
-        """After it."""
+        """Finish the load of a module's part."""
         self._note_buffers(known for _, known in self._own(module) if known in self._loaded)
         if module is self.trained.module:
             self._buffers.warn_of_frozen(self._fixed)
@@ -160,7 +162,7 @@ class Loads:
         self._fresh |= {name: now[name].detach().clone() for name in names if name in now}
 
     def write(self) -> None:
-        """Gives the job what was loaded; the model has the job's weights again. Warns, or raises
+        """Give the job what was loaded; the model has the job's weights again. Warns, or raises
         what Client.assign raises; then it may be called again."""
         if self._before is None:
             return
@@ -186,12 +188,12 @@ class Loads:
             self._buffers.take(now)
 
     def forget(self) -> None:
-        """What was loaded stays in the model and does not come to the job."""
+        """Keep what was loaded in the model, and do not give it to the job."""
         self._before = None
         self._loaded, self._fresh = set(), {}
 
     def end_optimizer(self) -> Earlier:
-        """Ends the Optimizer, for the model gets another one."""
+        """End the Optimizer, for the model gets another one."""
         names, tensors = self._loaded, self._tensors()
         if (close := self._close()) is not None:
             close()
@@ -203,20 +205,20 @@ class Loads:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the last bit, so that a NaN is the same as itself."""
+    """Compare to the last bit, so that a NaN is the same as itself."""
     bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*bytes_of)
 
 
 def of(module: torch.nn.Module) -> Loads | None:
-    """Of the Optimizer that the module's weights belong to."""
+    """Return the loads of the Optimizer that the module's weights belong to."""
     found: Loads | None = hooks.owner(module)
     return found
 
 
 def end_earlier(module: torch.nn.Module, *, free_gradients: bool) -> Earlier | None:
-    """Ends the Optimizer that the model has. Raises UsageError, and changes nothing, if a part of
-    it has one, or if something was loaded that free_gradients of the next one does not take."""
+    """End the Optimizer that the model has. Raises UsageError, and changes nothing, if a part of it
+    has one, or if something was loaded that free_gradients of the next one does not take."""
     found = [loads for one in module.modules() if (loads := of(one))]
     if not found:
         return None

@@ -24,7 +24,7 @@ _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 def _beginning(me: Callable[[], LocalOptimizer | None]) -> Callable[..., None]:
-    """What the model calls before its forward pass: the model does not hold the optimizer."""
+    """Return the hook before the model's forward pass, which does not hold the optimizer."""
 
     def begin(*_: object) -> None:
         here = me()
@@ -50,10 +50,10 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     Each step changes the weights at once. The job gets the sum of the changes after each wave of
     mini-batches under WSP, after each step under another model (see gadei_ps.learners.waves). The
-    model's forward pass waits for the turn, and brings the job's weights, where a wave needs them.
+    model's forward pass waits for the turn, and pulls the job's weights, where a wave needs them.
     For torch's learning-rate schedulers and GradScaler it is an optimizer of torch itself: its
     param_groups and its state are those of the optimizer that was made.
-    The optimizer of the job is "add", as this class says to it. Raises UsageError where the job has
+    The optimizer of the job is "add", which this class sets. Raises UsageError if the job has
     another one, and what Client raises.
     """
 
@@ -108,11 +108,12 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._samples = 0
 
     def _show(self) -> None:
-        """What is read or set of this optimizer is read or set of the one that was made."""
+        """Make the attributes of this optimizer those of the one that was made."""
         self.param_groups, self.state = self.local.param_groups, self.local.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For torch's own constructor only. Raises UsageError: a job's model is fixed."""
+        """Add a group for torch's own constructor only. Raises UsageError: a job's model is
+        fixed."""
         if self._made:
             raise UsageError("a job's model is fixed: parameters cannot be added to it")
         _ADD_PARAM_GROUP(self, param_group)
@@ -125,12 +126,12 @@ class LocalOptimizer(torch.optim.Optimizer):
             self._begin()
 
     def _begin(self) -> None:
-        """Waits until the mini-batch may begin that is computed now, unless it has begun."""
+        """Wait until the mini-batch may begin that is computed now, unless it has begun."""
         if not self.waves.in_flight:
             self.waves.begin()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the optimizer; pushes after the last mini-batch of a wave.
+        """Step the optimizer; pushes after the last mini-batch of a wave.
 
         Returns what the closure returns. Raises what Client.push raises.
         """
@@ -149,35 +150,36 @@ class LocalOptimizer(torch.optim.Optimizer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer that was made."""
+        """Return the state of the optimizer that was made."""
         return self.local.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the optimizer that was made; the job keeps its weights."""
+        """Load into the optimizer that was made; the job keeps its weights."""
         self.local.load_state_dict(state_dict)
         self._show()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Clear gradients, as torch's."""
         self.local.zero_grad(set_to_none)
 
     def report(
         self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
     ) -> None:
-        """What the next step's mini-batch tells status and metrics; a wave tells the mean loss."""
+        """Report loss and samples of the next mini-batch for status and metrics; a wave reports the
+        mean loss."""
         if loss is not None:
             self._loss = float(loss)
         if samples is not None:
             self._samples = samples
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
-        """Mini-batches that the server hands out; see Waves.batches. One step() for each."""
+        """Take mini-batches from the server; see Waves.batches. One step() for each."""
         for batch in self.waves.batches(samples, batch_size, epochs, seed):
             self._samples = len(batch.indices)
             yield batch
 
     def assign(self, values: Mapping[str, Any]) -> None:
-        """Replaces weights of the job, exactly once; this learner goes on from them.
+        """Replace weights of the job, exactly once; this learner continues from them.
 
         values: tensors by the names of model.state_dict(), some of them or all. The optimizer that
         was made keeps its state. Other learners have them once they pull. Raises UsageError in the
@@ -188,11 +190,11 @@ class LocalOptimizer(torch.optim.Optimizer):
         given.write_local(self._trained)
 
     def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
-        """Ends the job for all its learners (early stopping); see Client.stop_job."""
+        """Stop the job for all its learners (early stopping); see Client.stop_job."""
         self.client.stop_job(reason, timeout_s)
 
     def close(self) -> None:
-        """Pushes what an unfinished wave has changed, unless its batch goes to another learner, and
+        """Push what an unfinished wave has changed, unless its batch goes to another learner, and
         leaves the job. The model keeps its weights, in memory of its own."""
         self._hook.remove()
         try:

@@ -26,7 +26,8 @@ def embedding(
     *,
     sparse: bool = True,
 ) -> torch.Tensor:
-    """As torch.nn.functional.embedding, for a weight whose gradient an Optimizer pushes.
+    """Look rows up as torch.nn.functional.embedding does, for a weight whose gradient an Optimizer
+    pushes.
 
     On a GPU with sparse=True, rows are read straight from the job's memory, and pulls leave the
     tensor out: a mini-batch needs few of a vocabulary's rows. The weight itself is then not kept
@@ -80,7 +81,7 @@ def adapt(
     gather: Callable[[str, torch.Tensor], torch.Tensor],
     undo: contextlib.ExitStack,
 ) -> None:
-    """Has embedding(), and layers made with sparse=True, read rows by `gather` (name, indices).
+    """Have embedding(), and layers made with sparse=True, read rows by `gather` (name, indices).
 
     A layer keeps torch's own forward() if other layers use its weight, or if it writes to it.
     """

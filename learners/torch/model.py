@@ -15,7 +15,7 @@ import torch
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.said import Says
+from gadei_ps.learners.optimizer_settings import OptimizerSettings
 from gadei_ps.learners.torch import casts
 from gadei_ps.memory.weights import Model
 
@@ -69,7 +69,9 @@ class Trained:
         buffers: bool = True,
         fixed: bool = True,
     ) -> Trained:
-        """any_type: whether parameters may have other types than float32. buffers, fixed: whether
+        """Collect the tensors of a model.
+
+        any_type: whether parameters may have other types than float32. buffers, fixed: whether
         buffers and frozen parameters are part of the job.
 
         Raises UsageError for a model whose parameters cannot be shared.
@@ -78,7 +80,7 @@ class Trained:
             raise UsageError(
                 "give Optimizer the model itself, not its parameters, groups of them or another "
                 "optimizer: Optimizer(model, kind='adamw', lr=1e-3, groups=[{'params': ..., 'lr': "
-                "...}]), as the job knows parameters by name; several modules go into one "
+                "...}]), as the job has parameters by name; several modules go into one "
                 "torch.nn.ModuleList, and like= takes an optimizer of torch"
             )
         parameters: dict[str, torch.nn.Parameter] = {}
@@ -106,7 +108,7 @@ class Trained:
                 )
         device = _device_of(parameters)
         one = next(iter(parameters.values()))
-        # Optimizer gives them the job's weights in the end, and says so itself.
+        # Optimizer gives them the job's weights in the end, and warns itself.
         if not any_type and device.type == "cpu" and one.is_shared():  # type: ignore[no-untyped-call]
             warnings.warn(
                 "the model is shared with other processes (share_memory), and they do not see what "
@@ -132,14 +134,14 @@ class Trained:
         )
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """A buffer as it is now; None if the module has it no more."""
+        """Return a buffer as it is now; None if the module has it no more."""
         try:
             return self.module.get_buffer(name)
         except AttributeError:
             return None
 
     def replace(self, name: str, values: torch.Tensor) -> None:
-        """Gives the module another tensor in the place of a buffer."""
+        """Give the module another tensor in the place of a buffer."""
         owner, _, own = name.rpartition(".")
         setattr(self.module.get_submodule(owner), own, values)
 
@@ -149,7 +151,7 @@ class Trained:
         return any(map(casts.differs, self.parameters.values()))
 
     def join(self, job: str | None, **options: Any) -> Client:
-        """A client whose job has this model. options: keywords of Client.
+        """Return a client whose job has this model. options: keywords of Client.
 
         Raises what Client raises, and UsageError if another model of this process has joined the
         job.
@@ -227,7 +229,8 @@ class Trained:
                 )
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tied weights, as state_dict() has them, each with the first name."""
+        """Return further names of tied weights, as state_dict() has them, each with the first
+        name."""
         ours = {**self.parameters, **self.buffers, **self.fixed}
         first = {id(tensor): name for name, tensor in ours.items()}
         every: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
@@ -239,7 +242,8 @@ class Trained:
         }
 
     def join_adding(self, job: str | None, make: Make, argument: str, **options: Any) -> Client:
-        """The same, whose job adds what the learner's own optimizer changes.
+        """Return a client whose job has this model and adds what the learner's own optimizer
+        changes.
 
         argument: as what `make` was given. Raises UsageError if it is no function.
         """
@@ -248,14 +252,14 @@ class Trained:
                 f"{argument} is a {type(make).__name__}: give a function that makes the optimizer, "
                 "as lambda p: torch.optim.SGD(p, lr=0.1)"
             )
-        return self.join(job, optimizer=Says(kind="add"), **options)
+        return self.join(job, optimizer=OptimizerSettings(kind="add"), **options)
 
     def made(self, make: Make, argument: str) -> torch.optim.Optimizer:
-        """The learner's own optimizer. Raises UsageError if it is none."""
+        """Return the learner's own optimizer. Raises UsageError if `make` makes none."""
         return own_optimizer(make, list(self.parameters.values()), argument)
 
     def warn_of_unfrozen(self) -> None:
-        """Warns once of parameters that the job does not have and that require a gradient now."""
+        """Warn once of parameters that the job does not have and that require a gradient now."""
         for name, parameter in self.frozen.items():
             if parameter.requires_grad:
                 warnings.warn(
@@ -268,15 +272,16 @@ class Trained:
                 return
 
     def in_order_of(self, model: Model) -> list[torch.nn.Parameter | None]:
-        """The parameters in the order of the job's table, which the first learner has made; None
-        for its buffers."""
+        """Return the parameters in the order of the job's table, which the first learner has made;
+        None for its buffers."""
         return [self.parameters.get(tensor.name) for tensor in model.tensors]
 
 
 def own_optimizer(
     make: Make, parameters: list[torch.nn.Parameter], argument: str
 ) -> torch.optim.Optimizer:
-    """What `make` gives for the parameters. Raises UsageError if a learner cannot step with it."""
+    """Return the optimizer that `make` makes for the parameters. Raises UsageError if a learner
+    cannot step with it."""
     optimizer = make(list(parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
@@ -298,7 +303,7 @@ def own_optimizer(
 
 
 def _device_of(parameters: Parameters) -> torch.device:
-    """Raises UsageError if the parameters are on several devices."""
+    """Raise UsageError if the parameters are on several devices."""
     found = {parameter.device for parameter in parameters.values()}
     if len(found) > 1:
         devices = " and ".join(sorted(map(str, found)))
@@ -309,12 +314,12 @@ def _device_of(parameters: Parameters) -> torch.device:
 
 
 def _initial(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Their values, for the job's model."""
+    """Return the values of tensors, for the job's model."""
     return {name: casts.host(tensor) for name, tensor in tensors.items()}
 
 
 def _ordered(module: torch.nn.Module, parameters: Parameters) -> dict[str, torch.nn.Parameter]:
-    """The parameters in the order in which they shall lie in memory."""
+    """Return the parameters in the order in which they shall lie in memory."""
     group_of = {name: names for names in recurrent(module, parameters) for name in names}
     order: dict[str, torch.nn.Parameter] = {}
     for name in parameters:
@@ -324,7 +329,7 @@ def _ordered(module: torch.nn.Module, parameters: Parameters) -> dict[str, torch
 
 
 def recurrent(module: torch.nn.Module, parameters: Parameters) -> list[list[str]]:
-    """The parameters' names of each recurrent layer in the order that cuDNN requires.
+    """Return the parameters' names of each recurrent layer in the order that cuDNN requires.
 
     That is all matrices, then all biases, without gaps. In another order cuDNN copies the
     parameters in every call.

@@ -92,14 +92,14 @@ class Optimizer(torch.optim.Optimizer):
     from the environment (`gadei-ps run`, `attach`).
 
     kind, lr, momentum, nesterov, betas, alpha, eps, weight_decay: the job's optimizer, in the words
-    of torch.optim; see gadei_ps.learners.said. like: instead of them an optimizer of torch, or its
-    class with further keywords. The first learner's count where the job file and the command line
-    say nothing; later learners must say the same.
+    of torch.optim; see gadei_ps.learners.optimizer_settings. like: instead of them an optimizer of
+    torch, or its class with further keywords. The command line and the job file override them;
+    later learners must give the same as the first one.
 
     groups: parameters with settings of their own, as torch's parameter groups: dicts of `params`
     (parameters, modules, names or patterns of names, or several of these), lr, momentum, betas,
-    alpha, eps and weight_decay. What a group does not say is as for all others. A parameter belongs
-    to the first group that names it.
+    alpha, eps and weight_decay. Other settings of a group are those of all others. A parameter
+    belongs to the first group that names it.
 
     view: whether parameters on the CPU are views of the weights segment (see
     gadei_ps.learners.torch); never where some are of another type than float32. wire,
@@ -114,7 +114,7 @@ class Optimizer(torch.optim.Optimizer):
     models larger than the cache, and gradients need no memory. But `parameter.grad` is None after
     backward(), so that nothing can be clipped (use the job's clip_norm) or accumulated.
 
-    buffers: whose buffers (statistics of batch norm, say) are the job's copy, which new learners,
+    buffers: whose buffers (as statistics of batch norm) are the job's copy, which new learners,
     checkpoints and exports get. Each learner always has its own. "first": those of the attached
     learner with the lowest number. "mean": each learner moves the copy toward its own; a buffer
     that is not finite is as with "first". "own": buffers are not part of the job.
@@ -129,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
 
     Torch's learning-rate schedulers work: the rate of each group travels with each gradient,
     relative to the job's, and so does a momentum that they move. Other settings in `param_groups`
-    are the job's, and changing them is refused at the next step. Raises UsageError, DeviceError,
+    are the job's, and changing them is rejected at the next step. Raises UsageError, DeviceError,
     and what Client raises.
     """
 
@@ -171,7 +171,7 @@ class Optimizer(torch.optim.Optimizer):
         view = view and not trained.is_cast
         self._on_gpu = on_gpu = gpu.is_on_gpu(next(iter(trained.parameters.values())))
         wait = bool(wait) if on_gpu or wait is not None else not view
-        settings = {
+        given = {
             "kind": kind,
             "lr": lr,
             "momentum": momentum,
@@ -183,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
             "groups": groups,
             **others,
         }
-        says, from_zero = like_torch.from_zero(like_torch.settings(like, settings, trained))
+        settings, from_zero = like_torch.from_zero(like_torch.settings(like, given, trained))
         if on_gpu and free_gradients:
             raise UsageError(
                 "free_gradients is for models on the CPU; on a GPU gradients are pushed while the "
@@ -194,14 +194,14 @@ class Optimizer(torch.optim.Optimizer):
         earlier = loading.end_earlier(model, free_gradients=free_gradients)
         trained.check_free()
         self.client = _join(
-            trained, job, optimizer=says, wire=wire, error_feedback=error_feedback, name=name
+            trained, job, optimizer=settings, wire=wire, error_feedback=error_feedback, name=name
         )
         self._frees = free_gradients
         self._waits = wait and not on_gpu
         self._made = False
         with contextlib.ExitStack() as undo:
             self._start(undo, buffers, earlier, view=view, wait=wait, skip_unused=skip_unused)
-            self._job = JobSettings(self.client, trained, says, from_zero)
+            self._job = JobSettings(self.client, trained, settings, from_zero)
             super().__init__(self._job.groups, self._job.defaults)
             self.state = State(self.client, trained, self._parameters())
             self._made = True
@@ -275,7 +275,8 @@ class Optimizer(torch.optim.Optimizer):
         """Steps in the last state_dict()."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For torch's own constructor only. Raises UsageError: a job's model is fixed."""
+        """Add a group for torch's own constructor only. Raises UsageError: a job's model is
+        fixed."""
         if self._made:
             raise UsageError("a job's model is fixed: parameters cannot be added to it")
         _ADD_PARAM_GROUP(self, param_group)
@@ -284,7 +285,7 @@ class Optimizer(torch.optim.Optimizer):
         raise not_copied(self)
 
     def share_memory(self) -> None:
-        """Does nothing; scripts of Hogwild call it of an optimizer whose state is to be shared."""
+        """Do nothing; scripts of Hogwild call it of an optimizer whose state is to be shared."""
         warnings.warn(
             "share_memory: momentum and moments are in the job's server; there is nothing to share",
             stacklevel=to_the_script(),
@@ -293,7 +294,7 @@ class Optimizer(torch.optim.Optimizer):
     # -- one step -------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Pushes the gradients of backward(); waits for a free slot, and for the server if `wait`.
+        """Push the gradients of backward(); waits for a free slot, and for the server if `wait`.
 
         A learner with data of its own also waits here for the turn that the synchronization model
         gives; one that takes batches() waits there. Returns what the closure returns. Under WSP
@@ -308,7 +309,7 @@ class Optimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _is_watched(self) -> bool:
-        """Whether hooks or torch's profiler want to know of steps."""
+        """Return whether hooks or torch's profiler observe steps."""
         hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *_HOOKS_OF_ALL
         return any(hooks) or bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
@@ -347,7 +348,7 @@ class Optimizer(torch.optim.Optimizer):
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_push)
 
     def _wave_goes_on(self) -> bool:
-        """Counts a mini-batch of a wave; whether more of them are to come."""
+        """Count a mini-batch of a wave; return whether more of them follow."""
         if self._own_data and self._of_batch and self._wave > 1:
             raise UsageError(REST_FIRST)
         if self._own_data and not self._steps:
@@ -363,7 +364,7 @@ class Optimizer(torch.optim.Optimizer):
         return True
 
     def _forget(self) -> None:
-        """The wave in hand is pushed."""
+        """Start the next wave, after the current one was pushed."""
         self._steps, self._of_batch = 0, False
         self.backend.forget()
         self._loss = float("nan")
@@ -377,12 +378,12 @@ class Optimizer(torch.optim.Optimizer):
             self.backend.refresh()  # now, for the script may write to what it reads
 
     def _refresh(self) -> None:
-        """Brings weights for the next step, unless the script has loaded or written others."""
+        """Pull weights for the next step, unless the script has loaded or written others."""
         if not self._loads.pending and not self._is_written():
             self.backend.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that are set to None are neither cleared nor added to.
+        """Clear gradients, as torch's; those that are set to None are neither cleared nor added to.
 
         In the middle of a wave it does nothing.
         """
@@ -398,7 +399,7 @@ class Optimizer(torch.optim.Optimizer):
     def report(
         self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
     ) -> None:
-        """What the next step's gradient tells status and metrics. Does not wait for a GPU.
+        """Report loss and samples of the next step for status and metrics. Does not wait for a GPU.
 
         loss: one number. samples: a whole number. Raises UsageError.
         """
@@ -420,7 +421,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def iteration(self) -> Iterator[None]:
-        """Around zero_grad() to step(): ends early once the gradient is not wanted any more.
+        """Run zero_grad() to step() in a block that ends early once the gradient is not wanted any
+        more.
 
             with optimizer.iteration():
                 optimizer.zero_grad()
@@ -428,7 +430,7 @@ class Optimizer(torch.optim.Optimizer):
                 optimizer.step()
 
         Cutoff goes on without stragglers. A straggler leaves the block at the next module or
-        gradient, and goes on after it; its batch is handed out again. Without this block it
+        gradient, and continues after it; its batch is handed out again. Without this block it
         computes to the end, and its gradient is dropped.
         """
         if not self._watched:
@@ -467,7 +469,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Around a validation, or what else takes long and computes no gradient; see Client.pause.
+        """Pause in a block that takes long and computes no gradient (validation); see Client.pause.
 
         Afterwards, a learner with data of its own waits for its turn and has the current weights.
         """
@@ -479,21 +481,21 @@ class Optimizer(torch.optim.Optimizer):
     # -- writes to the weights ------------------------------------------------------------------
 
     def _write(self) -> None:
-        """Gives the job what the script has loaded or written. Raises what assign() raises."""
+        """Give the job what the script has loaded or written. Raises what assign() raises."""
         self._loads.write()
         if values := self.backend.written():
             self.client.assign({name: casts.host(one) for name, one in values.items()})
             self.backend.follow()
 
     def _is_written(self) -> bool:
-        """Whether the script has written to parameters since the last step."""
+        """Return whether the script has written to parameters since the last step."""
         try:
             return bool(self.backend.written())
         except UsageError:  # which the next step raises
             return True
 
     def _keeps_written(self) -> bool:
-        """Whether the model keeps at the end what the script has written; warns."""
+        """Return whether the model keeps at the end what the script has written; warns."""
         try:
             written = self.backend.written()
         except UsageError:  # other types: the model keeps them
@@ -503,7 +505,7 @@ class Optimizer(torch.optim.Optimizer):
         return bool(written)
 
     def assign(self, values: Mapping[str, Any], *, reset: bool = False) -> None:
-        """Replaces weights of the job, exactly once; returns when they are in all shards.
+        """Replace weights of the job, exactly once; returns when they are in all shards.
 
         values: tensors by the names of model.state_dict(), some of them or all. What this learner
         has pushed before is applied before; what others push meanwhile, before or after. reset: the
@@ -531,7 +533,8 @@ class Optimizer(torch.optim.Optimizer):
         self._state = given
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's class of the job's kind gives it, with momentum and moments of the server.
+        """Return the state as torch's class of the job's kind does, with momentum and moments of
+        the server.
 
         Between two gradients of all learners, after what this one has pushed. Raises what
         Client.job_state raises; UsageError after close().
@@ -549,7 +552,7 @@ class Optimizer(torch.optim.Optimizer):
         return parts | {"param_groups": groups, OURS: self._saved}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, for what state_dict() of this optimizer or of torch's class holds.
+        """Load what state_dict() of this optimizer or of torch's class has returned.
 
         Momentum and moments go to the job's server, and the learning rate is this learner's. Of
         learners that load when they begin, one writes, before the job's first step; see
@@ -591,7 +594,7 @@ class Optimizer(torch.optim.Optimizer):
     # -- work and the end -----------------------------------------------------------------------
 
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
-        """Mini-batches that the server hands out; see Client.batches. One step() for each."""
+        """Take mini-batches from the server; see Client.batches. One step() for each."""
         self._own_data = False
         if self._steps and self._of_batch:  # it was left in the middle, and comes again
             self._steps = 0
@@ -628,7 +631,7 @@ class Optimizer(torch.optim.Optimizer):
         accumulate: int = 1,
         sized: bool = True,
     ) -> JobSampler:
-        """What batches() hands out, for DataLoader(dataset, batch_sampler=optimizer.sampler(...)).
+        """Return a sampler for DataLoader(dataset, batch_sampler=optimizer.sampler(...)).
 
         Each mini-batch of batch_size rows is answered once an epoch by one of the job's learners,
         whose scripts give the same numbers. One step() for each, or for `accumulate` of them.
@@ -661,7 +664,7 @@ class Optimizer(torch.optim.Optimizer):
         self._refresh()
 
     def _end_turn(self) -> None:
-        """After a push of a learner that does not loop over batches()."""
+        """Wait for the next turn after a push of a learner that does not loop over batches()."""
         sampler = self._sampler
         if sampler is None or sampler.finished or self.client.unanswered:
             self._begin_turn()
@@ -669,15 +672,15 @@ class Optimizer(torch.optim.Optimizer):
             self._refresh()
 
     def _of_sampler(self) -> int:
-        """Samples of the sampler that the next push answers; 0 if none."""
+        """Return the samples of the sampler that the next push answers; 0 if none."""
         return 0 if self._sampler is None else self._sampler.in_hand()
 
     def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
-        """Ends the job for all its learners (early stopping); see Client.stop_job."""
+        """Stop the job for all its learners (early stopping); see Client.stop_job."""
         self.client.stop_job(reason, timeout_s)
 
     def close(self) -> None:
-        """Leaves the job; the model keeps the job's weights as they are now, in memory of its own,
+        """Leave the job; the model keeps the job's weights as they are now, in memory of its own,
         and its own buffers.
 
         Where load_state_dict() or the script has given it other weights since the last step, it

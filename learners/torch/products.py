@@ -22,7 +22,7 @@ SPARSE = 8  # factors are sparse if at most one value in so many differs from ze
 def linear(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As torch.nn.functional.linear, for a weight whose gradient an Optimizer pushes.
+    """Apply torch.nn.functional.linear to a weight whose gradient an Optimizer pushes.
 
     That gradient is the product of the outputs' gradients and the inputs. For a small mini-batch,
     or where most outputs have no gradient (after a maximum over positions), backward() does not
@@ -42,7 +42,7 @@ def linear(
 
 
 def forward(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    """In place of torch.nn.Linear.forward."""
+    """Compute in place of torch.nn.Linear.forward."""
     return linear(inputs, layer.weight, layer.bias)
 
 
@@ -76,7 +76,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_sparse(factors: torch.Tensor) -> bool:
-    """Whether a product row by row is faster than one of matrices."""
+    """Return whether a product row by row is faster than one of matrices."""
     return _native.nonzeros(factors.data_ptr(), factors.numel()) * SPARSE <= factors.numel()
 
 
@@ -89,7 +89,7 @@ def _times(factors: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def product_of(weight: torch.Tensor, products: Products, kept: list[Any]) -> Where:
-    """The addresses of the weight's gradient for Client.push_from; see gradient_at().
+    """Return the addresses of the weight's gradient for Client.push_from; see gradient_at().
 
     Raises UsageError if the inputs were changed after backward().
     """

@@ -15,7 +15,7 @@ from gadei_ps.memory import layout
 
 TOO_MANY = (
     f"{layout.AHEAD} batches of the sampler wait for their steps, and a learner may have no more: "
-    "call step() once for each batch (`accumulate=` says how many make one), and give the "
+    "call step() once for each batch (`accumulate=` sets how many make one), and give the "
     "DataLoader fewer workers or a smaller prefetch_factor; their product is below {most}"
 )
 OTHER_WAVE = "the job's waves have another length than when the sampler was made: make a new one"
@@ -25,10 +25,10 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
     """The batches that the server hands to this learner; see Optimizer.sampler.
 
     For DataLoader(dataset, batch_sampler=...). A batch counts as answered by the step() that its
-    gradient is in. DataLoader asks for batches before the steps of those that it has in hand. What
+    gradient is in. DataLoader asks for batches before the steps of those that it has taken. What
     it asks for is taken from the server, and goes to another learner if this one dies. Nothing
     waits here that only a step of this learner could end: where the server has nothing to hand
-    out meanwhile, DataLoader is told so, and asks again after its next batch.
+    out meanwhile, DataLoader ends its pass, and asks again after its next batch.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         accumulate: int,
         sized: bool,
     ) -> None:
-        """begin: waits for the turn, and brings the weights, of a step that nothing precedes.
+        """Set the job's work.
+
+        begin: waits for the turn, and pulls the weights, of a step that nothing precedes.
 
         Raises UsageError, ControlError.
         """
@@ -76,7 +78,7 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         self._current: _Pass | None = None
 
     def __len__(self) -> int:
-        """Mini-batches of an epoch of the whole job: one learner may get all of them.
+        """Return mini-batches of an epoch of the whole job: one learner may get all of them.
 
         Raises TypeError if it is to have no length.
         """
@@ -85,14 +87,14 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         return self._batches * self._parts
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: the job knows the epoch. Frameworks call it."""
+        """Do nothing: the job counts the epochs. Frameworks call it."""
 
     def __iter__(self) -> Iterator[list[int]]:
         self._current = _Pass(self)
         return self._current
 
     def passes(self) -> Iterator[int]:
-        """Epochs until the whole job has answered all: one pass of the DataLoader for each.
+        """Yield epochs until the whole job has answered all: one pass of the DataLoader for each.
 
         One more than the job has epochs where a learner died late.
         """
@@ -106,14 +108,14 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         return self._current is not None and not self._current.over
 
     def in_hand(self) -> int:
-        """Samples that the next gradient answers; 0 if none."""
+        """Return samples that the next gradient answers; 0 if none."""
         return len(self._rows(self._client.unanswered_ids[0])) if self._client.unanswered else 0
 
     def __reduce__(self) -> Any:
         return self._client.__reduce__()
 
     def _first_epoch(self) -> int:
-        """The epoch of a pass that begins with the oldest batch in hand.
+        """Return the epoch of a pass that begins with the oldest unanswered batch.
 
         A pass that follows a whole one is of a later epoch: passes are no more than epochs.
         """
@@ -135,7 +137,7 @@ class _Pass(Iterator[list[int]]):
         self._of = sampler
         self._again = deque(sampler._client.unanswered_ids)
         """Batches that were taken before and not answered."""
-        self._lists: deque[list[int]] = deque()  # of the batch in hand
+        self._lists: deque[list[int]] = deque()  # of the current batch
         self._begun = self.over = False
 
     def __next__(self) -> list[int]:
@@ -152,7 +154,7 @@ class _Pass(Iterator[list[int]]):
         return self._lists.popleft()
 
     def _take(self) -> int | None:
-        """The next batch of this pass; None if there is none, or none just now."""
+        """Return the next batch of this pass; None if there is none, or none just now."""
         of = self._of
         client = of._client
         first = not self._begun
@@ -175,7 +177,7 @@ class _Pass(Iterator[list[int]]):
         if not self._begun:
             of._epoch, of._ended = of._first_epoch(), False
             self._begun = True
-        if batch >> 32 > of._epoch:  # it stays in hand, for the next pass
+        if batch >> 32 > of._epoch:  # it stays taken, for the next pass
             self.over = of._ended = True
             return None
         if first:

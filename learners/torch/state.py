@@ -38,7 +38,7 @@ def _kind(client: Client) -> Kind:
 
 
 def whole_group(client: Client, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group with all settings that torch's class has."""
+    """Return a parameter group with all settings that torch's class has."""
     kind = _kind(client)
     has = inspect.signature(CLASSES[kind]).parameters.items()
     defaults = {
@@ -50,7 +50,8 @@ def whole_group(client: Client, group: Mapping[str, Any]) -> dict[str, Any]:
 def read_state(
     client: Client, trained: Trained, parameters: Sequence[torch.Tensor]
 ) -> tuple[dict[int, dict[str, torch.Tensor]], int]:
-    """The state by the parameters' numbers, as torch's class keeps it, and the optimizer's steps.
+    """Return the state by the parameters' numbers, as torch's class keeps it, and the optimizer's
+    steps.
 
     parameters: in the order of the groups. Raises what Client.job_state raises.
     """
@@ -80,7 +81,7 @@ def read_state(
 def load_state(
     client: Client, trained: Trained, parameters: Sequence[torch.Tensor], saved: Saved
 ) -> None:
-    """Puts the state that state_dict() of this class or of torch's has saved into the server.
+    """Load the state that state_dict() of this class or of torch's has saved into the server.
 
     parameters: in the order of the groups. Warns where the job keeps another one. Raises UsageError
     for the state of another optimizer, what Client.load_optimizer_state raises otherwise.
@@ -125,7 +126,7 @@ def load_state(
 
 
 def warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Of settings that were saved and are not the job's, which counts. Not of lr."""
+    """Warn of saved settings that the job overrides, except lr."""
     for theirs, ours in zip(saved["param_groups"], groups, strict=True):
         for name, has in ours.items():
             given = theirs.get(name, has)
@@ -183,7 +184,7 @@ class State(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
         return parameter in self._now()
 
     def __setitem__(self, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """For frameworks that move tensors to the device where they are."""
+        """Accept the same values: frameworks move tensors to the device where they are."""
         kept = self[parameter]
         if kept.keys() != values.keys() or any(kept[name] is not values[name] for name in kept):
             raise UsageError(READ_ONLY)

@@ -13,7 +13,7 @@ class Elsewhere:
     """Parameters on devices with a memory of their own; arrays of the host that they follow."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
-        """pairs: of each its array on the host, and itself."""
+        """Follow parameters. pairs: of each its array on the host, and itself."""
         self._pairs = pairs
 
     @property
@@ -22,13 +22,13 @@ class Elsewhere:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """The host gets what the devices have."""
+        """Copy from the devices to the host."""
         for own, parameter in self._pairs:
             own.copy_(parameter)
 
     @torch.no_grad()
     def send(self) -> None:
-        """The devices get what the host has."""
+        """Copy from the host to the devices."""
         for own, parameter in self._pairs:
             parameter.copy_(own)
 
@@ -56,13 +56,13 @@ class Sums:
             self._sums.append((parameter, total))
 
     def add(self) -> None:
-        """Adds the gradients that the parameters have now."""
+        """Add the gradients that the parameters have now."""
         for parameter, total in self._sums:
             if parameter.grad is not None:
                 total += parameter.grad
 
     def bring(self) -> None:
-        """Moves sums from devices to where they are wanted."""
+        """Move sums from devices to where they are wanted."""
         for wanted, total in self._far:
             wanted += total.to(wanted.device)
             total.zero_()

@@ -32,11 +32,11 @@ class Writes:
         self._sums: list[int] = []
 
     def note(self) -> None:
-        """They have the values that they should have."""
+        """Record the values as they should be."""
         self._sums = self._sums_now()
 
     def names(self) -> list[str]:
-        """Those with other values."""
+        """Return the parameters with other values."""
         now = self._sums_now()
         if now == self._sums:
             return []
@@ -47,7 +47,7 @@ class Writes:
         return [_mesh.checksum(self._bytes_of(*one).data) for one in self._parameters.items()]
 
     def _bytes_of(self, name: str, parameter: torch.nn.Parameter) -> np.ndarray:
-        """The memory in which it lies."""
+        """Return the memory in which a parameter lies."""
         at, found = self._bytes.get(name, (-1, None))
         if found is None or parameter.data_ptr() != at:
             with torch.inference_mode(False):

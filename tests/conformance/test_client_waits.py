@@ -69,7 +69,7 @@ def test_a_barrier_waits_for_the_other(client: Makers, job: Callable[..., Job]) 
         one.do("attach", running.socket)
         one.do("turn", 10_000)
     mine.do("push", 1, 10_000)
-    late = (TIMEOUT, "no grant to go on within 0.02 s")
+    late = (TIMEOUT, "no grant to continue within 0.02 s")
     assert told(mine.ask("turn", 20)) == late
     assert told(mine.ask("claim", 20)) == late
     mine.begin("turn", -1)
@@ -139,7 +139,7 @@ def test_all_but_one_of_the_next_wave_begin_before_its_grant(
     mine.do("push", 1, 10_000)
     for number in range(3):
         mine.do("mini_batch", number, 20)
-    late = (TIMEOUT, "no grant to go on within 0.02 s")
+    late = (TIMEOUT, "no grant to continue within 0.02 s")
     for number in range(3, 7):
         assert told(mine.ask("mini_batch", number, 20)) == late
     mine.begin("mini_batch", 3, -1)
@@ -262,7 +262,7 @@ def test_evicted(client: Makers, small: Job) -> None:
     mine.do("attach", small.socket)
     mine.do("claim", -1)
     small.control["roster"][row_of(small, mine)["row"]]["wanted"] = 0
-    evicted = (EVICTED, f"job '{small.name}' has given this learner's place away")
+    evicted = (EVICTED, f"job '{small.name}' has evicted this learner")
     for command in (("publish", 0, 0, 1), ("claim", 1000), ("push", 1, 1000)):
         assert mine.ask(*command) == evicted
     assert mine.ask("published") == (0, "")

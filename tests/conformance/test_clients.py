@@ -233,7 +233,7 @@ def test_a_gradient_of_a_buffer_is_refused(client: Makers, gaps: Job) -> None:
     for command in (["write_rows", 4, 9, 1], ["write_pattern", 4, 9]):
         code, said = mine.ask(*command)
         assert code == ERROR
-        assert said.startswith("'seen' is a buffer, which no gradient moves: write it with ")
+        assert said.startswith("'seen' is a buffer, which no gradient changes: write it with ")
     mine.do("detach")
     gaps.gone()
 

@@ -132,7 +132,7 @@ def test_one_time_limit(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         server = eventually(lambda: Processes(job_name).server(ready=True))
         with (
             Stopped(server.pid),
-            pytest.raises(PushTimeout, match=r"^the assignment was not made within 0 s$"),
+            pytest.raises(PushTimeout, match=r"^the assignment was not applied within 0 s$"),
         ):
             client.assign({"w": np.ones(3)}, timeout_s=0)
         client.wait_applied()

@@ -81,5 +81,5 @@ def test_tied_weights(tmp_path: Path, job_name: str) -> None:
 
 
 def test_an_alias_of_nothing(job_name: str) -> None:
-    with daemon(job_name), pytest.raises(UsageError, match="'b' is said to be 'x', and no tensor"):
+    with daemon(job_name), pytest.raises(UsageError, match="'b' is given for 'x', and no tensor"):
         Client(job_name, tensors={"a": np.zeros(2)}, aliases={"b": "x"})

@@ -55,7 +55,7 @@ def test_figure_13(job_name: str) -> None:
             worker.send(order)  # type: ignore[attr-defined]
             return worker.receive()  # type: ignore[attr-defined]
 
-        late = "no grant to go on within 0.02 s"
+        late = "no grant to continue within 0.02 s"
         assert one.receive() == two.receive() == "here"
         assert tell(one, "begin") == tell(two, "begin") == [0, 0]
         for _ in (2, 3, 4):

@@ -1,4 +1,4 @@
-"""What a script says about the job's optimizer, in the words of torch.optim."""
+"""Optimizer settings of a script, by the names of torch.optim."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KINDS = NAMES
 OF_TORCH: dict[str, dict[str, float]] = {
     name: {"lr": traits(name).torch_lr, **traits(name).settings} for name in NAMES
 }
-"""The defaults of torch's class, if the script sets only its kind."""
-# Of torch's classes: what only tells how they compute, and what the job cannot do.
+"""Defaults of torch's class, for a script that gives only the kind."""
+# Keywords of torch's classes that only choose how they compute, and those a job cannot have.
 HOW = frozenset(("foreach", "fused", "capturable"))
 CANNOT = frozenset(
     (
@@ -33,20 +33,20 @@ CANNOT = frozenset(
 OF_A_GROUP = ("lr", "momentum", "betas", "alpha", "eps", "weight_decay")
 
 
-class Says(Said):
-    """What a script says, with the names of the parameters in each group."""
+class OptimizerSettings(Said):
+    """Settings of a script, with the names of the parameters in each group."""
 
     groups: tuple[Group, ...] | None = None
 
-    def told(self) -> Said | None:
-        """The same for the watchdog, which hears the groups of tensors with the model."""
+    def for_watchdog(self) -> Said | None:
+        """Return the same for the watchdog, which receives the groups of tensors with the model."""
         if self.is_silent:
             return None
         groups = None if self.groups is None else [Settings(**one.said) for one in self.groups]
         return Said(**self.said, groups=groups)
 
 
-def said(
+def read_settings(
     *,
     kind: str | None = None,
     lr: SupportsFloat | None = None,
@@ -58,13 +58,13 @@ def said(
     weight_decay: float | None = None,
     groups: Iterable[Mapping[str, Any]] | None = None,
     **others: object,
-) -> Says:
-    """The settings that a script gives.
+) -> OptimizerSettings:
+    """Check and return the settings that a script gives.
 
     kind: one of KINDS; sgd with a momentum is momentum, as in torch.optim.SGD. With a kind, what is
     not given has the default of torch's class. Without one, only lr and weight_decay can be given,
     for whichever the job has. groups: as torch's parameter groups, the names of parameters, or
-    patterns of names, as `params`; what a group does not say is that of the optimizer. A parameter
+    patterns of names, as `params`; what a group does not set is that of the optimizer. A parameter
     belongs to the first group that names it. others: further keywords of torch's classes. Raises
     UsageError for what a job cannot do.
     """
@@ -111,7 +111,7 @@ def said(
 
 
 def _check_has(kind: str, fields: dict[str, Any], where: str = "") -> None:
-    """Raises UsageError for a field that the kind does not look at."""
+    """Raise UsageError for a field that the kind does not look at."""
     if kind == "sgd":
         fields.pop("momentum", None)  # it is 0
     for field in fields.keys() - OF_TORCH[kind].keys() - {"match"}:
@@ -120,7 +120,7 @@ def _check_has(kind: str, fields: dict[str, Any], where: str = "") -> None:
 
 
 def _group(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a Group. Raises UsageError."""
+    """Return the fields of a Group. Raises UsageError."""
     where = f"groups[{number}]"
     if not isinstance(given, Mapping) or "params" not in given:
         raise UsageError(f"{where}: give a dict with params, as {{'params': '*.bias', 'lr': 0.1}}")
@@ -146,22 +146,28 @@ def _group(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def says_of(
-    optimizer: Mapping[str, Any] | Says | None, tensors: object, others: Mapping[str, Any]
-) -> Says:
-    """What a client is given. tensors: None if it brings no model. others: arguments that it does
-    not have. Raises UsageError."""
+def client_settings(
+    optimizer: Mapping[str, Any] | OptimizerSettings | None,
+    tensors: object,
+    others: Mapping[str, Any],
+) -> OptimizerSettings:
+    """Return the settings that a client is given. tensors: None if it brings no model. others:
+    arguments that it does not have. Raises UsageError."""
     for name, value in others.items():
         given = f"{name}={value!r}: a client has no such argument"
-        known = name != "others" and name in inspect.signature(said).parameters
+        known = name != "others" and name in inspect.signature(read_settings).parameters
         asked = {"kind": "sgd"} | {name: value}
         raise UsageError(f"{given}; write optimizer={asked!r}" if known else given)
-    says = optimizer if isinstance(optimizer, Says) else said(**(optimizer or {}))
-    if says.groups and tensors is None:
+    settings = (
+        optimizer
+        if isinstance(optimizer, OptimizerSettings)
+        else read_settings(**(optimizer or {}))
+    )
+    if settings.groups and tensors is None:
         raise UsageError(
             "groups name parameters: give tensors, or [[optimizer.groups]] in the job file"
         )
-    return says
+    return settings
 
 
 def _kind(kind: str, momentum: float | None, nesterov: bool | None) -> str:
@@ -197,8 +203,8 @@ def _number(name: str, value: SupportsFloat | None) -> float | None:
         raise UsageError(f"{name}={value!r}: give a number") from None
 
 
-def _checked(fields: dict[str, Any], groups: Sequence[dict[str, Any]] | None) -> Says:
-    """Raises UsageError naming the field that is wrong."""
+def _checked(fields: dict[str, Any], groups: Sequence[dict[str, Any]] | None) -> OptimizerSettings:
+    """Raise UsageError naming the field that is wrong."""
     fields = {name: value for name, value in fields.items() if value is not None}
     spec = {name: value for name, value in fields.items() if name != "kind"}
     kind = Kind[fields.get("kind", "sgd").upper()]
@@ -212,7 +218,7 @@ def _checked(fields: dict[str, Any], groups: Sequence[dict[str, Any]] | None) ->
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
     said_groups = None if groups is None else tuple(Group(**group) for group in groups)
-    return Says(**fields, groups=said_groups)
+    return OptimizerSettings(**fields, groups=said_groups)
 
 
 def _check_others(others: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""What a script says about the optimizer, in torch's words; and how it lies in memory."""
+"""Optimizer settings of a script, by torch's names; and how they lie in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.job.config import JobConfig, OptimizerConfig
 from gadei_ps.job.optimizer import Said, Settings
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
-from gadei_ps.learners.said import OF_TORCH, Says, said
+from gadei_ps.learners.optimizer_settings import OF_TORCH, OptimizerSettings, read_settings
 from gadei_ps.learners.torch.like import check_unchanged, settings, shown
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.memory import layout
@@ -33,48 +33,48 @@ def model() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def like(optimizer: Any, module: nn.Module, **given: Any) -> Says:
+def like(optimizer: Any, module: nn.Module, **given: Any) -> OptimizerSettings:
     return settings(optimizer, given, Trained.of(module))
 
 
 @pytest.mark.parametrize("kind", sorted(CLASSES))
-def test_what_is_not_said_is_torchs(kind: str) -> None:
+def test_defaults_are_torchs(kind: str) -> None:
     """By kind, by class, and by an optimizer; with and without another rate."""
     module, made = model(), CLASSES[kind]
     for given in ({}, {"lr": 0.3}):
-        wanted = Says(kind=kind, groups=(), **{**OF_TORCH[kind], **given})
-        assert said(kind=kind, **given) == wanted
+        wanted = OptimizerSettings(kind=kind, groups=(), **{**OF_TORCH[kind], **given})
+        assert read_settings(kind=kind, **given) == wanted
         assert like(made, module, **given) == wanted
         assert like(made(module.parameters(), **given), module) == wanted
 
 
 def test_torchs_words() -> None:
-    assert said() == Says()
-    assert said(lr=0.1) == Says(lr=0.1)
-    assert said(kind="SGD", momentum=0.8).kind == "momentum"
-    assert said(kind="sgd", momentum=0).kind == "sgd"
-    assert said(kind="sgd", momentum=0.8, nesterov=True).kind == "nesterov"
-    assert said(kind="nesterov", lr=1).momentum == 0.9
-    adam = said(kind="adam", betas=(0.5, 0.6), eps=1e-6, amsgrad=False, fused=True)
+    assert read_settings() == OptimizerSettings()
+    assert read_settings(lr=0.1) == OptimizerSettings(lr=0.1)
+    assert read_settings(kind="SGD", momentum=0.8).kind == "momentum"
+    assert read_settings(kind="sgd", momentum=0).kind == "sgd"
+    assert read_settings(kind="sgd", momentum=0.8, nesterov=True).kind == "nesterov"
+    assert read_settings(kind="nesterov", lr=1).momentum == 0.9
+    adam = read_settings(kind="adam", betas=(0.5, 0.6), eps=1e-6, amsgrad=False, fused=True)
     assert (adam.beta1, adam.beta2, adam.eps, adam.weight_decay) == (0.5, 0.6, 1e-6, 0.0)
     module = model()
     alone = torch.optim.SGD(module.parameters(), torch.tensor(0.5), momentum=0.7, nesterov=True)
-    assert like(alone, module) == said(kind="nesterov", lr=0.5, momentum=0.7)
+    assert like(alone, module) == read_settings(kind="nesterov", lr=0.5, momentum=0.7)
     decoupled = torch.optim.Adam(module.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
-    assert like(decoupled, module) == said(kind="adamw", weight_decay=0.1)
+    assert like(decoupled, module) == read_settings(kind="adamw", weight_decay=0.1)
 
 
 @pytest.mark.parametrize("given", [{}, {"momentum": 0}, {"momentum": 0.9}])
 def test_a_momentum_of_one_group(given: dict[str, Any]) -> None:
-    """SGD has a momentum then; that of the other parameters is 0 unless it is said."""
+    """SGD has a momentum then; that of the other parameters is 0 unless it is given."""
     group = {"params": "a", "momentum": 0.5}
     for kind in ("sgd", "SGD") + ("momentum",) * bool(given):
-        made = said(kind=kind, groups=[group], **given)
+        made = read_settings(kind=kind, groups=[group], **given)
         assert (made.kind, made.momentum) == ("momentum", given.get("momentum", 0))
         assert made.groups is not None
         assert made.groups[0].momentum == 0.5
     with pytest.raises(UsageError, match="nesterov=True needs a momentum above 0"):
-        said(kind="sgd", nesterov=True, groups=[group])
+        read_settings(kind="sgd", nesterov=True, groups=[group])
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_a_momentum_of_one_group(given: dict[str, Any]) -> None:
         ({"veiw": False}, "veiw=False: an optimizer has no such setting"),
     ],
 )
-def test_what_cannot_be_said(given: dict[str, Any], why: str) -> None:
+def test_settings_that_a_job_cannot_have(given: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError) as info:
-        said(**given)
+        read_settings(**given)
     assert why in str(info.value)
 
 
