@@ -1,4 +1,4 @@
-"""How a learner enters and leaves a job: offer the model, get a place, map its memory."""
+"""Entry and exit of a learner: offer the model, get a place, map its memory, detach."""
 
 from __future__ import annotations
 

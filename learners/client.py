@@ -152,9 +152,9 @@ class JobState(NamedTuple):
     weights: FloatArray
     """Shape (model.elements,); model.views() cuts it up by name."""
     slots: tuple[FloatArray, ...]
-    """Of the optimizer, each of that shape: momentum, Adagrad's sum, or exp_avg and exp_avg_sq."""
+    """Optimizer state, each of that shape: momentum, Adagrad's sum, or exp_avg and exp_avg_sq."""
     steps: int
-    """Of the optimizer."""
+    """Steps of the optimizer."""
 
 
 def not_copied(learner: object) -> UsageError:
@@ -273,10 +273,10 @@ class Client:
             for kind in (_native.PS_PUSHING, _native.PS_TAKING, _native.PS_COPYING)
         )
         self.refuses_nonfinite = bool(int(self._control["refuse_nonfinite"]))
-        """Whether the job refuses gradients that hold a NaN or an infinity."""
+        """True if the job refuses gradients that hold a NaN or an infinity."""
         self._warns_nonfinite = self.refuses_nonfinite
         self._processes_gone_since: float | None = None
-        """Since when the job seems dead, over all waits: each may be short."""
+        """Time since which the job seems dead, over all waits: each may be short."""
         self._publisher: Callable[[], AsyncPublisher | None] = lambda: None
         self._owner: Callable[[], Owner | None] = lambda: None
         self._by_pieces: set[int] | None = None
@@ -287,7 +287,7 @@ class Client:
         self._unanswered = Unanswered()
         self._work: SetWork | None = None
         self._last_push = False
-        """Whether the job stops, and this learner has pushed since."""
+        """True if the job stops, and this learner has pushed since."""
         self._initial_load = InitialLoad(self._connection, self.generation)
         self._steps_loaded = 0
         who = self.row, self.generation, os.getpid(), place, self._learner
@@ -344,7 +344,7 @@ class Client:
 
     @property
     def drops(self) -> bool:
-        """Whether the job's synchronization model may go on without a learner that computes."""
+        """Whether the job's synchronization model may continue without a learner that computes."""
         return int(self._control["mode"]) & 3 == Mode.COLLECT
 
     @property
@@ -467,7 +467,7 @@ class Client:
     def wanted(self) -> bool:
         """Whether the gradient of the current iteration may still be applied.
 
-        False once the synchronization model has gone on without it (Cutoff): the gradient will be
+        False once the synchronization model has continued without it (Cutoff): the gradient will be
         dropped, and give_up() is the quicker way to the next iteration.
         """
         return self._learner.wanted()
@@ -596,7 +596,8 @@ class Client:
 
     @property
     def residue(self) -> FloatArray:
-        """With error feedback, what rounding has not sent yet of each value; pushes write it."""
+        """Remainder of each value that rounding has not sent yet, with error feedback; pushes write
+        it."""
         return self._residue
 
     @property
@@ -692,7 +693,7 @@ class Client:
                 raise self._converted(error) from None
             self._by_pieces = set()
         if self._by_pieces is None:
-            raise UsageError("append() begins with a slot that holds nothing")
+            raise UsageError("append() needs an empty slot: claim() one first")
         if self.model.tensors[number].role is Role.BUFFER:
             raise no_gradient(self.model.tensors[number])
         if number in self._by_pieces:

@@ -1,4 +1,4 @@
-"""What a pipeline needs of the memory that a learner computes in; each kind of memory has a file.
+"""Interface of the memory that a learner computes in; each kind of memory has a file.
 
 A device moves gradients from its own memory into a ring's slot and weights out of the segment,
 while the learner computes. One conformance suite runs against every implementation.
@@ -21,7 +21,7 @@ class Link(Protocol):
     """
 
     version: int
-    """Of the job's weights when the last pull began."""
+    """Version of the job's weights when the last pull began."""
 
     def buffer(self) -> Any:
         """Return room for all weights on the device, float32 zeros of shape

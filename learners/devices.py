@@ -1,4 +1,4 @@
-"""Which device a learner computes on."""
+"""Choice of the device that a learner computes on."""
 
 from __future__ import annotations
 

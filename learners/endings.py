@@ -1,4 +1,4 @@
-"""How a learner's script ends when an error reaches its top level."""
+"""Exit of a learner's script when an error reaches its top level."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class GradientWaves(WaveOrder):
         self.before_reading = before_reading
         self._sum = np.zeros_like(self.flat)
         self.gradients: dict[str, FloatArray] = client.model.gradients(self._sum)
-        """By name. Add to them in place, between begin() and end()."""
+        """Gradients by name. Add to them in place, between begin() and end()."""
 
     def _take(self) -> None:
         self.client.pull(self.flat)

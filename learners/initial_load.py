@@ -25,7 +25,7 @@ Write = Callable[[float | None], object]
 
 
 class InitialLoad:
-    """What one learner loads, in agreement with the others."""
+    """Loads of one learner, in agreement with the others."""
 
     def __init__(self, connection: Lasting, generation: int) -> None:
         """Load for the learner of this generation."""

@@ -68,7 +68,7 @@ class Learner:
         self._kept = False  # whether a wave has gradients that are not pushed
         if local:
             self.state = optimizer.init(self._pytree(self.waves.weights))
-            """Of the learner's own optimizer."""
+            """State of the learner's own optimizer."""
             self._update = jax.jit(optimizer.update)
 
     def _pytree(self, arrays: Mapping[str, np.ndarray]) -> Any:

@@ -61,7 +61,7 @@ class Learner(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         if (backend := keras.backend.backend()) != "torch":
             raise UsageError(f"Keras computes with {backend}: set KERAS_BACKEND=torch first")
-        # Keras writes to weights in place, so they are no views of the job's.
+        # Keras writes to weights in place, so they are not views of the job's.
         self._options = {**options, "job": job, "view": False}
         self._settings: dict[str, Any] = {}  # what the first fit() begins with
         self._fits = False

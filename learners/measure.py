@@ -1,4 +1,4 @@
-"""What each layer of a model takes: time on each kind of device, and memory.
+"""Cost of each layer of a model: time on each kind of device, and memory.
 
 Times are those of the stages' own code: each layer is a stage for itself, computes as in a
 pipeline, with copies of its weights, and is timed by its stopwatch. What a stage without layers
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class LearnerTimes:
-    """Of the learner's own thread for each mini-batch, if all layers are on the host; ns."""
+    """Times of the learner's own thread for each mini-batch, if all layers are on the host; ns."""
 
     copy: int
     """Copies the weights."""
@@ -56,7 +56,7 @@ class LearnerTimes:
     on_host: int
     """Arrays as large as all weights that the learner has on the host."""
     in_stages: int
-    """Of these, those that a stage on the host has for its memory, weights and sums."""
+    """Part of these that a stage on the host has for its memory, weights and sums."""
 
 
 def kind(place: Place) -> str:
@@ -222,7 +222,7 @@ def learner(trained: Trained, make: Make | None, threads: int) -> LearnerTimes:
     """Measure what the learner's thread does for each mini-batch, on copies of the weights.
 
     make: None if the server has the optimizer; the thread adds gradients up then. Raises UsageError
-    if what `make` returns is no optimizer, or fails.
+    if `make` fails, or does not return an optimizer.
     """
     weights = [one.detach() for one in trained.parameters.values()]
 

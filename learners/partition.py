@@ -61,7 +61,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Chain:
-    """What is known of the layers without measuring times."""
+    """Facts about the layers that need no measurement of times."""
 
     pieces: tuple[Piece, ...]
     held: tuple[Held, ...]
@@ -103,12 +103,12 @@ class Chain:
 
 @dataclass(frozen=True)
 class Times:
-    """Of all pieces on one kind of device, in ns."""
+    """Times of all pieces on one kind of device (ns)."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     stage_forward: int
-    """What a stage takes for a forward pass besides its layers."""
+    """Time of a stage for a forward pass besides its layers (ns)."""
     stage_backward: int
 
     def stages(self) -> Cells:
@@ -122,10 +122,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Device:
-    """Where a stage may be."""
+    """Device that a stage may have."""
 
     name: str
-    """As VirtualWorker takes it."""
+    """Name as VirtualWorker takes it."""
     kind: str
     """Devices of one kind are equally fast."""
     memory: str
@@ -136,10 +136,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """Between two memories."""
+    """Transfers between two memories."""
 
     latency: int
-    """Of a copy, ns."""
+    """Fixed time of a copy (ns)."""
     byte: float
     """ns of each byte."""
 
@@ -151,7 +151,7 @@ class Placed:
     device: int
     first: int
     end: int
-    """Of its pieces."""
+    """Facts about its pieces."""
     forward: int
     backward: int
     bringing: int
@@ -169,9 +169,9 @@ class Profile:
 
     chain: Chain
     times: Mapping[str, Times]
-    """By the kind of device."""
+    """Times by the kind of device."""
     links: Mapping[tuple[str, str], Link]
-    """By memories: from and to."""
+    """Transfers by memories: from and to."""
 
 
 def plan(profile: Profile, devices: Sequence[Device], in_flight: int) -> list[Placed]:

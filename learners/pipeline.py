@@ -62,7 +62,7 @@ class Pipeline:
             )
             self._link.fill(self._front)
             self.version = self._link.version
-            """Of the weights that weights() returned last."""
+            """Version of the weights that weights() returned last."""
             if not client.waits_for_others:
                 self._link.pull(self._back)
         except BaseException:

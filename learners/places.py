@@ -1,4 +1,4 @@
-"""Where the stages of a virtual worker compute: devices of one learner, and its cores."""
+"""Places of the stages of a virtual worker: devices of one learner, and its cores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gadei_ps.machine.launch import DEVICE_VARIABLE, DEVICES_VARIABLE
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage computes."""
+    """Device and cores of a stage."""
 
     device: torch.device
     cores: int

@@ -50,7 +50,7 @@ class PlannedPiece(_Part):
     optimizer_bytes: int = Field(ge=0)
     entering_bytes: int = Field(ge=0)
     times: dict[str, PassTimes]
-    """By kind of device."""
+    """Times by kind of device."""
 
 
 class PlannedStage(_Part):

@@ -24,7 +24,7 @@ from gadei_ps.learners.stopwatch import BACKWARD, FORWARD, Stopwatch
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Weights = dict[str, torch.Tensor]
-"""Of a stage, by their names in it."""
+"""Weights of a stage, by their names in it."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class MiniBatch:
     loss_function: LossFunction
     samples: int
     weights: list[Weights]
-    """Of each stage, as leaves: this mini-batch's own until its backward pass has ended."""
+    """Weights of each stage, as leaves: this mini-batch's own until its backward pass has ended."""
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     loss: float = math.nan

@@ -1,4 +1,4 @@
-"""How long the passes of a stage take, by the clock of its device."""
+"""Times of the passes of a stage, by the clock of its device."""
 
 from __future__ import annotations
 

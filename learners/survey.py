@@ -1,4 +1,5 @@
-"""What a model's layers hand on and hold, and where it must not be cut; found by one forward pass.
+"""Activations that a model's layers pass on and hold, and where it must not be cut; of one forward
+pass.
 
 The pass runs on the CPU, where the layers are. Memory is counted by storages, so that a tensor that
 several layers keep counts once.
@@ -29,8 +30,8 @@ def survey(
 
     There is no cut between layers that share a parameter, before a layer that works in place, and
     behind one that does not return a tensor. state: bytes of the optimizer for each parameter.
-    Raises UsageError for what a layer or the loss function raises, and for inputs and losses that
-    are none.
+    Raises UsageError for what a layer or the loss function raises, and for inputs and losses of
+    another type.
     """
     if not isinstance(inputs, torch.Tensor) or not inputs.dim() or not len(inputs):
         raise UsageError("the sample's inputs: give a tensor with the samples along its first axis")
@@ -78,7 +79,7 @@ class _Pass:
         self._alive: list[Any] = []  # the address of a storage that is gone may be another's
         self._saved: list[set[int]] = [set() for _ in layers]
         self.entering: list[Any] = []
-        """What enters each layer."""
+        """Input of each layer."""
         self.uncut: set[int] = set()
         """Layers that stay with the one before."""
 

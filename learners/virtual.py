@@ -119,7 +119,7 @@ class VirtualWorker:
         self._buffers: Buffers | None = None
         self._failed = ""
         self._in_use = threading.RLock()  # a wait for batches of the server's drains
-        # Also where a script ends without close(): torch must not compute while Python ends.
+        # Even if a script ends without close(): torch must not compute while Python ends.
         self._process = os.getpid()
         self._end_stages = weakref.finalize(self, stages.end, self._stages, self._process)
         self._finite = FiniteGradients(self.client)

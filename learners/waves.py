@@ -152,7 +152,7 @@ class WaveOrder(ABC):
         """
         self._settle()
         if not self.in_flight:
-            raise UsageError("no mini-batch has begun: call begin() first")
+            raise UsageError("no mini-batch is in flight: call begin()")
         wave = self._waves[0]
         known = list(self._losses), self._samples
         wave.ended += 1

@@ -106,7 +106,12 @@ static int open_control(gadei_learner *learner)
     while (connect(learner->socket, (struct sockaddr *)&address, sizeof address)) {
         if (errno == EINTR)
             continue;
-        if (errno == ENOENT || errno == ECONNREFUSED)
+        int missing = errno == ENOENT || errno == ECONNREFUSED;
+        if (missing && strchr(learner->target, '/'))
+            return ps_fail(learner, GADEI_ERROR,
+                           "no job is running at the socket %s (a job's name has no '/'); "
+                           "gadei-ps ls shows the jobs there are", learner->path);
+        if (missing)
             return ps_fail(learner, GADEI_ERROR,
                            "no job '%s' is running (looked at %s); gadei-ps ls shows the jobs "
                            "there are", learner->target, learner->path);

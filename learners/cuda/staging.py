@@ -28,7 +28,7 @@ class Staged(NamedTuple):
     blocks: np.ndarray
     """The payload's table of contents, layout.BLOCK; the host writes it into the slot."""
     begin: int
-    """Where the transfer begins, bytes from the payload's begin."""
+    """Begin of the transfer, from the payload's begin (bytes)."""
     size: int
     """Bytes of the payload."""
 
@@ -50,7 +50,7 @@ class Outgoing:
     buffer: cupy.ndarray
     """The payload, bytes on the device."""
     sums: cupy.ndarray
-    """What travels beside the payload, u64: see kernels.LISTED."""
+    """Sums that are transferred beside the payload, u64: see kernels.LISTED."""
     landed: int
     """Address of pinned memory that the sums are transferred to."""
     landing: int

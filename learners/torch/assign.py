@@ -1,4 +1,4 @@
-"""What Optimizer.assign() is given, split into what is the job's and what stays in this process."""
+"""Values for Optimizer.assign(), split into those of the job and those of this process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Assigned(NamedTuple):
     """Values by where they belong."""
 
     job: dict[str, np.ndarray]
-    """By the job's name, and not rounded yet."""
+    """Values by the job's names, not rounded yet."""
     local: dict[str, torch.Tensor]
-    """What this learner has of its own (frozen parameters, buffers), by the model's names."""
+    """Values of the learner's own (frozen parameters, buffers), by the model's names."""
 
     def write_local(self, trained: Trained) -> None:
         for name, values in self.local.items():

@@ -1,4 +1,9 @@
-"""What an Optimizer needs of the place where its model computes; a file for each kind."""
+"""Binding of a model's parameters to the job's weights, for an Optimizer; a file for each kind.
+
+A GPU's moves weights and gradients by a link (gadei_ps.learners.device_interface). On the CPU there
+is nothing to move: parameters are the weights segment, and push() copies gradients into the ring in
+the thread that trains, where a link would hand them to another one.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +106,7 @@ def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
 
 
 class Places:
-    """Where the parameters of a model lie, so that a step notices when they lie elsewhere."""
+    """Addresses of a model's parameters, by which a step detects that the script has moved them."""
 
     def __init__(self, trained: Trained) -> None:
         # Those of other types have memory of their own anyway.

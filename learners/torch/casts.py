@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Of parameters."""
+"""Types of parameters."""
 KINDS = {
     "F32": torch.float32,
     "F64": torch.float64,
@@ -21,7 +21,7 @@ KINDS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Of buffers and frozen parameters, by the names of weights.DTYPES."""
+"""Types of buffers and frozen parameters, by the names of weights.DTYPES."""
 
 
 def differs(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ MOST = 1 << 16  # values of a tensor that are compared
 
 
 class FirstBatch:
-    """What the model computes from first. A model that is compiled is not looked at."""
+    """First mini-batch of a model, by a hook that compiled models do not have."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._digest: int | None = None

@@ -61,7 +61,7 @@ class GpuBackend:
         """Tensors whose rows are read and which are also used as a whole."""
         self._link.fill(self._front)
         self.version = self._link.version
-        """Of the weights that the model computes with."""
+        """Version of the weights that the model computes with."""
         self._ordered = trained.in_order_of(client.model)
         self._tensors = self._torch_views()
         self._undo = contextlib.ExitStack()

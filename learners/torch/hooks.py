@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 PRE, POST = "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
-"""Where torch keeps them, by the number of the handle that removes one."""
+"""Attributes in which torch keeps them, by the number of the handle that removes one."""
 
 
 class Hooks(OrderedDict[int, Any]):

@@ -24,7 +24,8 @@ Group = dict[str, Any]
 
 
 class _GroupSettings:
-    """What one of a learner's groups shows of the job, and its rate relative to the job's.
+    """Settings of the job in one of a learner's groups, and its learning rate relative to the
+    job's.
 
     packed: as Client.hyper has it.
     """
@@ -142,7 +143,7 @@ class JobSettings:
         self.groups: list[Group] = [
             {"params": one, **has.shown} for one, has in zip(members, self._settings, strict=True)
         ]
-        """As torch's constructor takes them."""
+        """Groups as torch's constructor takes them."""
         for made, zero in zip(self.groups, from_zero, strict=False):
             if zero and made["lr"] == 1:
                 made["lr"] = 0.0

@@ -1,4 +1,4 @@
-"""What a script loads into a model by load_state_dict() while its weights are the job's.
+"""Loads into a model by load_state_dict() while its weights are the job's.
 
 The values go into memory of the learner's own, where they can be evaluated. The job gets them when
 the script trains on, before the next gradient. A script that only looks at the best weights at its
@@ -46,11 +46,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Earlier(NamedTuple):
-    """What an Optimizer has left to the next one of the same model."""
+    """State that an Optimizer has left to the next one of the same model."""
 
     job: str
     values: Tensors
-    """That were loaded, by name, and that its job has not got."""
+    """Loaded values by name that its job does not have."""
 
     def put_back(self, tensors: Tensors) -> list[str]:
         """Write the values into these of the model's tensors; return their names."""
@@ -61,7 +61,7 @@ class Earlier(NamedTuple):
 
 
 class Loads:
-    """What was loaded into a model and is not the job's yet.
+    """Values that were loaded into a model and are not the job's yet.
 
     close: gives that of the Optimizer, which this does not keep alive.
     """

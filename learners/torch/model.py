@@ -1,4 +1,4 @@
-"""Which tensors of a PyTorch model belong to the job, and in which order they lie in memory."""
+"""Tensors of a PyTorch model that belong to the job, and their order in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LACKS = (
     "exports, and each learner keeps its own"
 )
 ANOTHER = (
-    "another model of this process has trained in job {0!r}, and this one would begin with its "
+    "another model of this process has trained in job {0!r}, and this one would start from its "
     "weights: give it a job of its own (k-fold, sweeps: `with gadei_ps.serve('{0}-2') as job:` and "
     "Optimizer(model, job.name), or a `gadei-ps run` for each model), or name the job to continue "
     "from its weights: Optimizer(model, {0!r})"
@@ -245,7 +245,7 @@ class Trained:
         """Return a client whose job has this model and adds what the learner's own optimizer
         changes.
 
-        argument: as what `make` was given. Raises UsageError if it is no function.
+        argument: as what `make` was given. Raises UsageError unless it is a function.
         """
         if not callable(make):
             raise UsageError(

@@ -80,7 +80,7 @@ def _join(trained: Trained, job: str | None, **options: Any) -> Client:
 
 
 class _NotWanted(Exception):
-    """Raised when the synchronization model has gone on without the current gradient."""
+    """Raised when the synchronization model has continued without the current gradient."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -249,7 +249,7 @@ class Optimizer(torch.optim.Optimizer):
                 skip_unused=skip_unused,
             )
         )
-        """Where the weights are."""
+        """Binding of the model's parameters to the job's weights."""
         undo.callback(self.backend.close, keep=False)
         self._buffers = Buffers(self.client, trained, buffers)
         undo.callback(self._buffers.end, write=False)
@@ -266,7 +266,7 @@ class Optimizer(torch.optim.Optimizer):
         self._steps = 0  # of the current wave
         self._of_batch = False  # the wave is one of the server's batches
         self._wave = 1  # mini-batches in the wave
-        self._may_drop = False  # inside iteration(), and the job may go on without this learner
+        self._may_drop = False  # inside iteration(), and the job may continue without this learner
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._first.remove)
         undo.callback(self._undo.close)
@@ -303,7 +303,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         return self._hooked_step(closure) if self._is_watched() else self._push(closure)
 
-    # Torch would wrap step() in its profiler's and its hooks' code, which takes some 80 us between
+    # Torch would wrap step() in its profiler's and its hooks' code, which takes some 80 µs between
     # backward() and the push, when it is not in the cache: as long as all the rest of a step.
     # It leaves alone a step that has this attribute.
     step.hooked = True  # type: ignore[attr-defined]
@@ -429,7 +429,7 @@ class Optimizer(torch.optim.Optimizer):
                 criterion(model(inputs), targets).backward()
                 optimizer.step()
 
-        Cutoff goes on without stragglers. A straggler leaves the block at the next module or
+        Cutoff continues without stragglers. A straggler leaves the block at the next module or
         gradient, and continues after it; its batch is handed out again. Without this block it
         computes to the end, and its gradient is dropped.
         """

@@ -74,7 +74,7 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         self._sized = sized
         self._ended = True  # the last pass was made to its end
         self.finished = False
-        """Whether the job has answered all, or stops."""
+        """True if the job has answered all, or stops."""
         self._current: _Pass | None = None
 
     def __len__(self) -> int:

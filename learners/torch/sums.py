@@ -1,4 +1,4 @@
-"""What a learner has on devices of its own: weights, and gradients of a wave that add up there."""
+"""Weights of a learner on devices of its own, and gradients of a wave that add up there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script writes in place to parameters that lie in memory of the learner's own.
+"""Writes of a script in place to parameters that lie in memory of the learner's own.
 
 Torch counts writes in Tensor._version, which is not public and does not change with
 `parameter.data.clamp_()`. So the bytes are compared by checksums, which take a fifth of a copy's

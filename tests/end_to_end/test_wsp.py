@@ -162,7 +162,7 @@ def test_waves_are_the_sums_of_what_a_learner_changes(job_name: str) -> None:
         server += expected - base
         np.testing.assert_array_equal(client.weights["w"], server)
         assert client.published == 4
-        with pytest.raises(UsageError, match="no mini-batch has begun"):
+        with pytest.raises(UsageError, match="no mini-batch is in flight"):
             waves.end()
         for _ in range(3):
             waves.begin()
