@@ -88,7 +88,7 @@ def train(
     out: Path,
     more: Sequence[str],
 ) -> dict[str, Any]:
-    """Runs the command once with its defaults. Returns its summary and the number of kills."""
+    """Run the command once with its defaults. Returns its summary and the number of kills."""
     job = f"accuracy-{os.getpid()}"
     command = process.module_command("gadei_ps", "train", str(train_file), "--json")
     command += ["--test", str(test_file), "--learners", str(learners), "--seed", str(seed)]
@@ -100,7 +100,7 @@ def train(
 
 
 def keep(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> Path:
-    """Writes the rows and ratios so far."""
+    """Write the rows and ratios so far."""
     report = Report([], rows=rows, ratios=ratios)
     return suite.write(
         suite.result_of("accuracy", report, suite.command("accuracy")), suite.RESULTS

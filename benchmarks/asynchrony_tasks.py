@@ -102,7 +102,7 @@ class Data:
     """A task's examples, split in those to train on and those held out."""
 
     def __init__(self, task: Task) -> None:
-        """Raises UsageError if the files are missing."""
+        """Raise UsageError if the files are missing."""
         self._task = task
         try:
             getattr(self, f"_read_{task.name}")()

@@ -121,7 +121,7 @@ def _ask(pipe: Connection, socket: str) -> None:
 
 
 def _zero(size: int) -> float:
-    """Takes so many bytes of shared memory as segments do; s."""
+    """Take so many bytes of shared memory as segments do; s."""
     path = shm.SHM / f"attach-{os.getpid()}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:

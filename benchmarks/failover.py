@@ -66,7 +66,7 @@ Times = dict[tuple[str, str], list[float]]
 
 
 def await_(condition: Callable[[], object], what: str) -> float:
-    """Looks every LOOK_S; returns when it was true first (time.monotonic). Raises Failed."""
+    """Look every LOOK_S; return when it was true first (time.monotonic). Raises Failed."""
     until = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > until:
@@ -115,7 +115,7 @@ class Job:
         return self
 
     def _find_words(self) -> None:
-        """Finds the addresses that are read again and again: a look must be short."""
+        """Find the addresses that are read again and again: a look must be short."""
         shards = range(int(self.control["shards"]))
         rows = [one.row for one in self.processes.learners() if one.row is not None]
         assert rows == list(range(LEARNERS))
@@ -158,7 +158,7 @@ class Job:
     # -- what is done -------------------------------------------------------------------------
 
     def calm(self) -> None:
-        """Waits until both servers are ready and a random time has passed."""
+        """Wait until both servers are ready and a random time has passed."""
         await_(lambda: self._is_whole(()), "a standby")
         time.sleep(SETTLED_S + APART_S * self._chance.random())
 
@@ -168,7 +168,7 @@ class Job:
         return await_(lambda: self._has_moved_by(before, 1), "a gradient") - begin
 
     def kill(self, both: bool) -> dict[str, float]:
-        """Kills the active server, and the other one before it. Seconds, by what is waited for."""
+        """Kill the active server, and the other one before it. Seconds, by what is waited for."""
         active, standby = self.processes.server(ready=True), self.processes.standby()
         if active is None or standby is None:
             raise Failed("a server has died by itself")
@@ -195,7 +195,7 @@ class Job:
 
 
 def of_ours(size: int, kills: int, both: int) -> Times:
-    """Kills the servers of one job. kills: deaths of the active server; both: of both servers."""
+    """Kill the servers of one job. kills: deaths of the active server; both: of both servers."""
     times: Times = {}
     with Job(size) as job:
         for number in range(max(kills, both)):
@@ -232,7 +232,7 @@ def measure(quick: bool) -> Report:
 
 
 def _try(report: Report, times: Times, name: str, peer: Peer, size: int, kills: int) -> None:
-    """Measures a peer, or notes why it does not take part."""
+    """Measure a peer, or notes why it does not take part."""
     try:
         times[name, NEXT] = peer(size, kills)
     except Failed as error:
@@ -242,7 +242,7 @@ def _try(report: Report, times: Times, name: str, peer: Peer, size: int, kills: 
 
 
 def _tell(report: Report, times: Times, size: int) -> None:
-    """Adds rows, lines and ratios of one size."""
+    """Add rows, lines and ratios of one size."""
     for (contender, what), seconds in times.items():
         p50, p90, p99 = (float(one) for one in np.quantile(seconds, [0.5, 0.9, 0.99]))
         told: dict[str, Any] = {"contender": contender, "bytes": size, "what": what}

@@ -65,7 +65,7 @@ class Members:
         self._stack.close()
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Starts a program of Python: the arguments of `python -m`."""
+        """Start a program of Python: the arguments of `python -m`."""
         quiet = subprocess.DEVNULL
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"}
         # In the store that torchrun shares with its processes lie the addresses of dead ones: who
@@ -78,7 +78,7 @@ class Members:
         return child
 
     def wait(self, condition: Callable[[], object]) -> None:
-        """Raises Failed if it does not become true, or if a member that is there ends by itself."""
+        """Raise Failed if it does not become true, or if a member that is there ends by itself."""
         until = time.monotonic() + PATIENCE_S
         while not condition():
             if any(child.poll() not in (None, -signal.SIGKILL) for child in self._children):

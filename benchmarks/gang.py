@@ -70,7 +70,7 @@ class Gang:
     def ask(
         self, order: Mapping[str, Any], first: int | None = None, timeout_s: float = ANSWER_S
     ) -> list[dict[str, Any]]:
-        """Sends an order to the first processes, or to all; returns the answers. Raises Failed."""
+        """Send an order to the first processes, or to all; return the answers. Raises Failed."""
         count = len(self._processes) if first is None else first
         line = json.dumps(order).encode() + b"\n"
         for child in self._processes[:count]:
@@ -85,7 +85,7 @@ class Gang:
     def seconds(
         self, order: Mapping[str, Any], first: int | None = None, timeout_s: float = ANSWER_S
     ) -> float:
-        """Sends a timed order. Returns the seconds from the first start to the last end."""
+        """Send a timed order. Returns the seconds from the first start to the last end."""
         spans = [answer for answer in self.ask(order, first, timeout_s) if "begin" in answer]
         began: float = min(span["begin"] for span in spans)
         ended: float = max(span["end"] for span in spans)
@@ -117,7 +117,7 @@ class Gang:
         return told[-1][:200] if told else what
 
     def close(self) -> None:
-        """Ends the processes. Closes their input first, so that they can clean up."""
+        """End the processes. Closes their input first, so that they can clean up."""
         for child in self._processes:
             assert child.stdin is not None
             with contextlib.suppress(OSError):

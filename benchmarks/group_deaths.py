@@ -84,7 +84,7 @@ class Storm:
         return found
 
     def settle(self) -> None:
-        """Waits until all are members and have made SETTLED rounds more, then a random time."""
+        """Wait until all are members and have made SETTLED rounds more, then a random time."""
         start = max((rounds for rounds, _ in self._look(self._numbers).values()), default=0)
         begin = time.monotonic()
 
@@ -102,7 +102,7 @@ class Storm:
         time.sleep(2 * self._round_s * self._chance.random())
 
     def _next_round(self, what: str, survivors: Sequence[int], begin: float, had: int) -> None:
-        """Waits for a round after `had` that a survivor's job has after `begin`."""
+        """Wait for a round after `had` that a survivor's job has after `begin`."""
         ends: list[float] = []
 
         def come() -> bool:
@@ -140,7 +140,7 @@ class Storm:
 
 
 def audit(run: Machines, machines: int, directory: Path) -> dict[str, int]:
-    """Counts batches of finished passes that are not in the group's weights, or twice."""
+    """Count batches of finished passes that are not in the group's weights, or twice."""
     done = []
     for number in range(machines):
         facts = run.facts(number)
@@ -238,7 +238,7 @@ def _tell(report: Report, seen: Storm, kind: str) -> None:
 
 
 def measure(quick: bool) -> Report:
-    """Kills machines of a run with whole passes, then of one that divides them."""
+    """Kill machines of a run with whole passes, then of one that divides them."""
     needs_ray("group_deaths")
     size = sizes("group_deaths", quick)
     report = Report(["until the next round, s", "p50", "p99", "most", "number"])

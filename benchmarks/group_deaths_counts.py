@@ -66,7 +66,7 @@ class Rounds:
         self._before: dict[int, int] = {}
 
     def saw(self, sight: Sight) -> None:
-        """Compares a sight with those before it."""
+        """Compare a sight with those before it."""
         before = self._last.get(sight.machine, sight)
         if before.pid == sight.pid and sight.rounds < before.rounds:
             self._counts[LOST] += before.rounds - sight.rounds
@@ -96,7 +96,7 @@ class Rounds:
 def batches(
     counted: FloatArray, weighed: FloatArray, ends: int, numbers: Mapping[int, Sequence[float]]
 ) -> dict[str, int]:
-    """Counts batches of finished passes that are not in the weights, and those that are twice.
+    """Count batches of finished passes that are not in the weights, and those that are twice.
 
     counted: of each batch, how much of it is in the weights: the share that its machine had in its
     round, so above 0 and at most 1. weighed: the same times the batch's number. ends: the batches

@@ -25,7 +25,7 @@ PAUSE_S = 0.01
 
 
 def learn(directory: Path) -> None:
-    """Learns until the job ends."""
+    """Learn until the job ends."""
     chance = random.Random(os.getpid())
     log = directory / f"{os.getpid()}.pushed"
     with (

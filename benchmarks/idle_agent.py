@@ -37,7 +37,7 @@ class Agent:
     """The agent of a machine that is alone in its group. Stopped, unless it is let run."""
 
     def __init__(self, stack: ExitStack, job: str) -> None:
-        """Returns once it has begun its group. Raises Failed."""
+        """Return once it has begun its group. Raises Failed."""
         self._child = process.spawn(
             process.module_command("gadei_ps.agents.agent"),
             stdin=subprocess.PIPE,

@@ -62,7 +62,7 @@ class Limit:
         ]
 
     def _move(self, start: int, end: int, times: int) -> None:
-        """Moves the part of one thread. Omits the factor of the update, which moves no memory."""
+        """Move the part of one thread. Omits the factor of the update, which moves no memory."""
         weights = self.weights[start:end]
         cut = [[array[start:end] for array in arrays] for arrays in self.learners]
         for number in range(times):

@@ -79,7 +79,7 @@ class Team:
             os.write(self._said, b".")
 
     def _await(self, count: int) -> None:
-        """Waits for a sign of so many members. Who started this process limits the wait."""
+        """Wait for a sign of so many members. Who started this process limits the wait."""
         while count:
             count -= len(os.read(self._done, count))
 
@@ -101,7 +101,7 @@ class Team:
         return {name: float(value) for name, value in told.items()}
 
     def end(self) -> None:
-        """Ends the members."""
+        """End the members."""
         for pid, tell in self._members:
             os.close(tell)
             os.kill(pid, signal.SIGKILL)
@@ -110,7 +110,7 @@ class Team:
 
 
 def learner(job: str) -> Steps:
-    """Attaches to the job."""
+    """Attach to the job."""
     client = Client(job)
     client.set_work(SAMPLES, 1, EPOCHS)
     pushed = gradient(client.model.elements)
@@ -123,7 +123,7 @@ def learner(job: str) -> Steps:
 
 
 def hogwild(weights: Floats) -> Steps:
-    """Takes the shared weights."""
+    """Take the shared weights."""
     update, pushed = Numpy(), gradient(weights.size)
     return Steps(lambda: update(weights, pushed), lambda: None)
 

@@ -58,7 +58,7 @@ def place() -> Iterator[Path]:
 
 
 def needs_ray(name: str) -> None:
-    """Raises UsageError if there is no Ray for this benchmark."""
+    """Raise UsageError if there is no Ray for this benchmark."""
     if importlib.util.find_spec("ray") is None:
         raise UsageError(f"bench {name} needs ray: pip install 'gadei-ps[torch,bench]'")
 
@@ -69,7 +69,7 @@ def until(
     said: Callable[[], str] = str,
     patience_s: float = PATIENCE_S,
 ) -> None:
-    """Waits for it. said: what stands in the error beside `what`. Raises Failed."""
+    """Wait for it. said: what stands in the error beside `what`. Raises Failed."""
     end = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > end:
@@ -90,7 +90,7 @@ class Machines:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts `gadei-ps group run`, or comes back to machines that train on."""
+        """Start `gadei-ps group run`, or comes back to machines that train on."""
         words = ("group", "run", str(self._file), "--", *self._command)
         with self._said.open("wb") as stream:
             self._process = process.spawn(
@@ -119,7 +119,7 @@ class Machines:
         return int(found["agent"]["rounds"])
 
     def await_rounds(self, numbers: Sequence[int], least: int) -> None:
-        """Waits until each of these machines has so many rounds. Raises Failed."""
+        """Wait until each of these machines has so many rounds. Raises Failed."""
 
         def there() -> bool:
             self.check()
@@ -128,7 +128,7 @@ class Machines:
         until(there, f"round {least} of machines {', '.join(map(str, numbers))}", self.said)
 
     def check(self) -> None:
-        """Raises Failed if the command has ended."""
+        """Raise Failed if the command has ended."""
         if self._process is not None and self._process.poll() is not None:
             raise Failed(f"group run has ended: {self.said()}")
 
@@ -171,7 +171,7 @@ class Machines:
         return begin
 
     def await_loss(self) -> None:
-        """Waits until the command has seen that Ray is gone, and has ended."""
+        """Wait until the command has seen that Ray is gone, and has ended."""
         assert self._process is not None
         found = self._process
         until(lambda: found.poll() is not None, "the end of group run without Ray", self.said)
@@ -180,7 +180,7 @@ class Machines:
     # -- the end ----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ends the run as a user does, who tries again where that is advised. Raises Failed."""
+        """End the run as a user does, who tries again where that is advised. Raises Failed."""
         command = process.module_command("gadei_ps", "group", "stop", self.name)
         for _ in range(TRIES):
             done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -205,7 +205,7 @@ class Machines:
         return processes + sorted(memory) + files
 
     def close(self) -> None:
-        """Kills what is left. For the end after an error; stop() leaves nothing to do."""
+        """Kill what is left. For the end after an error; stop() leaves nothing to do."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

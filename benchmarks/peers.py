@@ -21,7 +21,7 @@ CHUNK = 65536
 
 
 def orders() -> Iterator[dict[str, Any]]:
-    """Reports that this process is ready, then yields orders until its input ends."""
+    """Report that this process is ready, then yields orders until its input ends."""
     answer({"ready": True})
     for line in sys.stdin:
         yield json.loads(line)
@@ -55,5 +55,5 @@ class Numpy:
 
 
 def die_with(parent: int) -> None:
-    """Makes the calling child process end with its parent."""
+    """Make the calling child process end with its parent."""
     process.die_with_parent(parent)

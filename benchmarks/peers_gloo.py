@@ -27,7 +27,7 @@ class Server:
         self.buffers = [torch.zeros(count) for _ in range(learners)]
 
     def run(self, times: int) -> None:
-        """Serves `times` gradients of each learner, in turn, because all learners are alike."""
+        """Serve `times` gradients of each learner, in turn, because all learners are alike."""
         learners = len(self.buffers)
         arriving: list[Any] = [dist.irecv(b, src=i + 1) for i, b in enumerate(self.buffers)]
         leaving: list[Any] = [None] * learners
@@ -52,7 +52,7 @@ class Learner:
         self.copy = torch.zeros(count)
 
     def run(self, times: int) -> None:
-        """Sends the gradient and receives the weights, `times` times."""
+        """Send the gradient and receives the weights, `times` times."""
         for _ in range(times):
             pull: Any = dist.irecv(self.copy, src=0)
             dist.send(self.gradient, dst=0)

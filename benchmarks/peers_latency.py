@@ -125,7 +125,7 @@ class Iceoryx2:
         iceoryx2.set_log_level(iceoryx2.LogLevel.Fatal)
 
     def _open(self) -> None:
-        """Opens the services. Each process has its own node."""
+        """Open the services. Each process has its own node."""
         config = self.iox.config.default()
         # Own names and files, which can be removed after any end of this process.
         config.global_cfg.prefix = self.iox.FileName.new(Path(self.scratch).name + "_")
@@ -196,7 +196,7 @@ WAYS: dict[str, type[Pipe | Queue | ZeroMQ | Iceoryx2]] = {
 
 
 def served_by_child(way: Pipe | Queue | ZeroMQ | Iceoryx2) -> Push:
-    """Starts the server. Returns the learner's push."""
+    """Start the server. Returns the learner's push."""
     parent = os.getpid()
 
     def serve() -> None:

@@ -39,7 +39,7 @@ class TwoSided:
         self.gradient = gradient(count)
 
     def serve(self, times: int) -> None:
-        """Serves `times` gradients of each learner, in order of arrival."""
+        """Serve `times` gradients of each learner, in order of arrival."""
         arriving = [world.Irecv(b, source=i + 1) for i, b in enumerate(self.buffers)]
         leaving = [MPI.REQUEST_NULL] * len(self.buffers)
         left = [times] * len(self.buffers)
@@ -54,7 +54,7 @@ class TwoSided:
         MPI.Request.Waitall(leaving)
 
     def learn(self, times: int) -> None:
-        """Sends its gradient and receives the weights, `times` times."""
+        """Send its gradient and receives the weights, `times` times."""
         for _ in range(times):
             pull = world.Irecv(self.weights, source=0)
             world.Send(self.gradient, dest=0)
@@ -83,7 +83,7 @@ class OneSided:
         self.copy = np.zeros(count, np.float32)
 
     def serve(self, times: int) -> None:
-        """Applies `times` gradients of each learner, in order of arrival."""
+        """Apply `times` gradients of each learner, in order of arrival."""
         status = MPI.Status()
         for _ in range(times * (world.size - 1)):
             world.Recv(EMPTY, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG, status=status)
@@ -94,7 +94,7 @@ class OneSided:
             world.Send(EMPTY, dest=learner, tag=slot)
 
     def learn(self, times: int) -> None:
-        """Puts its gradient and gets the weights, `times` times. Waits for the server."""
+        """Put its gradient and gets the weights, `times` times. Waits for the server."""
         for number in range(times):
             slot = number % SLOTS
             if number >= SLOTS:
@@ -109,7 +109,7 @@ class OneSided:
             world.Recv(EMPTY, source=0)
 
     def free(self) -> None:
-        """Frees the window. All ranks must call it."""
+        """Free the window. All ranks must call it."""
         self.parts.clear()
         self.window.Unlock_all()
         self.window.Free()
@@ -120,7 +120,7 @@ class OneSided:
 
 
 def told(order: tuple[int, int]) -> tuple[int, int]:
-    """Broadcasts rank 0's order. Ranks sleep until it comes, because waiting in MPI spins."""
+    """Broadcast rank 0's order. Ranks sleep until it comes, because waiting in MPI spins."""
     numbers = np.array(order, np.int64)
     request = world.Ibcast(numbers, root=0)
     while not request.Test():
@@ -137,7 +137,7 @@ class Rank:
         self.side: TwoSided | OneSided | None = None
 
     def run(self, size: int, times: int) -> tuple[float, float]:
-        """Runs `times` iterations. Returns the first learner's start and the last one's end."""
+        """Run `times` iterations. Returns the first learner's start and the last one's end."""
         if size != self.size or self.side is None:
             self.close()
             self.size, self.side = size, self.kind(size // 4)
@@ -151,7 +151,7 @@ class Rank:
         return (min(s[0] for s in spans), max(s[1] for s in spans)) if spans else (0.0, 0.0)
 
     def close(self) -> None:
-        """Frees the resources of the last order."""
+        """Free the resources of the last order."""
         if self.side is not None:
             self.side.free()
         self.side = None

@@ -39,7 +39,7 @@ class Rank:
         self._targets = {"target": targets} if rank == shape.stages - 1 else {}
 
     def step(self) -> None:
-        """Trains on one mini-batch."""
+        """Train on one mini-batch."""
         self._optimizer.zero_grad()
         self._schedule.step(*self._inputs, **self._targets, return_outputs=False)
         self._optimizer.step()

@@ -30,7 +30,7 @@ class ParameterServer:
         self.update = Numpy()
 
     def apply_gradients(self, *gradients: Floats) -> Floats:
-        """Applies the gradients and returns the weights."""
+        """Apply the gradients and return the weights."""
         for given in gradients:
             self.update(self.weights, given)
         return self.weights
@@ -52,7 +52,7 @@ class DataWorker:
 
 
 def run(server: Any, workers: list[Any], times: int) -> None:
-    """Applies `times` gradients of each worker, in order of arrival."""
+    """Apply `times` gradients of each worker, in order of arrival."""
     weights = server.get_weights.remote()
     computed = {worker.compute_gradients.remote(weights): worker for worker in workers}
     for number in range(times * len(workers)):
@@ -65,7 +65,7 @@ def run(server: Any, workers: list[Any], times: int) -> None:
 
 
 def begin_ray(store_bytes: int) -> None:
-    """Starts Ray on this machine alone."""
+    """Start Ray on this machine alone."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
         num_cpus=16,  # only for the scheduler, so that all actors run

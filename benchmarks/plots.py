@@ -69,7 +69,7 @@ def _drawn(name: str) -> Callable[[Drawing], Drawing]:
 def _lines(
     axes: Any, rows: Iterable[Row], by: str, where: Mapping[str, Any], *, scale: float = 1.0
 ) -> None:
-    """Draws a line for each contender: its median over `by`, with other parameters fixed."""
+    """Draw a line for each contender: its median over `by`, with other parameters fixed."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if by in row and all(row.get(key) == value for key, value in where.items()):
@@ -82,7 +82,7 @@ def _lines(
 
 
 def _legend(figure: Any, axes: Iterable[Any], columns: int = 4) -> None:
-    """Draws one legend below all axes, with the contenders of each."""
+    """Draw one legend below all axes, with the contenders of each."""
     shown: dict[str, Any] = {}
     for axis in axes:
         handles, names = axis.get_legend_handles_labels()
@@ -243,7 +243,7 @@ def _gpu_timeline(result: Result, figure: Any) -> None:
 
 
 def draw(results: Path, directory: Path, names: Iterable[str] | None = None) -> Iterator[Path]:
-    """Draws the plots of all result files that exist, or of `names`. Yields the files."""
+    """Draw the plots of all result files that exist, or of `names`. Yields the files."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, function in DRAWN.items():
         source = results / f"{name}.json"

@@ -112,7 +112,7 @@ def _ended(outputs: Sequence[str]) -> Ended:
 
 
 def _start(command: Sequence[str]) -> None:
-    """Runs a command to its end. Raises Refused if it fails."""
+    """Run a command to its end. Raises Refused if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [one for one in done.stderr.splitlines() if "Error" in one] or [f"{done.returncode}"]

@@ -59,7 +59,7 @@ Key = tuple[str, str]
 
 
 def learn(job: str) -> None:
-    """Runs a learner, which answers batches until the job ends."""
+    """Run a learner, which answers batches until the job ends."""
     with Client(job) as client:
         gradient = np.full(client.model.elements, 1e-3, np.float32)
         for _ in client.batches(samples=BATCHES, batch_size=1, epochs=10**6):
@@ -135,7 +135,7 @@ class Soak:
         return int(self.processes.control["version"])
 
     def warm_up(self) -> None:
-        """Waits until all processes and checkpoints of the job exist."""
+        """Wait until all processes and checkpoints of the job exist."""
         until = time.monotonic() + WARM_UP_S
         assert self.daemon.config.learners is not None
         while time.monotonic() < until:
@@ -173,7 +173,7 @@ class Soak:
         return found | {Role.LEARNER: self.processes.learners()}
 
     def _strike(self, roles: tuple[Role, ...]) -> bool:
-        """Kills a process of a random role. False if there is none to kill."""
+        """Kill a process of a random role. False if there is none to kill."""
         role = self.chance.choice(roles)
         found = self._found()[role]
         if role is Role.LEARNER:

@@ -63,7 +63,7 @@ def of_empty() -> float:
 
 
 def start(job_file: Path) -> tuple[subprocess.Popen[bytes], float]:
-    """Starts a daemon as a child. Returns it and the seconds until it answered."""
+    """Start a daemon as a child. Returns it and the seconds until it answered."""
     begin = time.perf_counter()
     child = subprocess.Popen(
         process.module_command("gadei_ps", "serve", str(job_file)), stderr=subprocess.DEVNULL

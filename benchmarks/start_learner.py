@@ -18,7 +18,7 @@ LR = 0.01
 
 
 def _note(file: str) -> None:
-    """Writes down the time, in seconds of the clock that all processes share."""
+    """Write down the time, in seconds of the clock that all processes share."""
     Path(file).write_text(repr(time.monotonic()))
 
 

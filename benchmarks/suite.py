@@ -44,14 +44,14 @@ BENCHMARKS = {
 
 
 def check(names: Iterable[str]) -> None:
-    """Raises UsageError for an unknown name."""
+    """Raise UsageError for an unknown name."""
     for name in names:
         if name not in BENCHMARKS:
             raise UsageError(f"no benchmark {name!r}; the benchmarks are {', '.join(BENCHMARKS)}")
 
 
 def run(name: str, *, quick: bool) -> tuple[dict[str, Any], str]:
-    """Runs a benchmark. Returns its result, as `write` writes it, and its table.
+    """Run a benchmark. Returns its result, as `write` writes it, and its table.
 
     quick: small sizes and few rounds, for a trial; the figures mean little. Raises UsageError for
     an unknown name or a missing package.
@@ -95,7 +95,7 @@ def command(name: str) -> str:
 
 
 def prepare(directory: Path) -> None:
-    """Makes the directory of results. Call it before a long measurement. Raises UsageError."""
+    """Make the directory of results. Call it before a long measurement. Raises UsageError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,7 +105,7 @@ def prepare(directory: Path) -> None:
 
 
 def write(result: dict[str, Any], directory: Path) -> Path:
-    """Writes DIRECTORY/NAME.json and returns its path. Raises UsageError if it cannot be."""
+    """Write DIRECTORY/NAME.json and returns its path. Raises UsageError if it cannot be."""
     path = directory / f"{result['benchmark']}.json"
     try:
         path.write_text(json.dumps(result, indent=1) + "\n")

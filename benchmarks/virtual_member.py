@@ -64,7 +64,7 @@ def measured(
     seconds: float,
     when_full: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Trains whole waves, at least so many mini-batches and so long. The pipeline is full before.
+    """Train whole waves, at least so many mini-batches and so long. The pipeline is full before.
 
     Returns mini-batches, the seconds that they took, and the bytes and frames that were pushed.
     """

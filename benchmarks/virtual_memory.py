@@ -70,7 +70,7 @@ class Meters:
         self._entered = threading.local()
 
     def watch(self, layers: Iterable[nn.Module]) -> None:
-        """Counts the stages that compute these layers, each from its first forward pass on."""
+        """Count the stages that compute these layers, each from its first forward pass on."""
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: self._count())
 

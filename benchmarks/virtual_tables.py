@@ -151,7 +151,7 @@ def filled(page: str, result: Path = RESULT) -> str:
 
 
 def write() -> None:
-    """Writes the tables into the page."""
+    """Write the tables into the page."""
     PAGE.write_text(filled(PAGE.read_text()))
 
 

@@ -62,7 +62,7 @@ class Job:
     """The memory of a job that trains: what it has counted, and its weights."""
 
     def __init__(self, name: str) -> None:
-        """Raises GadeiError if it has no learner's model yet."""
+        """Raise GadeiError if it has no learner's model yet."""
         self._control = Processes(name).control
         mapped = segment.attach(segment_name(name, "weights"), SegmentKind.WEIGHTS, writable=False)
         self._flat, self._table = weights.data(mapped), weights.read_table(mapped)
@@ -81,7 +81,7 @@ class Job:
         return int(((roster["applied"] > 0) & (roster["name"] != AGENT.encode())).sum())
 
     def look(self) -> bool:
-        """Copies the weights if a round has just ended; returns whether it has."""
+        """Copy the weights if a round has just ended; return whether it has."""
         roster = self._control["roster"]
         rounds = int(roster["applied"][roster["name"] == AGENT.encode()].sum())
         if rounds == self._rounds:
@@ -131,7 +131,7 @@ def watch(
     ready: Callable[[], bool],
     judge: tuple[torch.nn.Module, Examples],
 ) -> Trained:
-    """Waits until these jobs have trained so many samples in all. Raises Failed."""
+    """Wait until these jobs have trained so many samples in all. Raises Failed."""
     jobs: list[Job] = []
 
     def begun() -> bool:

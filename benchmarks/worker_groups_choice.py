@@ -98,7 +98,7 @@ def trained(
 
 
 def exchanged(machines: list[Machine], rules: list[Rule], sent: list[Floats]) -> list[Floats]:
-    """Ends a round of all groups; returns what each of them sends. sent: in the round before."""
+    """End a round of all groups; return what each of them sends. sent: in the round before."""
     each, now = len(machines) // len(rules), list[Floats]()
     for number, rule in enumerate(rules):
         mine = machines[number * each : (number + 1) * each]
@@ -115,7 +115,7 @@ def exchanged(machines: list[Machine], rules: list[Rule], sent: list[Floats]) ->
 
 
 def main() -> None:
-    """Prints a line for each of the settings and seeds, then the mean of the seeds."""
+    """Print a line for each of the settings and seeds, then the mean of the seeds."""
     parser = argparse.ArgumentParser(description="Accuracy by settings of worker groups.")
     parser.add_argument("task", choices=tasks.TASKS)
     parser.add_argument("--seeds", default="0")

@@ -20,7 +20,7 @@ from gadei_ps.learners.torch import Optimizer
 
 
 def learn(name: str, wait_s: float, seed: int) -> None:
-    """Learns until the job ends."""
+    """Learn until the job ends."""
     torch.set_num_threads(1)
     found = tasks.Examples(name)
     model = tasks.model(name, found, seed)

@@ -121,7 +121,7 @@ class Admission:
     # -- the model ------------------------------------------------------------------------------
 
     def offer(self, client: Client, request: Offer) -> Answer:
-        """Raises JobStopped, ModelMismatch, UsageError or ControlError."""
+        """Raise JobStopped, ModelMismatch, UsageError or ControlError."""
         offered = [
             Tensor(
                 one.name,
@@ -138,7 +138,7 @@ class Admission:
         return self._offer(client, offered, says, file, request.number > 0)
 
     def _check_same(self, model: Model, offered: list[Tensor]) -> None:
-        """Raises ModelMismatch, which names both models: mostly a script has two of them."""
+        """Raise ModelMismatch, which names both models: mostly a script has two of them."""
         try:
             weights.check_same(model, offered)
         except ModelMismatch as error:
@@ -246,7 +246,7 @@ class Admission:
     # -- learners -------------------------------------------------------------------------------
 
     def attach(self, client: Client, request: Attach) -> Answer:
-        """Raises JobStopped, ModelMismatch without a model, and what Roster.begin() raises.
+        """Raise JobStopped, ModelMismatch without a model, and what Roster.begin() raises.
 
         UsageError where the learner's script says another optimizer than counts.
         """

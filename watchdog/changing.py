@@ -42,6 +42,6 @@ def is_settled(memory: JobMemory) -> bool:
 
 
 def look(memory: JobMemory) -> None:
-    """Asks for what is not in force yet: a change may have come amid another one. Every tick."""
+    """Ask for what is not in force yet: a change may have come amid another one. Every tick."""
     if memory.model is not None and not is_settled(memory):
         numbers.ask(memory.control, settings.packed(wanted(memory)))

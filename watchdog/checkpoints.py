@@ -107,7 +107,7 @@ class Checkpoints:
             self.log.warning("cannot look at the checkpoints", reason=in_words(error))
 
     def refuse(self) -> None:
-        """Raises CheckpointMistake if examine() has found one; the job's memory stays."""
+        """Raise CheckpointMistake if examine() has found one; the job's memory stays."""
         if self._mistake:
             raise CheckpointMistake(
                 f"{self._mistake}; the memory of job {self.memory.config.name!r} stays, and the "
@@ -154,7 +154,7 @@ class Checkpoints:
     # -- making ---------------------------------------------------------------------------------
 
     def ask(self, heard: Heard, into: int = NOWHERE, *, slots: bool = True) -> None:
-        """Begins a checkpoint; `heard` is called with its outcome.
+        """Begin a checkpoint; `heard` is called with its outcome.
 
         into: a file that gets a copy of the job instead of the disk; it is closed here. slots:
         whether the optimizer's are copied, too. One that is under way does not count: it may lack
@@ -181,7 +181,7 @@ class Checkpoints:
         self._heard.append(heard)
 
     def _check_room(self, into: int = NOWHERE, *, slots: bool = True) -> None:
-        """Raises CheckpointError if there is no memory for a copy: the kernel would kill a process
+        """Raise CheckpointError if there is no memory for a copy: the kernel would kill a process
         of the job, and perhaps this one."""
         assert self.memory.model is not None
         assert self.memory.state is not None
@@ -196,7 +196,7 @@ class Checkpoints:
             raise CheckpointError(str(error)) from None
 
     def _copy(self, into: int, *, slots: bool) -> None:
-        """Begins a copy into a client's file."""
+        """Begin a copy into a client's file."""
         memory = self.memory
         assert memory.weights is not None
         assert memory.state is not None
@@ -222,7 +222,7 @@ class Checkpoints:
         self._copier.ask("", make, done)
 
     def look(self, now: float) -> None:
-        """Begins a checkpoint if one is due. Called every tick."""
+        """Begin a checkpoint if one is due. Called every tick."""
         config = self.memory.config.checkpoint
         if config is None or self._busy or self.memory.state is None:
             return
@@ -337,7 +337,7 @@ class Checkpoints:
                 one({"ok": False, "error": str(error)})
 
     def end(self) -> None:
-        """Ends the saver and the thread, at the end of the job."""
+        """End the saver and the thread, at the end of the job."""
         self._heard, waiting, self._next = [], self._next, []
         for _, into, _ in waiting:
             _close(into)

@@ -47,7 +47,7 @@ def _report(end: int, kind: str, message: str) -> None:
 
 
 def run(end: int, nursery: Nursery | None) -> int:
-    """Returns the exit code. end: descriptor of a socket to the command that has started this.
+    """Return the exit code. end: descriptor of a socket to the command that has started this.
 
     From there comes an Order, as a line of JSON. The reason why the watchdog could not start goes
     there, as a line with the kind of the error and its message.

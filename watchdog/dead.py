@@ -17,7 +17,7 @@ KILL_S = 10.0
 
 
 def clear_dead(job: str) -> list[str]:
-    """Removes the segments of a job of this name whose watchdog is dead, and ends its servers.
+    """Remove the segments of a job of this name whose watchdog is dead, and end its servers.
 
     The caller holds the job's lock. Raises JobInUse if a watchdog with another runtime directory
     lives, if a process of the job lives in another pid namespace, or if a segment's name is taken
@@ -55,7 +55,7 @@ def clear_dead(job: str) -> list[str]:
 
 
 def end_servers(job: str) -> None:
-    """Ends the servers of a job whose watchdog is dead, and leaves its memory as it is.
+    """End the servers of a job whose watchdog is dead, and leaves its memory as it is.
 
     The caller holds the job's lock. Raises JobInUse as clear_dead() does.
     """
@@ -78,7 +78,7 @@ def _end_servers(job: str) -> None:
 
 
 def _end_nameless(job: str) -> None:
-    """Ends servers of the job whose memory has lost its names: no watchdog could find it again."""
+    """End servers of the job whose memory has lost its names: no watchdog could find it again."""
     there = holds.nameless(job)
     for pid, byte in there.items():
         if byte == holds.WATCHDOG:
@@ -129,7 +129,7 @@ def name_taken(why: str) -> JobInUse:
 
 
 def _kill(pidfd: int) -> None:
-    """Kills a process and waits for its end; closes the descriptor."""
+    """Kill a process and wait for its end; close the descriptor."""
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         process.gone(pidfd, KILL_S)

@@ -20,7 +20,7 @@ LET_GO_S = 15.0  # for a server that has lost its watchdog while it started
 
 
 def check_dead(job: str, control: np.void) -> None:
-    """Raises JobInUse if a server or a learner of the job lives. The caller holds the watchdog's
+    """Raise JobInUse if a server or a learner of the job lives. The caller holds the watchdog's
     lock."""
     if presence.living(job).servers:
         raise JobInUse(presence.elsewhere(job))
@@ -54,7 +54,7 @@ def take_over(job: str, control: np.void) -> None:
 
 
 def _forget_processes(control: np.void) -> None:
-    """Clears the pids of the dead, before the job's pids are those of this namespace."""
+    """Clear the pids of the dead, before the job's pids are those of this namespace."""
     control["watchdog_pid"] = control["lease_pid"] = control["nursery_pid"] = 0
     control["server"]["pid"] = 0
     control["server"]["state"] = ServerState.NONE
@@ -62,7 +62,7 @@ def _forget_processes(control: np.void) -> None:
 
 
 def _wait_for_servers(job: str) -> None:
-    """Waits until no server has a lock: one that is not named any more ends. Raises JobInUse."""
+    """Wait until no server has a lock: one that is not named any more ends. Raises JobInUse."""
     until = time.monotonic() + LET_GO_S
     while presence.living(job).servers:
         if time.monotonic() > until:

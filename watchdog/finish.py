@@ -24,7 +24,7 @@ from gadei_ps.watchdog.supervisor import Supervisor
 
 
 def finish(job: str, file: JobConfig | UsageError, options: Options, notify: Notify) -> int:
-    """Does nothing if nothing of the job is there. Returns the exit code.
+    """Do nothing if nothing of the job is there. Returns the exit code.
 
     file: the job file, or why it cannot be used; it applies if the job's memory does not hold its
     configuration. Whatever goes wrong, no server runs afterwards; memory with gradients that no
@@ -58,7 +58,7 @@ def finish(job: str, file: JobConfig | UsageError, options: Options, notify: Not
 
 
 def end(job: str) -> None:
-    """Ends the servers of a job without a watchdog at once, and keeps its memory.
+    """End the servers of a job without a watchdog at once, and keep its memory.
 
     Raises JobInUse where a watchdog has the job, ControlError or OSError.
     """

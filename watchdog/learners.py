@@ -65,7 +65,7 @@ class JobLearners:
         self.all = [One(index) for index in range(self.config.count)]
 
     def adopt(self) -> None:
-        """Takes over learners of a dead watchdog, attached or not."""
+        """Take over learners of a dead watchdog, attached or not."""
         for found in psutil.process_iter():
             # Group leaders only: a child of a learner inherits the variables.
             with contextlib.suppress(psutil.Error, OSError):
@@ -89,7 +89,7 @@ class JobLearners:
             self.log.info("learner's process adopted", learner=one.index, pid=pid)
 
     def look(self, now: float, stopping: bool) -> None:
-        """Starts learners that are missing and due. Called every tick."""
+        """Start learners that are missing and due. Called every tick."""
         for one in self.all:
             if one.pid and not self._runs(one):
                 self._ended(one, now)
@@ -160,7 +160,7 @@ class JobLearners:
         one.since = time.monotonic()
 
     def end(self) -> None:
-        """Terminates all learners, then kills them; at the end of the job."""
+        """Terminate all learners, then kills them; at the end of the job."""
         running = [one for one in self.all if one.pid and self._runs(one)]
         for one in running:
             with contextlib.suppress(ProcessLookupError):

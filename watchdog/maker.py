@@ -90,7 +90,7 @@ class Maker:
         return task
 
     def drop(self, held: Segment) -> None:
-        """Unmaps a ring that nobody looks at any more, and frees it if it has no name."""
+        """Unmap a ring that nobody looks at any more, and free it if it has no name."""
         self.ask("", lambda _: ring.close(held), lambda *_: None)
 
     def _start_next(self) -> None:
@@ -118,7 +118,7 @@ class Maker:
         self._start_next()
 
     def _join(self, timeout_s: float | None = None) -> bool:
-        """Waits for the thread; whether it has ended."""
+        """Wait for the thread; whether it has ended."""
         assert self._thread is not None
         if self._thread is threading.current_thread():
             return True

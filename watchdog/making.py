@@ -174,7 +174,7 @@ def state_segment(
 
 
 def _filling(parts: Sequence[tuple[int, Values]], count: int) -> Fill | None:
-    """Writes arrays of `count` values that begin at these bytes of a segment, piece by piece."""
+    """Write arrays of `count` values that begin at these bytes of a segment, piece by piece."""
 
     def fill(made: Segment, at: int, size: int) -> None:
         for begin, values in parts:

@@ -84,7 +84,7 @@ class JobMemory:
     """The watchdog's lock on the control segment."""
 
     def create_control(self, sync: SyncModel) -> None:
-        """Makes the control segment. Raises JobInUse or NoSharedMemory."""
+        """Make the control segment. Raises JobInUse or NoSharedMemory."""
         hold = None
         with contextlib.suppress(FileExistsError, FileNotFoundError, NotOurs):
             made = segment.create(
@@ -129,7 +129,7 @@ class JobMemory:
             time.sleep(LOOK_S)
 
     def _own(self) -> None:
-        """Enters this process as the job's watchdog and as the owner of its segments."""
+        """Enter this process as the job's watchdog and as the owner of its segments."""
         control = self.control.view(layout.CONTROL)
         start = process.start_ticks(os.getpid())
         control["watchdog_pid"] = 0  # so that at no instant the words of two stand together
@@ -144,7 +144,7 @@ class JobMemory:
     # -- adoption -------------------------------------------------------------------------------
 
     def adopt(self, *, is_own: bool = False) -> bool:
-        """Takes over the memory that a dead watchdog has left; False if there is none to use.
+        """Take over the memory that a dead watchdog has left; False if there is none to use.
 
         is_own: the configuration was read from this memory. The caller holds the job's lock. Raises
         JobInUse where the memory is of another configuration or version; only --fresh drops it
@@ -247,7 +247,7 @@ class JobMemory:
         return segment.attach(name, kind, writable=True, job_id=self.job_id)
 
     def _adopt_rings(self) -> None:
-        """Adopts rings of learners that are served or leaving, and removes all others."""
+        """Adopt rings of learners that are served or leaving, and remove all others."""
         for row in range(layout.MAX_LEARNERS):
             name = shm.segment_name(self.config.name, f"ring.{row}")
             if not self._adopt_ring(row, name):
@@ -300,7 +300,7 @@ class JobMemory:
     def make_model(
         self, first: First, learners: int = 1, progress: Progress | None = None
     ) -> tuple[Segment, Segment]:
-        """Makes weights and state; any thread. Room for the learners' rings must be there, too.
+        """Make weights and state; any thread. Room for the learners' rings must be there, too.
 
         Raises NoSharedMemory, reserve.Cancelled and what first.values raises; then nothing of it is
         left.
@@ -349,7 +349,7 @@ class JobMemory:
         self.script = said
 
     def reopen_script(self) -> None:
-        """Lets the first script to come set what it wants of the optimizer, as after a checkpoint.
+        """Let the first script to come set what it wants of the optimizer, as after a checkpoint.
 
         No learner may be attached.
         """
@@ -358,7 +358,7 @@ class JobMemory:
         self.script = said
 
     def enter_settings(self) -> None:
-        """Enters what counts of the job file, the scripts and `gadei-ps set`.
+        """Enter what counts of the job file, the scripts and `gadei-ps set`.
 
         Without a model, or before the first learner is let in, no gradient can be under way.
         """
@@ -383,7 +383,7 @@ class JobMemory:
         self.weights = self.state = None
 
     def make_ring(self, row: int, generation: int, progress: Progress | None = None) -> Segment:
-        """Makes the ring of a new learner; any thread. Raises NoSharedMemory, reserve.Cancelled."""
+        """Make the ring of a new learner; any thread. Raises NoSharedMemory, reserve.Cancelled."""
         control = self.control.view(layout.CONTROL)
         shape = self._ring_sizes()
         if progress is not None:
@@ -422,12 +422,12 @@ class JobMemory:
         shared.guard(ring, self._lost.ctypes.data, 1, self._lost)
 
     def ring_bells(self) -> None:
-        """Wakes the servers, after a change in the control segment."""
+        """Wake the servers, after a change in the control segment."""
         for word in ("manager_bell", "shard_bell"):
             _native.bell(self.control.word(layout.CONTROL, word))
 
     def remove_ring(self, row: int) -> Segment | None:
-        """Takes the ring's name away. Freeing a large one takes time, where its mapping goes last.
+        """Take the ring's name away. Freeing a large one takes time, where its mapping goes last.
 
         Returns that mapping, if there was such a ring.
         """
@@ -441,7 +441,7 @@ class JobMemory:
             os.close(self.files.popitem()[1])
 
     def remove(self) -> None:
-        """Removes every segment of the job."""
+        """Remove every segment of the job."""
         for row in list(self.rings):
             self.remove_ring(row)
         self._drop_model()
@@ -451,7 +451,7 @@ class JobMemory:
         self.release()
 
     def release(self) -> None:
-        """Lets another watchdog have what is left of the job; this one touches nothing any more."""
+        """Let another watchdog have what is left of the job; this one touches nothing any more."""
         if self._hold is not None:
             self._hold.release()
             self._hold = None

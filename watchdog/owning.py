@@ -21,7 +21,7 @@ batches as one learner may have, and then those ranges are read again."""
 
 
 def own(memory: JobMemory, request: Own) -> dict[str, Any]:
-    """Gives ranges, or takes all back; returns how many were given so far, which may be less than
+    """Give ranges, or take all back; return how many were given so far, which may be less than
     was asked where there is no room. Raises ControlError."""
     control = memory.control.view(CONTROL)
     if not owned.is_on(control):

@@ -35,7 +35,7 @@ def room(config: JobConfig) -> int:
 
 
 def write(control: Segment, config: JobConfig, changed: Changes) -> None:
-    """Enters the configuration; one that has grown too long leaves no record."""
+    """Enter the configuration; one that has grown too long leaves no record."""
     text, memory = _text(config, changed), control.memory
     size = _place(len(memory))
     if size < HEAD.size:

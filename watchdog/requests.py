@@ -72,7 +72,7 @@ class Requests:
         learners: int,
         log: Any,
     ) -> None:
-        """Listens at `path`. Raises ControlError.
+        """Listen at `path`. Raises ControlError.
 
         learners: how many of their rings must fit beside a model.
         """
@@ -111,7 +111,7 @@ class Requests:
         self._loading.look()
 
     def expire(self, lock: NameLock | None) -> None:
-        """Drops clients that have begun a message and do not end it.
+        """Drop clients that have begun a message and do not end it.
 
         Makes the socket and the lock file again if somebody has removed or replaced them.
         """

@@ -107,7 +107,7 @@ class Roster:
         return len(self._pidfds) != len(self._memory.rings)
 
     def adopt(self, now: float) -> None:
-        """Watches the learners that a dead watchdog has left; those that died meanwhile leave.
+        """Watch the learners that a dead watchdog has left; those that died meanwhile leave.
 
         A place may have been given away in an answer that was never sent: see look().
         """
@@ -153,7 +153,7 @@ class Roster:
                 self._leave(row, Gone.DETACHED)
 
     def begin(self, pid: int, name: str, number: int = -1, *, has_buffers: bool = False) -> Coming:
-        """Keeps a row for the process, whose ring is still to be made; then admit() or give_up().
+        """Keep a row for the process, whose ring is still to be made; then admit() or give_up().
 
         number: of the row that it gets if that is free. Gradients of a superstep are added up in
         the order of rows, which must not depend on who comes first. Raises ControlError when the
@@ -291,7 +291,7 @@ class Roster:
         return process.maps(int(self._entries[row]["pid"]), device, self._memory.rings[row].inode)
 
     def kill_hung(self, now: float) -> None:
-        """Kills learners that hold up others and do nothing, after a warning.
+        """Kill learners that hold up others and do nothing, after a warning.
 
         Their death is then like any other. Not evicted alive: what it publishes after that some
         shards might apply and others not.
@@ -339,7 +339,7 @@ class Roster:
         return self._hung.standing
 
     def kill(self, row: int) -> None:
-        """Kills a learner that hangs."""
+        """Kill a learner that hangs."""
         if row in self._killed or self._is_another_program(row):
             return
         self._killed.add(row)
@@ -386,7 +386,7 @@ class Roster:
         self._memory.ring_bells()
 
     def free_rows(self) -> None:
-        """Removes the rings that the servers no longer use."""
+        """Remove the rings that the servers no longer use."""
         entries = self._entries
         for row in list(self._memory.rings):
             if entries[row]["retired"] == entries[row]["generation"]:
@@ -397,7 +397,7 @@ class Roster:
                     self._drop(ring)
 
     def close(self) -> None:
-        """Stops watching the learners, at the end of the job."""
+        """Stop watching the learners, at the end of the job."""
         for fd in self._pidfds.values():
             os.close(fd)
         self._pidfds.clear()

@@ -133,7 +133,7 @@ class Saver:
         self._unanswered: owned.Ranges = []
 
     def save(self) -> dict[str, Any]:
-        """Writes the checkpoint; returns the outcome. Raises CheckpointError."""
+        """Write the checkpoint; return the outcome. Raises CheckpointError."""
         snapshot, pause_s = self._take()
         os.nice(5)  # training has priority, now that the shards continue
         changes = read(snapshot.changes)
@@ -155,7 +155,7 @@ class Saver:
         }
 
     def copy(self) -> dict[str, Any]:
-        """Copies the job into the file; returns the outcome. Raises CheckpointError."""
+        """Copy the job into the file; return the outcome. Raises CheckpointError."""
         with self._pool:
             snapshot, pause_s = self._take()
         return {
@@ -197,7 +197,7 @@ class Saver:
             _native.bell(self._segment.word(CONTROL, bell))
 
     def _wait_parked(self, deadline: int) -> bool:
-        """Waits until every shard stands at the same gradient; False if the time is up."""
+        """Wait until every shard stands at the same gradient; False if the time is up."""
         while time.monotonic_ns() < deadline and not self._is_cancelled():
             bell = _native.load32(self._segment.word(CONTROL, "manager_bell"))
             if self._all_parked(deadline):

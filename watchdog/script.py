@@ -70,7 +70,7 @@ UNSAID: Final = Script(is_open=True)
 
 
 def write(control: Segment, script: Script) -> None:
-    """Enters what the script says; it counts from the last store on."""
+    """Enter what the script says; it counts from the last store on."""
     words = control.view(layout.CONTROL)
     place = 1 - (int(words["said_word"]) & PLACE)
     groups = script.settings.groups
@@ -164,7 +164,7 @@ def settled(
 def _check_groups(
     config: JobConfig, script: Script, says: Sequence[Settings], merged: Said
 ) -> None:
-    """Raises UsageError where a script's groups are others than the job's.
+    """Raise UsageError where a script's groups are others than the job's.
 
     merged: what the scripts would have said together with this one.
     """
@@ -192,7 +192,7 @@ def _check_groups(
 def check_members(
     config: JobConfig, script: Script, job: Model, offered: Sequence[Tensor], says: Said
 ) -> None:
-    """Raises UsageError where a script puts a parameter into another group than the job has it in.
+    """Raise UsageError where a script puts a parameter into another group than the job has it in.
 
     offered: with the groups of the script. How many groups there are is for settled() to compare.
     """

@@ -172,7 +172,7 @@ class Servers:
     # -- starting -------------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Takes over the servers of a dead watchdog."""
+        """Take over the servers of a dead watchdog."""
         for number in NUMBERS:
             line = self._line(number)
             pid = int(line["pid"])
@@ -184,7 +184,7 @@ class Servers:
             self.log.info("server adopted", pid=pid)
 
     def look(self, now: float) -> None:
-        """Starts servers that are missing and due, kills those that hang. Called every tick."""
+        """Start servers that are missing and due, kill those that hang. Called every tick."""
         self._prepare_births(now)
         free = [number for number in NUMBERS if number not in self.running]
         wait = restart.delay(self._exits, now, self.policy)
@@ -279,7 +279,7 @@ class Servers:
         return True
 
     def _make_leases(self) -> None:
-        """Makes new leases; no server is alive."""
+        """Make new leases; no server is alive."""
         at = self.memory.control.address
         _native.store32(at + layout.offset(CONTROL, "lease_state"), 0)
         for word in ("sleepers", "lease_shards"):

@@ -61,7 +61,7 @@ def enter(
     *,
     begins: bool = True,
 ) -> None:
-    """Enters them into the control segment.
+    """Enter them into the control segment.
 
     script: what the scripts have said. changes: of `gadei-ps set`. begins: whether no gradient has
     come yet; after that, the servers change the optimizer's numbers (job/numbers.py). The digests

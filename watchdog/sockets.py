@@ -32,7 +32,7 @@ MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
 
 
 def remove_dead(path: Path) -> None:
-    """Removes what dead watchdogs have left of a job's socket. The caller holds the job's lock."""
+    """Remove what dead watchdogs have left of a job's socket. The caller holds the job's lock."""
     path.unlink(missing_ok=True)
     _remove_passing(path)
 
@@ -155,7 +155,7 @@ class ControlServer:
         connection.close()
 
     def _accept_without_room(self) -> None:
-        """Refuses a client with the spare descriptor. If that is gone too, listens later.
+        """Refuse a client with the spare descriptor. If that is gone too, listens later.
 
         As long as a client waits to be accepted, the selector would return at once, for ever.
         """
@@ -248,7 +248,7 @@ class ControlServer:
             raise ControlError(_no_descriptor())
 
     def reply(self, client: Client, message: dict[str, Any]) -> None:
-        """Queues a reply; a client that does not read them is dropped."""
+        """Queue a reply; a client that does not read them is dropped."""
         client.waiting = False
         self.note(client, message)
 
@@ -282,7 +282,7 @@ class ControlServer:
         return client in self._clients
 
     def expire(self) -> None:
-        """Drops clients that have begun a message and do not end it; listens again if it can."""
+        """Drop clients that have begun a message and do not end it; listens again if it can."""
         self._listen_again()
         now = time.monotonic()
         for client in list(self._clients):
@@ -299,7 +299,7 @@ class ControlServer:
             self._closed(client)
 
     def shut_down(self) -> None:
-        """Closes everything and removes the socket, if it is still ours."""
+        """Close everything and remove the socket, if it is still ours."""
         self._closed = lambda _: None
         until = time.monotonic() + LAST_WORDS_S
         for client in list(self._clients):

@@ -62,7 +62,7 @@ class Start:
         return bool(limit_s) and time.monotonic() - since > limit_s
 
     def hand_out(self, stopping: bool) -> None:
-        """Lets batches that learners have set be handed out, once all learners ask for them."""
+        """Let batches that learners have set be handed out, once all learners ask for them."""
         control = self._control
         if int(control["work"]) != Work.NONE or not int(control["batches"]):
             return

@@ -81,7 +81,7 @@ class Stopping:
         return wanted and self.memory.state is not None
 
     def refuse(self) -> None:
-        """Raises JobStopped once the stop has begun."""
+        """Raise JobStopped once the stop has begun."""
         if self.begun:
             raise self.refusal()
 

@@ -155,7 +155,7 @@ class Supervisor:
         self.signalled = True
 
     def startup(self) -> None:
-        """Raises GadeiError when the job cannot be started; shutdown() then cleans up."""
+        """Raise GadeiError when the job cannot be started; shutdown() then cleans up."""
         process.check_proc()
         self._lock = NameLock(self.config.name)
         anew = self.options.fresh or self.options.checkpoint is not None
@@ -316,7 +316,7 @@ class Supervisor:
         self._control["phase"] = Phase.SERVING
 
     def main_loop(self) -> int:
-        """Returns the exit code: 0 after a stop, 1 after a failure, or that of NotSaved."""
+        """Return the exit code: 0 after a stop, 1 after a failure, or that of NotSaved."""
         while True:
             busy = self._stopping.learners_leave or self._roster.leaving or self._servers.expects
             self._poll(BUSY_TICK_S if busy else TICK_S)
@@ -352,7 +352,7 @@ class Supervisor:
             self._notify.watchdog()
 
     def _look_around(self, now: float) -> None:
-        """Looks at everything that may be seen a second late."""
+        """Look at everything that may be seen a second late."""
         if self._requests is not None:
             self._requests.expire(self._lock)
         self._roster.look(now)
@@ -423,7 +423,7 @@ class Supervisor:
             key.data(mask)
 
     def shutdown(self) -> None:
-        """Ends the servers, answers waiting clients, and removes everything of the job.
+        """End the servers, answer waiting clients, and remove everything of the job.
 
         The memory stays if the last checkpoint failed, because it holds what the checkpoint lacks,
         if the job has failed, because the next start may continue with it, and if the launcher of
@@ -468,7 +468,7 @@ class Supervisor:
 
 
 def serve(config: JobConfig, options: Options | None = None, notify: Notify | None = None) -> int:
-    """Runs a job's watchdog in this process until it is stopped; returns the exit code."""
+    """Run a job's watchdog in this process until it is stopped; return the exit code."""
     try:
         return Supervisor(config, options, notify).run()
     except JobStopped:

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _all(options: argparse.Namespace) -> list[str]:
-    """Runs each part in a process of its own; returns those that have failed."""
+    """Run each part in a process of its own; return those that have failed."""
     from gadei_ps.benchmarks.gpu import target
 
     if why := target.why_not(options.device):
@@ -96,7 +96,7 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 
 def _directory(options: argparse.Namespace) -> Path | None:
-    """Makes the directory for results; None if none are written. Raises UsageError."""
+    """Make the directory for results; None if none are written. Raises UsageError."""
     small = options.quick or options.device == "host"
     directory: Path | None = options.out
     if directory is None:
@@ -109,7 +109,7 @@ def _directory(options: argparse.Namespace) -> Path | None:
 
 
 def _run(command: list[str]) -> int:
-    """Returns a part's exit code. The part and all that it has started end in every case."""
+    """Return a part's exit code. The part and all that it has started end in every case."""
     with _no_litter():
         # If this process is killed, the part gets SIGTERM and cleans up.
         child = process.spawn(command, how=15)
@@ -130,7 +130,7 @@ def _run(command: list[str]) -> int:
 
 @contextlib.contextmanager
 def _no_litter() -> Iterator[None]:
-    """Removes counters of shared tensors that ended processes of torch have left in /dev/shm."""
+    """Remove counters of shared tensors that ended processes of torch have left in /dev/shm."""
 
     def found() -> set[Path]:
         return {path for path in SHM.glob("torch_*") if path.name.split("_")[1].isdecimal()}
@@ -164,7 +164,7 @@ def _part(options: argparse.Namespace) -> list[str]:
 
 
 def _draw(results: Path, directory: Path, name: str) -> None:
-    """Draws the plot of a result, if it has one and matplotlib is installed."""
+    """Draw the plot of a result, if it has one and matplotlib is installed."""
     try:
         from gadei_ps.benchmarks import plots
     except ImportError:

@@ -47,13 +47,13 @@ class Mover(Protocol):
     """Moves a model's gradient and weights. The methods return seconds."""
 
     def transfer(self, way: str) -> float:
-        """Makes one transfer of the link, or one each way."""
+        """Make one transfer of the link, or one each way."""
 
     def limit(self, way: str) -> float:
-        """Copies as many bytes between pinned and device memory, or as many each way."""
+        """Copy as many bytes between pinned and device memory, or as many each way."""
 
     def end_to_end(self, way: str, times: int) -> float:
-        """Makes `times` pushes, until they are applied, or `times` pulls."""
+        """Make `times` pushes, until they are applied, or `times` pulls."""
 
 
 class _End:
@@ -136,7 +136,7 @@ class Timed:
         return getattr(self._runtime, name)
 
     def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
-        """Copies, as the runtime does."""
+        """Copy, as the runtime does."""
         if stream not in self.streams or size < self.least:
             self._runtime.memcpyAsync(to, source, size, kind, stream)
             return
@@ -236,7 +236,7 @@ def mover(target: Target, client: Client) -> Iterator[Mover]:
 
 
 def measure(target: Target) -> Report:
-    """Measures each size with its own job."""
+    """Measure each size with its own job."""
     size = target.sizes("bandwidth")
     report = Report(["MB", "way", f"{LIMIT} GB/s", "transfer", "end to end", "/limit", "wanted"])
     for count in size["bytes"]:
@@ -253,7 +253,7 @@ def measure(target: Target) -> Report:
 def _compare(
     report: Report, target: Target, moves: Mover, count: int, size: dict[str, Any]
 ) -> None:
-    """Measures one size of the model."""
+    """Measure one size of the model."""
     limit = LIMIT if target.on_gpu else "memcpy"
     contenders: dict[tuple[str, str], Callable[[], float]] = {}
     for way in WAYS:
@@ -289,7 +289,7 @@ def _whole_rate(seconds: Callable[[int], float], moved: int, call_s: float) -> C
 def _tell(
     report: Report, figures: dict[str, list[float]], way: str, count: int, limit: str
 ) -> None:
-    """Reports the ratios to the limit, and the line for people."""
+    """Report the ratios to the limit, and the line for people."""
     facts: dict[str, Any] = {"contender": limit, "bytes": count, "way": way}
     for who, of in ((TRANSFER, "transfer"), (END_TO_END, "end to end")):
         if who in figures:

@@ -42,7 +42,7 @@ Figures = list[dict[str, Any]]
 
 
 def measure(target: Target) -> Report:
-    """Runs the blocks, each in a process of its own."""
+    """Run the blocks, each in a process of its own."""
     size = target.sizes("learners")
     report = Report(["block", "network", "set", "batch", "contender", "learners", "samples/s",
                      "ours/it"])  # fmt: skip
@@ -98,7 +98,7 @@ def _in_process(
 
 
 def _tell(report: Report, block: str, figures: Figures) -> None:
-    """Reports the rows of a block, and the ratio of gadei-ps to each."""
+    """Report the rows of a block, and the ratio of gadei-ps to each."""
     ours = {_key(one): one for one in figures if one["contender"] == OURS}
     for one in figures:
         facts = {key: one[key] for key in ("contender", "learners", "network", "set", "mini_batch")}

@@ -57,7 +57,7 @@ class Block:
         self._taken = 0.0  # seconds, by the cell before
 
     def run(self) -> None:
-        """Measures as many of the networks and sentences as there is time for, in order."""
+        """Measure as many of the networks and sentences as there is time for, in order."""
         sets, notes = texts.found(self._target)
         self.notes += notes
         lstm = functools.partial(networks.lstm, hidden=self._size["hidden"])
@@ -95,7 +95,7 @@ class Block:
         return Team(kind, count, sentences, method=method, devices=devices, network=network)
 
     def _cell(self, name: str, network: nlc_member.Network, sentences: Texts, until: float) -> None:
-        """Measures one network on one set: all processes live at once, and take turns."""
+        """Measure one network on one set: all processes live at once, and take turns."""
         with ExitStack() as stack:
             stack.callback(nlc_team._stop_fork_server)
             teams: dict[Contender, Team] = {}
@@ -122,7 +122,7 @@ class Block:
     def _try(
         self, teams: dict[Contender, Team], contender: Contender, call: Callable[[], Any]
     ) -> Any:
-        """Calls; a contender that fails takes no further part. Raises _Lost."""
+        """Call; a contender that fails takes no further part. Raises _Lost."""
         try:
             return call()
         except FAILURES as error:
@@ -135,7 +135,7 @@ class Block:
     def _row(
         self, name: str, sentences: str, batch: int, teams: dict[Contender, Team], seconds: float
     ) -> None:
-        """Measures one size of mini-batch, again from the start if a contender fails."""
+        """Measure one size of mini-batch, again from the start if a contender fails."""
         while teams:
             contenders: Mapping[str, Callable[[], float]] = {
                 f"{kind}, {count}": functools.partial(
@@ -172,7 +172,7 @@ class _Lost(Exception):
 
 
 def main() -> None:
-    """Measures the block of the argument."""
+    """Measure the block of the argument."""
     device, quick, name, budget_s = json.loads(sys.argv[1])
     interrupts.install()
     block = Block(Target(device, quick), name, budget_s)

@@ -34,7 +34,7 @@ def running() -> bool:
 
 @contextlib.contextmanager
 def started() -> Iterator[dict[str, str]]:
-    """Starts a service; yields the environment variables by which clients find it.
+    """Start a service; yields the environment variables by which clients find it.
 
     Raises DeviceError if the service is missing or CUDA does not work with it.
     """
@@ -74,7 +74,7 @@ def _wait_ready(child: subprocess.Popen[bytes], pipes: Path) -> None:
 
 
 def _end(tool: str, child: subprocess.Popen[bytes], env: dict[str, str]) -> None:
-    """Asks it to quit, which ends its servers too; kills them if they have not ended."""
+    """Ask it to quit, which ends its servers too; kill them if they have not ended."""
     with contextlib.suppress(psutil.Error):
         servers = psutil.Process(child.pid).children(recursive=True)
         with contextlib.suppress(subprocess.SubprocessError, OSError):

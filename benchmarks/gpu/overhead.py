@@ -44,7 +44,7 @@ Step = Callable[[int], torch.Tensor]
 
 
 def measure(target: Target) -> Report:
-    """Measures each network with a job of its own."""
+    """Measure each network with a job of its own."""
     size = target.sizes("overhead")
     report = Report(["network", "MB", "of", "gadei-ps us", "torch SGD us", "reached"])
     for name, network, step in _networks(target, size):
@@ -121,7 +121,7 @@ def _of_pulls(found: Found) -> list[float]:
 def _run(
     target: Target, loss_of: Step, optimizer: torch.optim.Optimizer, count: int, spin_s: float
 ) -> Found:
-    """Takes `count` steps."""
+    """Take `count` steps."""
     marks: list[Any] = []
     host: list[float] = []
     pulled: list[bool] = []
@@ -153,7 +153,7 @@ def _run(
 def _tell(
     report: Report, name: str, count: int, found: dict[str, dict[str, dict[str, list[float]]]]
 ) -> None:
-    """Reports one network. count: bytes of it."""
+    """Report one network. count: bytes of it."""
     for of in (BUSY, TRAINING, HOST):
         facts = {"network": name, "bytes": count, "of": of}
         medians = {}

@@ -41,7 +41,7 @@ Seconds = Callable[[int], float]
 
 
 def measure(target: Target) -> Report:
-    """Measures each number of learners at each size, both ways in turns."""
+    """Measure each number of learners at each size, both ways in turns."""
     size = target.sizes("server_on_gpu")
     report = Report(["MB", "learners", "of", HOST, DEVICE, "prototype/host"])
     if not target.on_gpu:
@@ -76,7 +76,7 @@ def _gang(target: Target, learners: int, counters: Path | None) -> Gang:
 def _at(
     report: Report, gangs: dict[str, Gang], count: int, learners: int, size: dict[str, Any]
 ) -> None:
-    """Measures one size of the model. count: bytes."""
+    """Measure one size of the model. count: bytes."""
     tensors = [{"name": "w", "shape": [count // 4]}]
     with job(f"on-gpu-{learners}", tensors=tensors) as name:
         gangs[HOST].ask({"job": name}, timeout_s=RUN_S)
@@ -111,7 +111,7 @@ def _rate(gang: Gang, call_s: float, learners: int) -> Callable[[], float]:
 
 
 def _tell(report: Report, figures: dict[str, list[float]], facts: dict[str, Any]) -> None:
-    """Reports gradients a second, and the time of a learner's step, which follows from it."""
+    """Report gradients a second, and the time of a learner's step, which follows from it."""
     for who, values in figures.items():
         row = {"contender": who, **facts} | summary(values, "gradients/s", larger=True)
         row["step_s"] = facts["learners"] / row["median"]

@@ -42,10 +42,10 @@ class Side(Protocol):
     """Answers the orders that a process gets after "job" or "open"."""
 
     def run(self, times: int) -> dict[str, float]:
-        """Makes or applies `times` gradients. A learner returns its start and end."""
+        """Make or apply `times` gradients. A learner returns its start and end."""
 
     def close(self) -> None:
-        """Releases all resources."""
+        """Release all resources."""
 
 
 class OnHost:
@@ -96,7 +96,7 @@ class Counters:
         self.words = np.frombuffer(self._map, np.uint64).reshape(learners, LINE // 8)
 
     def wait(self, learner: int, word: int, least: int) -> None:
-        """Waits until a word is at least this. Raises TimeoutError if the other side is gone."""
+        """Wait until a word is at least this. Raises TimeoutError if the other side is gone."""
         until = 0.0
         words = self.words[learner]
         while words[word] < least:

@@ -52,7 +52,7 @@ class Target:
         return devices.choose(self.device)
 
     def wait(self) -> None:
-        """Waits until the device has finished all its work."""
+        """Wait until the device has finished all its work."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -71,7 +71,7 @@ class Target:
         return float(begin.elapsed_time(end)) / 1e3
 
     def spin(self, seconds: float) -> None:
-        """Keeps the compute stream busy for about `seconds`. Later work waits in its queue."""
+        """Keep the compute stream busy for about `seconds`. Later work waits in its queue."""
         if self.on_gpu:
             torch.cuda._sleep(int(seconds * SPIN_CYCLES_PER_S))  # type: ignore[no-untyped-call]
 
@@ -116,7 +116,7 @@ def _version(number: int) -> str:
 
 @contextlib.contextmanager
 def job(name: str, **values: Any) -> Iterator[str]:
-    """Runs a job with plain SGD and two slots for each learner; yields its name.
+    """Run a job with plain SGD and two slots for each learner; yields its name.
 
     values: further entries of the job's file.
     """

@@ -85,7 +85,7 @@ def overlap(transfers: Sequence[Span], compute: Sequence[Span]) -> float | None:
 
 
 def measure(target: Target) -> Report:
-    """Measures each network with a job of its own."""
+    """Measure each network with a job of its own."""
     size = target.sizes("timeline")
     report = Report(["network", "mini-batch", "of", "transfers", "overlap"])
     for name, mini_batch in size["models"]:
@@ -123,7 +123,7 @@ def _trace(
     labels: torch.Tensor,
     steps: int,
 ) -> list[dict[str, Any]]:
-    """Takes so many steps of a learner; returns the profiler's events."""
+    """Take so many steps of a learner; return the profiler's events."""
     optimizer = Optimizer(network, running)
 
     def train(count: int) -> None:
@@ -159,7 +159,7 @@ def _events(profiler: profile) -> list[dict[str, Any]]:
 
 
 def _tell(report: Report, name: str, mini_batch: int, found: dict[str, list[Span]]) -> None:
-    """Reports a row for each lane, with what a plot needs."""
+    """Report a row for each lane, with what a plot needs."""
     known = {"network": name, "mini_batch": mini_batch}
     begin = min((span[0] for spans in found.values() for span in spans), default=0.0)
     compute = found[COMPUTE]

@@ -78,7 +78,7 @@ def _decoder() -> Callable[[bytes], Pixels] | None:
 
 
 def measure(target: Target) -> Report:
-    """Measures each network on one GPU, then on several if there are."""
+    """Measure each network on one GPU, then on several if there are."""
     size = target.sizes("vision")
     report = Report(["network", "mini-batch", "GPUs", OURS, TORCH, "ratio"])
     pixels, notes = images(size["images"])
@@ -111,7 +111,7 @@ def _rate(gang: Gang, setup: dict[str, Any], learners: int, window_s: float) -> 
 
 
 def _beside_torch(report: Report, setup: dict[str, Any], entry: str, size: dict[str, Any]) -> None:
-    """Measures one learner and one process of torch, on the same GPU, in turns."""
+    """Measure one learner and one process of torch, on the same GPU, in turns."""
     with ExitStack() as stack:
         name = stack.enter_context(job("vision"))
         contenders = {}
@@ -136,7 +136,7 @@ def _beside_torch(report: Report, setup: dict[str, Any], entry: str, size: dict[
 def _on_several(
     report: Report, setup: dict[str, Any], entries: tuple[str, ...], size: dict[str, Any]
 ) -> None:
-    """Measures a learner on each of these GPUs, beside one on the first."""
+    """Measure a learner on each of these GPUs, beside one on the first."""
     count = len(entries)
     with ExitStack() as stack:
         contenders = {}

@@ -54,7 +54,7 @@ class Trainer:
             self._optimizer = torch.optim.SGD(network.parameters(), lr=LR)
 
     def run(self, steps: int) -> dict[str, float]:
-        """Trains `steps` steps, until all of them are applied."""
+        """Train `steps` steps, until all of them are applied."""
         begin = time.perf_counter()
         for _ in range(steps):
             rows = torch.randint(len(self._images), (self._size,), device=self._images.device)
@@ -71,7 +71,7 @@ class Trainer:
         return {"begin": begin, "end": time.perf_counter()}
 
     def close(self) -> None:
-        """Leaves the job."""
+        """Leave the job."""
         if isinstance(self._optimizer, Optimizer):
             self._optimizer.client.detach()
 

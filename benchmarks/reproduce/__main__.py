@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _run(name: str, quick: bool) -> None:
-    """Runs one part in this process."""
+    """Run one part in this process."""
     matplotlib.use("Agg")
     if quick:
         part.PLOTS = part.scratch()

@@ -97,7 +97,7 @@ def trial(seed: int, *, learners: int = LEARNERS, node: int = NODE, which: int =
 
 
 def model(out: Path, quick: bool) -> TrainingResult:
-    """Trains the model of this cluster."""
+    """Train the model of this cluster."""
     return training.train(recording(), out=out, epochs=4 if quick else training.EPOCHS)
 
 

@@ -30,7 +30,7 @@ MODELS = {"wild": "asp", "cutoff": "cutoff", "order": "cutoff:by=order", "sync":
 
 
 def run(quick: bool = False) -> Part:
-    """Measures the four methods for the same number of iterations."""
+    """Measure the four methods for the same number of iterations."""
     learners = cutoff_cluster.LEARNERS
     # Twice the mean number of iterations, for learners that never wait.
     slow = np.arange(2 * ITERATIONS) < cutoff_cluster.SWITCH

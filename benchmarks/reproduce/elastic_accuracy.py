@@ -32,7 +32,7 @@ MODELS = ("bsp", "ssp:s=3", "asp", *(f"elastic-bsp:R={R}" for R in (15, 30, 60, 
 
 
 def train(sync: str, epochs: int, test: mnist.Images) -> dict[str, Any]:
-    """Runs one job. Returns its end, and a curve of seconds, accuracy and loss on test images."""
+    """Run one job. Returns its end, and a curve of seconds, accuracy and loss on test images."""
     name = f"reproduce-{os.getpid()}"
     tensors = [{"name": name_, "shape": list(shape)} for name_, shape in mnist.SHAPES.items()]
     config = from_mapping(
@@ -87,7 +87,7 @@ def train(sync: str, epochs: int, test: mnist.Images) -> dict[str, Any]:
 
 
 def run(quick: bool = False) -> Part:
-    """Measures all models in turn, with the same number of epochs."""
+    """Measure all models in turn, with the same number of epochs."""
     test = mnist.load("t10k")
     epochs = 1 if quick else EPOCHS
     runs = [train(sync, epochs, test) for sync in (MODELS[:4] if quick else MODELS)]

@@ -30,7 +30,7 @@ POINTS = 120
 
 
 def run(quick: bool = False) -> Part:
-    """Measures each model for the same number of epochs."""
+    """Measure each model for the same number of epochs."""
     problem = Digits(LR * LEARNERS, 1000 if quick else None)
     epochs = 0.1 if quick else EPOCHS
     gradients = round(epochs * problem.samples / BATCH)

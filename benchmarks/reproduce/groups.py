@@ -39,7 +39,7 @@ K, P = "20", 4
 
 
 def run(quick: bool = False) -> Part:
-    """Counts traffic, measures speed-up, and trains every case for the same number of passes."""
+    """Count traffic, measures speed-up, and trains every case for the same number of passes."""
     traffic, speeds = _traffic(), _speeds(MACHINES[:3] if quick else MACHINES)
     problem = Digits(LR, 500 if quick else None)
     if quick:

@@ -30,7 +30,7 @@ class Images:
 
 
 def load(kind: str) -> Images:
-    """Reads `train` (60,000 images) or `t10k` (10,000). Raises UsageError if a file is missing."""
+    """Read `train` (60,000 images) or `t10k` (10,000). Raises UsageError if a file is missing."""
     directory = data_directory() / "mnist"
     try:
         pixels = _read(directory / f"{kind}-images-idx3-ubyte.gz", 16).reshape(-1, PIXELS)

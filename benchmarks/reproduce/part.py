@@ -53,14 +53,14 @@ class Part:
     data: dict[str, Any] = field(default_factory=dict)
 
     def write(self, name: str, facts: dict[str, Any]) -> Path:
-        """Writes benchmarks/results/reproduce_NAME.json. facts: machine, commit, command."""
+        """Write benchmarks/results/reproduce_NAME.json. facts: machine, commit, command."""
         path = RESULTS / f"reproduce_{name}.json"
         path.write_text(json.dumps({**facts, **asdict(self)}, indent=1) + "\n")
         return path
 
 
 def read(name: str) -> tuple[Part, dict[str, Any]]:
-    """Reads what write() wrote: the part and the facts."""
+    """Read what write() wrote: the part and the facts."""
     told = json.loads((RESULTS / f"reproduce_{name}.json").read_text())
     rows = [Row(**row) for row in told.pop("rows")]
     parts = {key: told.pop(key) for key in ("title", "text", "plots", "data")}

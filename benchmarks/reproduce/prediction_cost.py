@@ -27,7 +27,7 @@ ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", 
 
 
 def run(quick: bool = False) -> Part:
-    """Measures in another process, whose linear algebra has one thread."""
+    """Measure in another process, whose linear algebra has one thread."""
     command = process.module_command(__spec__.name, *["--quick"] * quick)
     done = subprocess.run(
         command, env=os.environ | ONE_THREAD, stdout=subprocess.PIPE, check=True, text=True

@@ -62,7 +62,7 @@ def read() -> dict[int, Trace]:
 
 
 def run(quick: bool = False) -> Part:
-    """Trains on each job's first half, and tests on its second half and on the other job."""
+    """Train on each job's first half, and tests on its second half and on the other job."""
     jobs = read()
     tests = []
     seconds = []

@@ -44,7 +44,7 @@ Counts = dict[int, int]
 
 
 def run(quick: bool = False) -> Part:
-    """Compares simulated and measured staleness with the two laws."""
+    """Compare simulated and measured staleness with the two laws."""
     iterations = 100 if quick else ITERATIONS
     teams = TEAMS[:4] if quick else TEAMS
     found: dict[str, Counts] = {
@@ -155,7 +155,7 @@ def _measured() -> dict[str, Counts]:
 
 
 def _arrivals(path: Any) -> Counts:
-    """Counts from a table of ages: the age of each gradient when it arrived.
+    """Count the ages of gradients at their arrival, from a table of ages.
 
     A worker's column increases while its gradient grows old, and falls when a new one arrives.
     """
@@ -233,5 +233,5 @@ def draw(data: dict[str, Any]) -> None:
 
 
 def _counts(kept: Mapping[Any, int]) -> Counts:
-    """Counts whose keys may be text, as in a result file."""
+    """Convert counts whose keys may be text, as in a result file."""
     return {int(value): count for value, count in kept.items()}

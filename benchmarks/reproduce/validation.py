@@ -47,7 +47,7 @@ Trace = list[list[float]]
 
 
 def run(quick: bool = False) -> Part:
-    """Compares every model with every team."""
+    """Compare every model with every team."""
     seconds = QUICK_S if quick else SECONDS
     rounds = 1 if quick else ROUNDS
     rows: list[Row] = []
@@ -116,7 +116,7 @@ def _row(model: str, learners: int, one: dict[str, Any]) -> Row:
 
 
 def _simulated(model: str, trace: Trace, seconds: float) -> Outcome:
-    """Simulates a run. Learners with fewer iterations use their run times again."""
+    """Simulate a run. Learners with fewer iterations use their run times again."""
     most = max(map(len, trace))
     times = np.stack([np.resize(np.array(one), most) for one in trace], axis=1)
     setting = Setting(len(trace), Recorded(times), seconds=seconds)
@@ -149,7 +149,7 @@ def _real(model: str, learners: int, seconds: float, rounds: int) -> Iterator[tu
 
 
 def main() -> None:
-    """Runs a learner, which pushes from a given moment on for a given time."""
+    """Run a learner, which pushes from a given moment on for a given time."""
     job, number = sys.argv[1], int(sys.argv[2])
     gradient = np.ones(VALUES, np.float32)
     for order in orders():

@@ -36,7 +36,7 @@ PATIENCE_S = 300.0
 
 
 def run(quick: bool = False) -> Part:
-    """Trains the plain learner and the virtual workers, the same number of epochs each."""
+    """Train the plain learner and the virtual workers, the same number of epochs each."""
     torch.set_num_threads(1)
     rows: list[Row] = []
     runs: list[dict[str, Any]] = []

@@ -126,7 +126,7 @@ def accuracy(layers: Sequence[nn.Module], test: Samples) -> float:
 
 
 def main() -> None:
-    """Trains on the batches of the server's until they are done."""
+    """Train on the batches of the server's until they are done."""
     name, rate, epochs, seed, stages = sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:6])
     torch.set_num_threads(1)
     torch.manual_seed(seed)

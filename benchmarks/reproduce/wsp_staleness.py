@@ -38,7 +38,7 @@ POLL_S = 0.05
 
 
 def run(quick: bool = False) -> Part:
-    """Runs every model, and one model against the bound of another."""
+    """Run every model, and one model against the bound of another."""
     seconds = QUICK_S if quick else SECONDS
     rows: list[Row] = []
     data: dict[str, Any] = {"seconds": seconds, "runs": []}
@@ -95,7 +95,7 @@ def _missed(model: WSP, bound: WSP, seconds: float) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    """Runs a virtual worker; answers with what each of its mini-batches has missed."""
+    """Run a virtual worker; answers with what each of its mini-batches has missed."""
     job, number = sys.argv[1], int(sys.argv[2])
     chance = np.random.default_rng([7, number])
     for order in orders():

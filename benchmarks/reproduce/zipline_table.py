@@ -41,7 +41,7 @@ def end_times(learners: int, ahead: int, seed: int) -> EndTimes:
 
 
 def run(quick: bool = False) -> Part:
-    """Measures all cells. The algorithms alternate within a trial."""
+    """Measure all cells. The algorithms alternate within a trial."""
     sizes = [size for size in PAPER["ZipLine"] if not quick or size[0] * size[1] <= 1500]
     for search in SEARCHES.values():
         search(end_times(2, 2, 0))  # compiled or loaded before anything is timed

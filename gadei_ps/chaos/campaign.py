@@ -56,7 +56,7 @@ class Options:
 
 
 def run(job: str | None, options: Options) -> dict[str, Any]:
-    """Runs a campaign. Returns what `gadei-ps chaos --json` prints. Raises GadeiError."""
+    """Run a campaign. Returns what `gadei-ps chaos --json` prints. Raises GadeiError."""
     odd = [one.name for one in options.signals if one not in NUMBERS]
     if odd:
         raise UsageError(f"--signals: {odd[0]} is not KILL or STOP; gadei-ps kill sends any")
@@ -141,7 +141,7 @@ class _Chaos:
         return f"{seconds:.0f} s: hit {', '.join(done)}; {counted(version, 'gradient')} applied"
 
     def _strike(self, now: float) -> bool:
-        """Hits one of the processes that can be hit now; False if there is none."""
+        """Hit one of the processes that can be hit now; False if there is none."""
         missed = self._missed() if now < self._round_until else []
         first = self._found([role for role in missed if role is not Role.WATCHDOG] or missed, now)
         # While roles are missed, other hits go to learners: any other would delay the missed roles.
@@ -214,7 +214,7 @@ class _Chaos:
         return target is not None and target not in [stopped for _, stopped in self._stopped]
 
     def _go_on(self, now: float, *, everyone: bool = False) -> None:
-        """Continues processes that were stopped long enough, and forgets dead ones."""
+        """Continue processes that were stopped long enough, and forget dead ones."""
         for entry in list(self._stopped):
             until, target = entry
             if everyone or now >= until or not target.alive:

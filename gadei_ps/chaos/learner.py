@@ -60,7 +60,7 @@ def _connect() -> Client:
 
 
 def push(optimizer: str) -> None:
-    """Pushes until it is killed or has pushed MOST gradients. Raises GadeiError."""
+    """Push until it is killed or has pushed MOST gradients. Raises GadeiError."""
     client = _connect()
     print(client.row, client.generation, flush=True)
     if not sys.stdin.readline():

@@ -114,7 +114,7 @@ class Observer(threading.Thread):
         self._hit_at = time.monotonic()
 
     def _await(self, where: list[Any], one: Any) -> None:
-        """Returns when the thread is awake, so that measured times do not include waking it."""
+        """Return when the thread is awake, so that measured times do not include waking it."""
         self._awake.clear()
         with self._lock:
             where.append(one)
@@ -137,7 +137,7 @@ class Observer(threading.Thread):
             time.sleep(SLEEP_S)
 
     def _look(self) -> None:
-        """Records the awaited events that have happened by now."""
+        """Record the awaited events that have happened by now."""
         consumed = self._applied.min(axis=0)  # before the leases: so consumed before
         now = time.monotonic()
         for one in list(self._fail_overs):

@@ -72,7 +72,7 @@ class Tally:
         self._w, self._ledger = views["w"], views.get("ledger")
 
     def add(self, generation: int, published: int) -> None:
-        """Adds what a dead learner of this generation has published."""
+        """Add what a dead learner of this generation has published."""
         self._published[generation % LANES] += published
 
     def count(self, dropped: int) -> Count:

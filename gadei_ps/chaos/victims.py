@@ -43,7 +43,7 @@ class OwnJob:
     verbose: bool = False
 
     def config(self) -> JobConfig:
-        """Raises UsageError."""
+        """Raise UsageError."""
         values = max(1, self.size // 4 // layout.CHUNK) * layout.CHUNK
         # With a rate of 1, the results of SGD are whole numbers, and exact.
         rate, ledger = (1.0, LEDGER) if self.optimizer == EXACT else (ADAPTIVE_LR, 0)
@@ -117,7 +117,7 @@ class Own:
             one.child.wait()
 
     def look_after(self) -> None:
-        """Restarts dead processes. Lets learners push when their rings are mapped."""
+        """Restart dead processes. Lets learners push when their rings are mapped."""
         self._daemon.check()
         while len(self._learners) < self._wanted.learners:
             self._learners.append(self._start())
@@ -171,7 +171,7 @@ class Own:
             raise JobFailed("learners fail again and again without being hit; --verbose shows why")
 
     def count(self) -> Count | None:
-        """Kills the learners, waits until their published gradients are consumed, and counts."""
+        """Kill the learners, wait until their published gradients are consumed, and count."""
         for one in list(self._learners):
             one.child.kill()
             one.child.wait()

@@ -40,7 +40,7 @@ class Corpus:
 
     @classmethod
     def read(cls, settings: Settings) -> Corpus:
-        """Raises DatasetError."""
+        """Raise DatasetError."""
         names = (settings.text_column, settings.label_column)
         whole = dataset.read_training(settings.train_file, *names)
         test = None

@@ -50,7 +50,7 @@ class Counts:
         return sum(one[name] for one in self._jobs.values())
 
     def divided(self, groups: int) -> int:
-        """Passes that all groups have answered, where their machines divide the batches.
+        """Return the passes that all groups have answered, where their machines divide the batches.
 
         groups: how many have begun. One whose machines have all left or ended is not waited for:
         nobody trains its part any more.

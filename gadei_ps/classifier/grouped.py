@@ -158,7 +158,7 @@ class _Launcher:
         self.rounds = 0
 
     def run(self) -> None:
-        """Trains until the passes are done or the held-out accuracy no longer improves."""
+        """Train until the passes are done or the held-out accuracy no longer improves."""
         measured = 0
         while True:
             self.training.look()
@@ -197,7 +197,7 @@ class _Launcher:
         return self.training.weights(sources(self.training.rows, passes))
 
     def _measure(self, tensors: Tensors, epoch: float) -> bool:
-        """Measures the held-out tenth. True if it has not improved for `patience` epochs."""
+        """Measure the held-out tenth. True if it has not improved for `patience` epochs."""
         jobs = [row.get("job") or {} for row in self.training.rows]
         learners = [one for job in jobs for one in job.get("learners", ())]
         losses = [one["loss"] for one in learners if one["loss"] is not None]
@@ -206,7 +206,7 @@ class _Launcher:
         )
 
     def _wind_up(self, number: int, epoch: float | None) -> None:
-        """Measures what there is for the last time. epoch: of weights not measured yet.
+        """Measure what there is for the last time. epoch: of weights not measured yet.
 
         Raises Interrupted if there is nothing to be kept.
         """
@@ -219,7 +219,7 @@ class _Launcher:
                 self._measure(tensors, epoch)
 
     def end(self) -> ClusterError | None:
-        """Ends all machines. Returns why they may train on, where there is a model all the same."""
+        """End all machines. Returns why they may train on, where there is a model all the same."""
         try:
             if self.training.summary is None:
                 self.training.stop()
@@ -230,7 +230,7 @@ class _Launcher:
         return None
 
     def _check_end(self, summary: dict[str, Any]) -> None:
-        """Raises GadeiError unless all machines have ended by themselves, and well."""
+        """Raise GadeiError unless all machines have ended by themselves, and well."""
         if summary["stopped"]:
             raise JobStopped(f"run {summary['run']} was stopped meanwhile")
         for one in summary["machines"]:
@@ -239,7 +239,7 @@ class _Launcher:
                 raise JobFailed(f"machine {one['machine']} has failed: {why}")
 
     def finish(self, begin: float) -> dict[str, Any]:
-        """Writes the model directory, returns the summary. begin: by the monotonic clock."""
+        """Write the model directory, return the summary. begin: by the monotonic clock."""
         seconds = time.monotonic() - begin
         machines, counts = self.groups.machines, self.progress.counts
         facts = {

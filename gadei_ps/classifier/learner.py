@@ -30,7 +30,7 @@ NUMBER_VARIABLE = "GADEI_PS_MACHINE"
 
 
 def learn(path: str) -> None:
-    """Learns until the server has no more batches. Raises what the client raises."""
+    """Learn until the server has no more batches. Raises what the client raises."""
     with np.load(path) as data:
         sentences = Encoded(data["tokens"], data["lengths"])
         settings = json.loads(str(data["settings"]))

@@ -33,7 +33,7 @@ class Best:
     tensors: Tensors | None = None
 
     def offer(self, accuracy: float, loss: float, epoch: float, tensors: Tensors) -> bool:
-        """Keeps these weights if they are better: by accuracy, then by loss."""
+        """Keep these weights if they are better: by accuracy, then by loss."""
         if not math.isfinite(loss) or (accuracy, -loss) <= (self.accuracy, -self.loss):
             return False
         self.accuracy, self.loss, self.epoch, self.tensors = accuracy, loss, epoch, tensors
@@ -68,7 +68,7 @@ class Measuring:
         seconds: float,
         samples_per_s: float,
     ) -> bool:
-        """Measures weights that nobody changes any more. epoch: how many they have seen.
+        """Measure weights that nobody changes any more. epoch: how many they have seen.
 
         losses: of the learners. seconds: of training. True if the weights have not become better
         for `patience` epochs. The last entry of `history` is of these weights.
@@ -108,7 +108,7 @@ class Measuring:
         )
 
     def _save(self, metrics: Mapping[str, Any]) -> None:
-        """Writes the model directory; the loaded weights are the best. Raises ModelDirectoryError.
+        """Write the model directory; the loaded weights are the best. Raises ModelDirectoryError.
 
         metrics: what is to be said of the training besides its history.
         """
@@ -167,7 +167,7 @@ class Measuring:
         }
 
     def note(self, error: BaseException) -> bool:
-        """Adds to the error of a training where its best model is; False if there is none."""
+        """Add to the error of a training where its best model is; False if there is none."""
         if self.directory is None:
             return False
         error.add_note(
@@ -197,7 +197,7 @@ class Measuring:
             raise error
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Measures the best weights on the test file, writes the model directory again with all
+        """Measure the best weights on the test file, write the model directory again with all
         that is known now, and returns the summary.
 
         facts: of it, how the training went. Raises JobFailed or ModelDirectoryError.

@@ -28,7 +28,7 @@ class Plan:
 
     @classmethod
     def read(cls, settings: Settings) -> Plan:
-        """Raises DatasetError."""
+        """Raise DatasetError."""
         corpus = Corpus.read(settings)
         defaults = dataset.defaults(len(corpus.train))
         return cls(
@@ -77,7 +77,7 @@ class Plan:
         }
 
     def write(self, stream: IO[bytes], options: dict[str, Any]) -> None:
-        """Writes what learners read: the encoded sentences, and their options."""
+        """Write what learners read: the encoded sentences, and their options."""
         np.savez(
             stream,
             tokens=self.corpus.encoded.tokens,

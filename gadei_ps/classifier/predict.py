@@ -116,7 +116,7 @@ def compare(
 
 
 def write_csv(table: Table, predictions: Sequence[Prediction], out: Path | None) -> None:
-    """Writes the rows with their label and probability to `out`, or to standard output.
+    """Write the rows with their label and probability to `out`, or to standard output.
 
     The new columns are label and probability, or predicted_label and predicted_probability if the
     table has a column with one of those names. No header is written if the table has none. Replaces

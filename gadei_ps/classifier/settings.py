@@ -43,7 +43,7 @@ class Settings:
     verbose: bool = False
 
     def check(self) -> None:
-        """Raises UsageError if a value is out of range, or `out` has a model."""
+        """Raise UsageError if a value is out of range, or `out` has a model."""
         if self.out is not None and not self.overwrite and (self.out / "config.json").exists():
             raise UsageError(
                 f"--out {self.out}: there is a model already; name another directory, or replace "

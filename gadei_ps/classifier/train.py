@@ -40,7 +40,7 @@ MAX_REFUSED = 20
 
 
 def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
-    """Runs the whole training; returns the summary that `train --json` prints.
+    """Run the whole training; return the summary that `train --json` prints.
 
     The first signal, and a stop of the job, end it with the best weights so far; `exit_code` is 128
     + the signal's number, or that of JobStopped. A second signal, and one before the first
@@ -169,7 +169,7 @@ class _Run:
         self._flat: FloatArray | None = None
 
     def run(self, data: Path) -> None:
-        """Trains until the epochs are done or the held-out accuracy no longer improves."""
+        """Train until the epochs are done or the held-out accuracy no longer improves."""
         # Under WSP, the server hands out waves as batches.
         wave = sync.parse(self.settings.sync).wave
         batches = -(-len(self.plan.corpus.train) // (self.plan.batch_size * wave))
@@ -201,7 +201,7 @@ class _Run:
             learners.kill()
 
     def _take_last(self) -> None:
-        """Measures the last weights of a job that another process has stopped.
+        """Measure the last weights of a job that another process has stopped.
 
         Raises JobStopped if there are none: no gradient was applied.
         """
@@ -242,7 +242,7 @@ class _Run:
             time.sleep(POLL_S)
 
     def _wind_up(self, number: int, epoch: float | None) -> None:
-        """Measures what there is for the last time. epoch: of weights not measured yet.
+        """Measure what there is for the last time. epoch: of weights not measured yet.
 
         Raises Interrupted if there is nothing to be kept.
         """
@@ -254,7 +254,7 @@ class _Run:
             self._evaluate(epoch)
 
     def _check_refused(self) -> None:
-        """Raises JobFailed if most gradients are refused: the training has diverged."""
+        """Raise JobFailed if most gradients are refused: the training has diverged."""
         refused, applied = self.status["gradients_refused"], self.status["gradients_applied"]
         if refused > MAX_REFUSED and refused > applied:
             reasons = {one["refused_because"] for one in self.status["learners"]} - {""}
@@ -284,7 +284,7 @@ class _Run:
                 raise JobFailed("no learner is left")
 
     def _map(self) -> None:
-        """Maps the weights, which outlive a stop of the job by another process."""
+        """Map the weights, which outlive a stop of the job by another process."""
         if self._flat is None:
             mapped = segment.attach(
                 shm.segment_name(self.daemon.config.name, "weights"),
@@ -301,7 +301,7 @@ class _Run:
         return self._placed.views(self._flat.copy())
 
     def _evaluate(self, epoch: float) -> bool:
-        """Measures the held-out tenth. True if it has not improved for `patience` epochs."""
+        """Measure the held-out tenth. True if it has not improved for `patience` epochs."""
         is_over = self._measure(epoch)
         last = self.measuring.history[-1]
         measured = {
@@ -325,7 +325,7 @@ class _Run:
         return float(samples / self.train_seconds) if self.train_seconds > 0 else 0.0
 
     def finish(self, begin: float) -> dict[str, Any]:
-        """Writes the model directory, returns the summary. begin: by the monotonic clock."""
+        """Write the model directory, return the summary. begin: by the monotonic clock."""
         seconds = time.monotonic() - begin
         facts = {
             "samples_per_s": self._samples_per_s(),

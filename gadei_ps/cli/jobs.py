@@ -233,7 +233,7 @@ def status(
 
 
 def _draw(job: str | None, file: Path) -> None:
-    """Writes the picture of a job, or of all jobs; the file appears only when it is complete."""
+    """Write the picture of a job, or of all jobs; the file appears only when it is complete."""
     from gadei_ps.commands import jobs
     from gadei_ps.show import picture
     from gadei_ps.show.status import RATE_S, Rates, job_status, statuses
@@ -253,7 +253,7 @@ def _draw(job: str | None, file: Path) -> None:
 
 
 def _watch(job: str | None) -> None:
-    """Shows the status every second until Ctrl-C, or until the given job has ended."""
+    """Show the status every second until Ctrl-C, or until the given job has ended."""
     from rich.live import Live
 
     from gadei_ps.commands import jobs

@@ -94,7 +94,7 @@ def _scope(user: bool, system: bool) -> Scope:
 
 
 def _no_name(names: list[str], advice: str) -> None:
-    """Raises UsageError if a job was named where none is expected."""
+    """Raise UsageError if a job was named where none is expected."""
     if names:
         raise UsageError(
             f"the units are those of all jobs, and {names[0]!r} is one too many: {advice}"

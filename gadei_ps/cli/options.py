@@ -129,7 +129,7 @@ def limits(given: Sequence[str]) -> dict[str, str]:
 
 
 def tell(as_json: bool, result: Mapping[str, Any], shown: Callable[[], RenderableType]) -> None:
-    """Prints the result of a command, for programs or for people; before anything else it says."""
+    """Print the result of a command, for programs or for people; before anything else it says."""
     if as_json:
         print_json(result)
     else:

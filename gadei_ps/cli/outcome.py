@@ -30,7 +30,7 @@ LEARNER_FILE_VARIABLE = "GADEI_PS_LEARNER_FILE"
 
 
 def execute(app: typer.Typer, args: Sequence[str]) -> int:
-    """Runs a command line; returns its exit code. Call it once, from the main thread."""
+    """Run a command line; return its exit code. Call it once, from the main thread."""
     interrupts.install()
     log.outlive_reader()
     for stream in (sys.stdout, sys.stderr):
@@ -70,7 +70,7 @@ def execute(app: typer.Typer, args: Sequence[str]) -> int:
 def _report(
     error: Exception, path: str, as_json: bool, json_log: bool = False, learner_file: str = ""
 ) -> int:
-    """Prints the error in one line, or as the log's last object; returns the exit code.
+    """Print the error in one line, or as the log's last object; return the exit code.
 
     path: the command that was given.
     """

@@ -8,7 +8,7 @@ from gadei_ps.errors import UsageError
 
 
 def check(option: str, file: Path | None, suffix: str = "") -> None:
-    """Raises UsageError if the file could not be written; for a command that takes long."""
+    """Raise UsageError if the file could not be written; for a command that takes long."""
     if file is None:
         return
     if not file.name.endswith(suffix):
@@ -20,7 +20,7 @@ def check(option: str, file: Path | None, suffix: str = "") -> None:
 
 
 def write(option: str, file: Path, text: str) -> None:
-    """Writes it whole, or not at all. Raises UsageError."""
+    """Write it whole, or not at all. Raises UsageError."""
     from gadei_ps.storage import files
 
     try:

@@ -31,7 +31,7 @@ app = App(help=HELP)
 
 @app.callback(help=HELP)
 def _group() -> None:
-    """Keeps `train` a word of the command line: typer leaves out the name of a single command."""
+    """Keep `train` a word of the command line: typer leaves out the name of a single command."""
 
 
 @app.command()
@@ -84,7 +84,7 @@ def train(
 
 
 def _teller() -> Progress:
-    """Prints the progress of training on standard error, every few seconds."""
+    """Print the progress of training on standard error, every few seconds."""
     last = time.monotonic()
 
     def tell(epoch: int, epochs: int, held_out: float) -> None:

@@ -40,7 +40,7 @@ class _Group(TyperGroup):
 
 
 def separated(command: Any, args: Sequence[str]) -> list[str]:
-    """Puts `--` before the program of a command line that starts learners; others stay.
+    """Put `--` before the program of a command line that starts learners; others stay.
 
     Raises UsageError if the job's name is missing.
     """

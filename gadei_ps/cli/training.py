@@ -307,7 +307,7 @@ def _notice(text: str) -> None:
 
 
 def _print_prediction(one: Prediction) -> None:
-    """Prints label, probability and sentence, separated by tabs."""
+    """Print label, probability and sentence, separated by tabs."""
     terminal = sys.stdout.isatty()
     label, text = (shown(part) if terminal else part for part in (one.label, one.text))
     print(label, f"{one.probability:.4f}", text, sep="\t", flush=terminal)

@@ -18,7 +18,7 @@ RELOAD_S = 60.0  # until a server has the optimizer's numbers of a changed job f
 
 
 def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
-    """Changes the synchronization model and waits for the barrier at which it takes effect.
+    """Change the synchronization model and wait for the barrier at which it takes effect.
 
     Raises UsageError if `spec` is not a model, ControlError if the job refuses it or does not reach
     a barrier in time. After a time-out the change still takes effect at the next barrier.
@@ -44,7 +44,7 @@ def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
 
 
 def set_optimizer(job: str, values: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Changes numbers of the optimizer and waits until they are in force.
+    """Change numbers of the optimizer and wait until they are in force.
 
     `changed` has what each was and is, by field; `version`: gradients applied before the first with
     the new ones. Raises UsageError for what the job's optimizer cannot have, ControlError if no
@@ -56,7 +56,7 @@ def set_optimizer(job: str, values: Mapping[str, Any], timeout_s: float) -> dict
 
 
 def _await_numbers(job: str, timeout_s: float) -> int:
-    """Returns the version from which on the optimizer's numbers are in force."""
+    """Return the version from which on the optimizer's numbers are in force."""
     until = time.monotonic() + timeout_s
     while (report := status(job))["settings_pending"]:
         if time.monotonic() > until:

@@ -149,7 +149,7 @@ class Daemon:
             os.close(log_file)
 
     def _wait_ready(self, read: int) -> None:
-        """Waits until the child answers. If it cannot start, it says why.
+        """Wait until the child answers. If it cannot start, it says why.
 
         Until it writes that the servers start, its own processor time is its progress. From then on
         only more of these notes are: the loop in which it waits for them uses the processor, too.
@@ -182,7 +182,7 @@ class Daemon:
         raise JobFailed(f"the daemon of job {self.config.name!r} {what}")
 
     def _open_log(self) -> int:
-        """Raises UsageError."""
+        """Raise UsageError."""
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             return os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -210,7 +210,7 @@ class Daemon:
             return False
 
     def check(self) -> None:
-        """Starts another watchdog if this one was killed.
+        """Start another watchdog if this one was killed.
 
         Raises JobStopped if the job was stopped, JobFailed if it failed or if its watchdogs were
         killed too often.
@@ -233,7 +233,7 @@ class Daemon:
                 code = self._process.returncode
 
     def _count_death(self, code: int) -> None:
-        """Raises JobFailed if the watchdogs were killed too often."""
+        """Raise JobFailed if the watchdogs were killed too often."""
         now = time.monotonic()
         died = Exit(now, useful=False)
         self._deaths = restart.remembered((*self._deaths, died), self._policy)
@@ -245,7 +245,7 @@ class Daemon:
             )
 
     def request(self, message: Any, timeout_s: float = 10.0) -> dict[str, Any]:
-        """Sends one request to the job; if the watchdog was killed, to the next one.
+        """Send one request to the job; if the watchdog was killed, to the next one.
 
         Raises as check() does, and ControlError.
         """
@@ -270,7 +270,7 @@ class Daemon:
         self._process = None
 
     def end(self) -> None:
-        """Ends the watchdog, which ends the servers and cleans up. If it is killed, we clean up."""
+        """End the watchdog, which ends the servers and cleans up. If it is killed, we clean up."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -326,7 +326,7 @@ def running(job: str) -> bool:
 
 
 def check_code(job: str, code: int) -> None:
-    """Raises NotSaved or JobFailed where a watchdog has ended with this exit code."""
+    """Raise NotSaved or JobFailed where a watchdog has ended with this exit code."""
     if code == NotSaved.exit_code:
         raise NotSaved(
             f"job {job!r} has stopped without its last checkpoint, and its memory stays; see its "

@@ -32,7 +32,7 @@ class Child:
         lines.write(self.end, json.dumps(how | {"config": json.loads(config)}).encode())
 
     def drop(self) -> None:
-        """Ends a process that nobody needs."""
+        """End a process that nobody needs."""
         os.close(self.end)
         self.process.kill()
         self.process.wait()

@@ -180,7 +180,7 @@ def _without_answer(job: Job) -> Job:
 
 
 def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> dict[str, Any]:
-    """Stops the job and waits until it is gone; returns its final report.
+    """Stop the job and wait until it is gone; return its final report.
 
     timeout_s: with `drain`, how long learners may take to finish. A job whose watchdog was killed
     is ended at once; `discard` allows that even if gradients are lost. With a watchdog, `discard`
@@ -235,7 +235,7 @@ def plain(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
-    """Ends a job without a watchdog. Raises ControlError if that would lose gradients."""
+    """End a job without a watchdog. Raises ControlError if that would lose gradients."""
     if not discard:
         _check_saved(job)
     report = drop(job)
@@ -245,7 +245,7 @@ def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
 
 
 def _check_saved(job: str) -> None:
-    """Raises ControlError unless the end of this job without a watchdog loses no gradients."""
+    """Raise ControlError unless the end of this job without a watchdog loses no gradients."""
     problem = f"job {job!r} has no watchdog to write its last checkpoint: serve it again"
     command = f"(gadei-ps stop {job} --discard)"
     try:
@@ -269,7 +269,7 @@ def _check_saved(job: str) -> None:
 
 
 def drop(job: str) -> dict[str, Any] | None:
-    """Ends the servers of a job without a watchdog and removes its memory; its last counts.
+    """End the servers of a job without a watchdog and remove its memory; its last counts.
 
     None if a watchdog lives, or if there is nothing left.
     """
@@ -319,7 +319,7 @@ class Leftover:
 
 
 def collect(names: Iterable[str] | None = None, *, dry_run: bool = False) -> list[Leftover]:
-    """Removes what dead jobs have left; with `dry_run` only lists it. Living jobs stay.
+    """Remove what dead jobs have left; with `dry_run` only lists it. Living jobs stay.
 
     names: of jobs. None for all jobs of this user except those that `serve` could continue.
     Raises UsageError for a name that no job can have.
@@ -344,7 +344,7 @@ def collect(names: Iterable[str] | None = None, *, dry_run: bool = False) -> lis
 def old_histories(
     names: Iterable[str] | None, days: float, *, dry_run: bool = False
 ) -> list[Leftover]:
-    """Removes histories that have not changed for so many days; with `dry_run` only lists them.
+    """Remove histories that have not changed for so many days; with `dry_run` only lists them.
 
     Those of jobs that live stay, and those beside checkpoints. names: of jobs; None for all.
     """
@@ -400,7 +400,7 @@ def left_alone(names: Iterable[str], removed: Iterable[Leftover]) -> list[str]:
 
 @contextlib.contextmanager
 def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
-    """Holds the job's lock, so that no watchdog of that name starts meanwhile.
+    """Hold the job's lock, so that no watchdog of that name starts meanwhile.
 
     Yields None if a watchdog lives, otherwise the lock file in a list, if there was one. Removes
     the lock file at the end; a dry run creates and removes none.

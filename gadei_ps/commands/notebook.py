@@ -53,7 +53,7 @@ def serve(
     verbose: bool = False,
     **fields: Any,
 ) -> ServedJob:
-    """Serves a job until its stop(), the end of a `with` block, or the end of this process.
+    """Serve a job until its stop(), the end of a `with` block, or the end of this process.
 
         with gadei_ps.serve("demo", sync="asp") as job:
             optimizer = gadei_ps.learners.torch.Optimizer(model)  # a learner of this job
@@ -101,7 +101,7 @@ def _config(
     checkpoint: object,
     fields: Mapping[str, Any],
 ) -> JobConfig:
-    """Raises UsageError, in one line."""
+    """Raise UsageError, in one line."""
     if job is not None and not isinstance(job, str | os.PathLike):
         raise UsageError(
             f"serve() takes the job's name or its job file, not a {type(job).__name__}; the model "
@@ -169,7 +169,7 @@ class _Keeper(threading.Thread):
             self._over.set()
 
     def begin(self) -> None:
-        """Returns when the job is ready. Raises why it is not; KeyboardInterrupt ends the start."""
+        """Return when the job is ready. Raises why it is not; KeyboardInterrupt ends the start."""
         self.start()
         try:
             self._ready.wait()
@@ -229,7 +229,7 @@ class ServedJob:
         made.let_go()
 
     def reload(self, wanted: JobConfig) -> None:
-        """Takes over what may change while a job runs; see gadei-ps reload."""
+        """Take over what may change while a job runs; see gadei-ps reload."""
         change.reload(wanted)
 
     @property
@@ -260,7 +260,7 @@ class ServedJob:
             time.sleep(LOOK_S)
 
     def export(self, out: str | os.PathLike[str]) -> None:
-        """Writes the weights as they are now; see gadei-ps export. Raises UsageError."""
+        """Write the weights as they are now; see gadei-ps export. Raises UsageError."""
         from gadei_ps.commands import saved
         from gadei_ps.storage.export import check
 
@@ -275,7 +275,7 @@ class ServedJob:
         restart: int | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Runs a program as learners of the job to their end, as `gadei-ps run` does.
+        """Run a program as learners of the job to their end, as `gadei-ps run` does.
 
         command: the program and its arguments. options: device, gpus, log_dir, quiet, as the
         command has them. Ctrl-C is passed on to the learners, which have 30 s to end; pressed
@@ -295,7 +295,7 @@ class ServedJob:
         return summary
 
     def stop(self) -> None:
-        """Ends the job; learners of this process leave it before. Once more, it does nothing.
+        """End the job; learners of this process leave it before. Once more, it does nothing.
 
         Also a job with keep=True. Raises JobFailed if the job has failed, NotSaved if its last
         checkpoint has.

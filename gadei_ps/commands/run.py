@@ -106,7 +106,7 @@ class RunOptions:
 def run_learners(
     job: str, command: Sequence[str], options: RunOptions, child: Child | None = None
 ) -> dict[str, Any]:
-    """Runs the learners to their end; returns the summary that `run --json` prints.
+    """Run the learners to their end; return the summary that `run --json` prints.
 
     child: a process for the watchdog of a new job.
 
@@ -195,7 +195,7 @@ def joining(report: Mapping[str, Any], wanted: Launch) -> str:
 
 
 def _await_end(job: str) -> None:
-    """Waits while a job starts or ends, such as one whose launcher was just killed."""
+    """Wait while a job starts or ends, such as one whose launcher was just killed."""
     until = time.monotonic() + ENDING_S
     while _starts_or_ends(job) and time.monotonic() < until:
         time.sleep(POLL_S)
@@ -211,7 +211,7 @@ def _starts_or_ends(job: str) -> bool:
 
 
 def _check_continues(served: Daemon, options: RunOptions) -> None:
-    """Prints where a job continues. Raises JobDiffers for options that it cannot take over."""
+    """Print where a job continues. Raises JobDiffers for options that it cannot take over."""
     report = served.request(Status())
     if not report["version"]:
         return
@@ -277,7 +277,7 @@ def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) ->
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raises UsageError for a program that cannot be started."""
+    """Raise UsageError for a program that cannot be started."""
     program = command[0]
     if shutil.which(program) is not None:
         return
@@ -287,7 +287,7 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoReturn:
-    """Replaces this process by the command, with the job in its environment.
+    """Replace this process by the command, with the job in its environment.
 
     Of the options, only device, gpus and devices_per_learner are used. Raises JobNotFound,
     UsageError, DeviceError.
@@ -306,7 +306,7 @@ def become_learner(job: str, command: Sequence[str], options: RunOptions) -> NoR
 
 
 def attach_and_wait(job: str, command: Sequence[str], options: RunOptions) -> dict[str, Any]:
-    """Runs one more learner as a child to its end; returns the summary. Raises GadeiError."""
+    """Run one more learner as a child to its end; return the summary. Raises GadeiError."""
     check_command(command)
     attached = Attached(job)
     return _Run(attached, command, options, _one_more(attached, options), Launch()).run()
@@ -362,7 +362,7 @@ class _Run:
         self.output: Output | None = None
 
     def run(self) -> dict[str, Any]:
-        """Raises GadeiError, and Interrupted at the third signal."""
+        """Raise GadeiError, and Interrupted at the third signal."""
         self.own = OwnLearners(self.job.control)
         with interrupts.first_told() as signalled:
             try:
@@ -415,7 +415,7 @@ class _Run:
             time.sleep(STAY_S)
 
     def _finish(self) -> None:
-        """Takes the weights once the ended learners' gradients are applied, and ends the job."""
+        """Take the weights once the ended learners' gradients are applied, and end the job."""
         until = time.monotonic() + LEAVE_S
         while (report := self.job.report()) is not None:
             self._hear(report)
@@ -439,7 +439,7 @@ class _Run:
             self.counts = self.own.counts()
 
     def _write(self, out: Path, is_over: bool) -> None:
-        """Writes the weights to the file of `--out`; the job stays in memory if that fails.
+        """Write the weights to the file of `--out`; the job stays in memory if that fails.
 
         is_over: the job was stopped meanwhile, and is not in memory any more.
         """
@@ -452,7 +452,7 @@ class _Run:
             _say(self.unsaved)
 
     def _rescue(self) -> str:
-        """Writes the weights elsewhere: to the disk, else to the runtime directory."""
+        """Write the weights elsewhere: to the disk, else to the runtime directory."""
         for directory in (config.state_directory(), paths.directory()):
             path = directory / f"{self.last['job']}.safetensors"
             with contextlib.suppress(GadeiError, OSError):
@@ -552,7 +552,7 @@ class _Run:
         return self.asked
 
     def _announce_end(self, learners: Learners) -> float:
-        """Reports that the job has ended before its learners; returns until when these may run.
+        """Report that the job has ended before its learners; return until when these may run.
 
         After an orderly stop a script may do what comes after its training.
         """

@@ -145,7 +145,7 @@ def find(source: str, version: int | None = None, job_file: Path | None = None) 
 
 
 def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]:
-    """Writes the weights of a job in memory, or else of a checkpoint; returns what was written.
+    """Write the weights of a job in memory, or else of a checkpoint; return what was written.
 
     Raises CheckpointError, UsageError.
     """
@@ -177,7 +177,7 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
 
 
 def export_memory(job: str, out: Path) -> None:
-    """Writes the weights of a job that is in memory. Raises CheckpointError, UsageError."""
+    """Write the weights of a job that is in memory. Raises CheckpointError, UsageError."""
     held = hold(job)
     if held is None:
         raise CheckpointError(f"job {job!r} is not in memory any more")
@@ -218,7 +218,7 @@ def _in_memory(job: str) -> Snapshot | None:
 
 
 def hold(job: str) -> Callable[[], Snapshot] | None:
-    """Maps the weights of a job, which stay readable when the job ends; None if none are in memory.
+    """Map the weights of a job, which stay readable when the job ends; None if none are in memory.
 
     Returns what copies them, without locks. Raises CheckpointError for a job without a model, or of
     another build of gadei-ps.

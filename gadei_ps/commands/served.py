@@ -55,7 +55,7 @@ class _Job(ABC):
         return Numbers(reply["first"], wanted.count, reply["others"])
 
     def _reserve_again(self, report: dict[str, Any]) -> None:
-        """Reserves the numbers again if another watchdog has taken over."""
+        """Reserve the numbers again if another watchdog has taken over."""
         one = self._launch
         if one is not None and all(one.first != other["first"] for other in report["commands"]):
             with contextlib.suppress(GadeiError):  # the next report does it
@@ -185,7 +185,7 @@ class Served(_Job):
         self._daemon.keeps = wanted and self._daemon.survives
 
     def end(self, reason: str = "") -> dict[str, Any] | None:
-        """Stops the job; its final report, None if it was stopped before or its memory stays.
+        """Stop the job; its final report, None if it was stopped before or its memory stays.
 
         reason: for other learners.
         """

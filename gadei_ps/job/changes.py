@@ -84,7 +84,7 @@ NO_CHANGES: Final = Changes()
 
 
 def read(raw: object) -> Changes:
-    """Changes that a checkpoint or the job's memory holds. Raises ValueError for anything else."""
+    """Parse the changes in a checkpoint or in memory. Raises ValueError for anything else."""
     found = Changes.model_validate(raw)
     for name in found.values.keys() | found.over.keys():
         if name not in NAMES and not OF_GROUP.fullmatch(name):

@@ -257,7 +257,7 @@ def state_directory() -> Path:
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
-    """Checks values from a file or from flags; `where` stands in the error."""
+    """Check values from a file or from flags; `where` stands in the error."""
     try:
         config = JobConfig.model_validate(values)
     except ValidationError as error:
@@ -273,7 +273,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
 
 
 def check_sync(config: JobConfig, learners: int | None, where: str) -> None:
-    """Raises UsageError if the synchronization model does not fit this number of learners."""
+    """Raise UsageError if the synchronization model does not fit this number of learners."""
     try:
         model = sync.parse(config.sync)
         model.check(learners)
@@ -283,7 +283,7 @@ def check_sync(config: JobConfig, learners: int | None, where: str) -> None:
 
 
 def check_room(model: sync.SyncModel) -> None:
-    """Raises SpecError where the model's text is longer than shared memory has room for."""
+    """Raise SpecError where the model's text is longer than shared memory has room for."""
     if len(str(model).encode()) >= layout.SYNC_TEXT:
         raise sync.SpecError(f"{model.name}: its parameters are too long; use a shorter path")
 
@@ -304,7 +304,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path) -> JobConfig:
-    """Reads a job file, of at most MOST_BYTES. Its name defaults to the file's.
+    """Read a job file, of at most MOST_BYTES. Its name defaults to the file's.
 
     Raises UsageError, or JobFailed if it cannot be read for now.
     """

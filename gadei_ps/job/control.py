@@ -318,7 +318,7 @@ REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 
 
 def parse_request(raw: bytes) -> Request:
-    """Checks a request. Raises ControlError in one line."""
+    """Check a request. Raises ControlError in one line."""
     try:
         return REQUEST.validate_json(raw)
     except ValidationError as error:
@@ -355,7 +355,7 @@ class Connection:
     """A client's end of the control socket: one request, one reply, in turn."""
 
     def __init__(self, job_or_path: str, timeout_s: float = 10.0) -> None:
-        """Connects to a job by its name or by its socket's path.
+        """Connect to a job by its name or by its socket's path.
 
         Raises JobNotFound, or ControlError if something else answers.
         """
@@ -471,7 +471,7 @@ class Lasting:
     """A connection that outlives the watchdog at its other end: the next one is asked again."""
 
     def __init__(self, job_or_path: str, timeout_s: float = 10.0) -> None:
-        """Raises JobNotFound or ControlError."""
+        """Raise JobNotFound or ControlError."""
         self._timeout_s = timeout_s
         self._connection = Connection(job_or_path, timeout_s)
         self.path = self._connection.path

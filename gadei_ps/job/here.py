@@ -27,7 +27,7 @@ class Learner(Protocol):
         """Whether it has detached."""
 
     def leave(self) -> None:
-        """Detaches, as what was made around it does."""
+        """Detach, as what was made around it does."""
 
 
 class _State:

@@ -65,7 +65,7 @@ KINDS = {kind.__name__: kind for kind in (Load, Start, Ready, Born, NotBorn, End
 
 
 def send(end: socket.socket, message: Message, *descriptors: int) -> None:
-    """Raises OSError, BlockingIOError where the other one does not read."""
+    """Raise OSError, BlockingIOError where the other one does not read."""
     text = json.dumps({"kind": type(message).__name__} | asdict(message)).encode()
     socket.send_fds(end, [text], descriptors)
 

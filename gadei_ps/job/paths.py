@@ -88,7 +88,7 @@ def _default(make: bool) -> Path:
 
 
 def _check_before_making(path: Path) -> None:
-    """Raises DirectoryMistake for root where another user's first job is to make the directory.
+    """Raise DirectoryMistake for root where another user's first job is to make the directory.
 
     NotADirectoryError where nobody can make it.
     """
@@ -124,7 +124,7 @@ def owner() -> int:
 
 
 def check_own() -> None:
-    """Raises DirectoryMistake for root in another user's directory: it would leave files there."""
+    """Raise DirectoryMistake for root in another user's directory: it would leave files there."""
     if owner() != os.getuid():
         name = user(owner())
         raise DirectoryMistake(
@@ -224,7 +224,7 @@ def foreign(job: str) -> list[str]:
 
 
 def check_socket(job: str) -> None:
-    """Raises DirectoryMistake where a directory has the name of the job's socket.
+    """Raise DirectoryMistake where a directory has the name of the job's socket.
 
     Anything else that has it is replaced.
     """
@@ -233,7 +233,7 @@ def check_socket(job: str) -> None:
 
 
 def open_lock(path: Path, *, create: bool) -> int:
-    """Opens a lock file; returns the descriptor. create: also the directory, if there is none.
+    """Open a lock file; return the descriptor. create: also the directory, if there is none.
 
     Raises FileNotFoundError, or ControlError if something else has its name.
     """

@@ -186,7 +186,7 @@ def send(
     timeout_s: float = GONE_S,
     owner: int | None = None,
 ) -> Sent | None:
-    """Delivers the signal; None if the process has ended. SIGKILL is awaited, timeout_s.
+    """Deliver the signal; None if the process has ended. SIGKILL is awaited, timeout_s.
 
     owner: user whose process it must be, by default ours. Raises ControlError if it is not, or
     where a signal is not allowed.

@@ -24,7 +24,7 @@ LOCKS = "compiling.locks"  # a file beside the code; a unit's lock is one of its
 
 
 def load(units: Iterable[Unit]) -> None:
-    """Loads all of the units, and compiles those that no process has compiled or is compiling.
+    """Load all of the units, and compile those that no process has compiled or is compiling.
 
     Another process that hangs while it has a unit is awaited for LATE_S once.
     """
@@ -45,7 +45,7 @@ def load(units: Iterable[Unit]) -> None:
 
 
 def compile_free(units: Iterable[Unit], stop: Callable[[], bool]) -> None:
-    """Compiles those of the units that nobody has compiled or is compiling; awaits nobody.
+    """Compile those of the units that nobody has compiled or is compiling; awaits nobody.
 
     stop: whether the rest is not to be compiled. Without locks this compiles nothing.
     """
@@ -84,7 +84,7 @@ def _lacks_locks(file: int) -> bool:
 
 
 def _is_free(file: int, unit: Unit) -> bool:
-    """Locks the unit, unless another process has."""
+    """Lock the unit, unless another process has."""
     if file < 0:
         return True
     try:

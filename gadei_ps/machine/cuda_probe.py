@@ -61,7 +61,7 @@ def examine() -> dict[str, Any]:
 
 
 def _measure(report: dict[str, Any], name: str, measurement: Callable[[], Any]) -> None:
-    """Puts the result into the report, or the reason into its errors."""
+    """Put the result into the report, or the reason into its errors."""
     try:
         report[name] = measurement()
     except Exception as error:  # CuPy raises classes of its own, by library

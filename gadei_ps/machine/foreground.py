@@ -51,7 +51,7 @@ class Foreground:
         self._child = 0  # that has the terminal
 
     def look(self, pid: int) -> None:
-        """Gives a child the terminal if it has stopped because it reads. To be called often."""
+        """Give a child the terminal if it has stopped because it reads. To be called often."""
         number = _stop_signal(pid)
         if number == signal.SIGTSTP and self._child == pid:  # Ctrl-Z went to the child alone
             self.take_back(pid)
@@ -77,7 +77,7 @@ class Foreground:
 
 @contextlib.contextmanager
 def suspends(suspend: Callable[[], None]) -> Iterator[None]:
-    """Calls `suspend` at Ctrl-Z within the block. In other threads than the main one nothing."""
+    """Call `suspend` at Ctrl-Z within the block. In other threads than the main one nothing."""
     before = signal.getsignal(signal.SIGTSTP)
     main = threading.current_thread() is threading.main_thread()
     if not main or before == signal.SIG_IGN:

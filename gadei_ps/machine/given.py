@@ -19,7 +19,7 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def descriptor(path: str | os.PathLike[str]) -> int:
-    """Opens a regular file for reading. Raises OSError, with EINVAL and the reason for others."""
+    """Open a regular file for reading. Raises OSError, with EINVAL and the reason for others."""
     # Examined before it is opened: opening a device may start something, such as a hardware timer.
     there = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:

@@ -259,7 +259,7 @@ def _answer(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kills the child and its children; a process that hangs in the driver cannot be killed."""
+    """Kill the child and its children; a process that hangs in the driver cannot be killed."""
     process.kill_group(child.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(REAP_S)

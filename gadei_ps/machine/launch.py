@@ -212,7 +212,7 @@ class Learners:
             self.start(index)
 
     def start(self, index: int) -> None:
-        """Starts the learner of this number, again if it was there before."""
+        """Start the learner of this number, again if it was there before."""
         # By its place among these: a learner that is started again keeps its GPU.
         place = index - self._numbers.first
         env = self._env | self._numbers.environment(index) | self._compute.environment(place)
@@ -257,19 +257,19 @@ class Learners:
         return self._quick_deaths >= MAX_QUICK_DEATHS
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the learners with their children, as a terminal does at Ctrl-C."""
+        """Send a signal to the learners with their children, as a terminal does at Ctrl-C."""
         for child, _ in self._running.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, number)
 
     def suspend(self) -> None:
-        """Stops the learners and this process; all continue together (Ctrl-Z, then fg)."""
+        """Stop the learners and this process; all continue together (Ctrl-Z, then fg)."""
         self.signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self.signal(signal.SIGCONT)
 
     def end(self, grace_s: float = GRACE_S) -> None:
-        """Waits for learners that are ending by themselves, then terminates, then kills."""
+        """Wait for learners that are ending by themselves, then terminates, then kills."""
         self._wait(grace_s)
         for child, _ in self._running.values():
             process.send_signal(child, signal.SIGTERM)

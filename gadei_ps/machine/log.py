@@ -61,7 +61,7 @@ class _Discarding(io.FileIO):
 
 
 def outlive_reader() -> None:
-    """Makes prints to this process' standard error never fail."""
+    """Make prints to this process' standard error never fail."""
     buffer = getattr(sys.stderr, "buffer", None)
     raw = getattr(buffer, "raw", buffer)  # the same if Python does not buffer
     if isinstance(raw, io.FileIO) and raw.fileno() == 2:  # else a program has put its own there

@@ -76,7 +76,7 @@ class _Stream:
         self._redrawn = -REDRAWN_S
 
     def read(self) -> int:
-        """Reads once; the number of bytes, 0 at the end. Raises BlockingIOError."""
+        """Read once; the number of bytes, 0 at the end. Raises BlockingIOError."""
         try:
             data = os.read(self.fd, READ_BYTES)
         except BlockingIOError:
@@ -121,7 +121,7 @@ class _Stream:
         return self.waits and (late or self._size >= MOST_BYTES)
 
     def flush(self) -> bool:
-        """Shows what is ready; False if nobody wants to know any more."""
+        """Show what is ready; False if nobody wants to know any more."""
         shown, self._ready, self._size = b"".join(self._ready), [], 0
         if self._to is not None:
             try:
@@ -131,7 +131,7 @@ class _Stream:
         return self._to is not None or self._log is not None
 
     def end(self) -> None:
-        """Shows the rest, also of a line that has no end."""
+        """Show the rest, also of a line that has no end."""
         if rest := self._begun.rstrip(b"\r"):
             self._show(rest)
         self._begun = b""
@@ -140,7 +140,7 @@ class _Stream:
 
 
 def write(fd: int, data: bytes) -> None:
-    """Writes all of it. Raises OSError."""
+    """Write all of it. Raises OSError."""
     left = memoryview(data)
     while left:
         try:
@@ -206,7 +206,7 @@ class Output:
                 os.close(fd)
 
     def catch_up(self) -> None:
-        """Returns when what has been written so far is shown; not later than after WAIT_S."""
+        """Return when what has been written so far is shown; not later than after WAIT_S."""
         if self._closing:
             return
         done = threading.Event()
@@ -215,7 +215,7 @@ class Output:
         done.wait(WAIT_S)
 
     def close(self) -> None:
-        """Shows what is left. Processes that learners have left behind write into nothing then."""
+        """Show what is left. Processes that learners have left behind write into nothing then."""
         if self._closing:
             return
         self._closing = True
@@ -260,7 +260,7 @@ class Output:
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
     def _answer(self, streams: set[_Stream]) -> None:
-        """Reads and shows all that there is, for those who wait for it, and at the end."""
+        """Read and shows all that there is, for those who wait for it, and at the end."""
         if not self._asked and not self._closing:
             return
         for stream in list(streams):

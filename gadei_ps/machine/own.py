@@ -30,7 +30,7 @@ REFUSED = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM, er
 
 
 def open_file(path: Path, flags: int, mode: int = 0o600, owner: int | None = None) -> int:
-    """Opens a file of this user that no other user can open; returns the descriptor.
+    """Open a file of this user that no other user can open; return the descriptor.
 
     owner: whose file it must be; by default the effective user's. Never waits and follows no link.
     Raises NotOurs where it is anything else, FileNotFoundError, or OSError where it is such a file

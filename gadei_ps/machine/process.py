@@ -100,7 +100,7 @@ def namespace() -> int:
 
 
 def check_proc() -> None:
-    """Raises UsageError unless /proc shows this process under its own pid."""
+    """Raise UsageError unless /proc shows this process under its own pid."""
     try:
         shown = str(Path("/proc/self").readlink())
     except OSError:
@@ -153,7 +153,7 @@ def _status(pid: int, field: str) -> list[str]:
 
 
 def gone(pidfd: int, timeout_s: float) -> bool:
-    """Waits for the death of a process; False if it lives on."""
+    """Wait for the death of a process; False if it lives on."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
@@ -343,7 +343,7 @@ def spawn(
 
 
 def allow_files(wanted: int) -> None:
-    """Raises this process's soft limit of open files to `wanted`, or to its hard limit."""
+    """Raise this process's soft limit of open files to `wanted`, or to its hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     if soft != resource.RLIM_INFINITY and soft < wanted:

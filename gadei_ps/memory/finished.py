@@ -12,7 +12,7 @@ BITS = 64
 
 
 def add(control: np.void, number: int) -> None:
-    """Adds a learner. control: CONTROL, writable. number: below layout.MAX_LEARNERS."""
+    """Add a learner. control: CONTROL, writable. number: below layout.MAX_LEARNERS."""
     control["finished"][number // BITS] |= np.uint64(1 << number % BITS)
 
 

@@ -56,7 +56,7 @@ def guard(memory: mmap.mmap, word: int, value: int, owner: object) -> None:
 
 
 def close(memory: mmap.mmap) -> None:
-    """Unmaps it now, and ends its guard before. Nothing happens if an array of it is left."""
+    """Unmap it now, and end its guard before. Nothing happens if an array of it is left."""
     one = next((one for one in list(_guards.values()) if one.mapping() is memory), None)
     if one is not None:
         one.end()

@@ -48,7 +48,7 @@ class Hold:
         return os.fstat(self._fd).st_ino
 
     def release(self) -> None:
-        """Frees the byte; nothing happens if that has been done."""
+        """Free the byte; nothing happens if that has been done."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -59,7 +59,7 @@ class Hold:
 
 
 def take(job: str, byte: int) -> Hold | None:
-    """Locks a byte of the job's control segment; None if another process holds it.
+    """Lock a byte of the job's control segment; None if another process holds it.
 
     Raises FileNotFoundError, NotOurs, or OSError.
     """

@@ -52,7 +52,7 @@ class Progress:
             raise Cancelled
 
     def cancel(self) -> None:
-        """Ends what makes it, with its next piece."""
+        """End what makes it, with its next piece."""
         self.cancelled = True
 
 
@@ -98,7 +98,7 @@ def _limits() -> list[Room]:
 
 
 def check(needs: Mapping[str, int], what: str) -> None:
-    """Raises NoSharedMemory if the parts do not fit together. needs: bytes by part of `what`."""
+    """Raise NoSharedMemory if the parts do not fit together. needs: bytes by part of `what`."""
     found = room()
     if sum(needs.values()) > found.free:
         raise no_space(needs, what, found)
@@ -174,7 +174,7 @@ def take(
     progress: Progress | None = None,
     fill: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Reserves the whole of a mapped file, and fills it; each page is zeroed once.
+    """Reserve the whole of a mapped file, and fills it; each page is zeroed once.
 
     address: where the file is mapped. fill: called as fill(at, size) for each piece of it once that
     is there, in several threads. Raises OSError if there is no room, Cancelled, and what `fill`
@@ -197,7 +197,7 @@ def take(
 
 
 def let_go(fd: int) -> None:
-    """Closes a file in a thread of its own.
+    """Close a file in a thread of its own.
 
     If nobody else has it open, the kernel frees its memory first: 0.1 s for each GB.
     """
@@ -209,7 +209,7 @@ def let_go(fd: int) -> None:
 
 
 def _in_parallel(count: int, work: Callable[[int], None]) -> None:
-    """Calls work(0) to work(count - 1) in as many threads as there are cores.
+    """Call work(0) to work(count - 1) in as many threads as there are cores.
 
     Raises the first error; then not all calls have been made.
     """

@@ -62,12 +62,12 @@ def guard(ring: Segment, word: int, value: int, owner: object) -> None:
 
 
 def close(ring: Segment) -> None:
-    """Unmaps a ring and ends its guard; any thread. Nothing happens if an array of it is left."""
+    """Unmap a ring and end its guard; any thread. Nothing happens if an array of it is left."""
     guards.close(ring.memory)
 
 
 def attach(name: str, size: int, inode: int, holders: Iterable[int] = ()) -> Segment:
-    """Maps a ring of this size.
+    """Map a ring of this size.
 
     inode: of its file, from the watchdog; the learner may have given the name to another file.
     holders: pids of processes of the job, of which some may have it mapped; asked in this order

@@ -196,7 +196,7 @@ def attach(
     job_id: bytes | None = None,
     owner: int | None = None,
 ) -> Segment:
-    """Maps an existing segment and validates its header.
+    """Map an existing segment and validates its header.
 
     owner: user whose it must be, by default ours. Raises FileNotFoundError, or SegmentError if the
     segment is not ours, foreign, truncated, half made, or of another layout version, or if a
@@ -217,7 +217,7 @@ def attach_file(
     writable: bool,
     job_id: bytes | None = None,
 ) -> Segment:
-    """Maps a segment that is open already, even if its name is lost.
+    """Map a segment that is open already, even if its name is lost.
 
     Raises SegmentError, or OSError without memory.
 
@@ -259,7 +259,7 @@ def attach_file(
 
 
 def map_known(fd: int, name: str, size: int) -> Segment:
-    """Maps `size` bytes of an open file, writable, whatever stands in them.
+    """Map `size` bytes of an open file, writable, whatever stands in them.
 
     For a segment whose header another process may have written over. fd: stays open. Raises
     SegmentError if the file is shorter.
@@ -272,7 +272,7 @@ def map_known(fd: int, name: str, size: int) -> Segment:
 
 
 def unlink(name: str) -> bool:
-    """Removes the name; the memory stays until its last mapping goes. False without such a name.
+    """Remove the name; the memory stays until its last mapping goes. False without such a name.
 
     What is not ours, or cannot be removed, stays and counts as no such name. Raises nothing.
     """

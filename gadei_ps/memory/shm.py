@@ -25,7 +25,7 @@ SEGMENT_NAME = re.compile(
 
 
 def check_job_name(job: str) -> str:
-    """Returns the name, or raises UsageError."""
+    """Return the name, or raise UsageError."""
     if not JOB_NAME.fullmatch(job):
         raise UsageError(
             f"job name {job!r}: use 1 to 48 letters, digits, '-' and '_', "
@@ -45,7 +45,7 @@ def path_of(name: str) -> Path:
 
 
 def open_segment(name: str, *, writable: bool, owner: int | None = None) -> int:
-    """Opens a segment's file; returns the descriptor.
+    """Open a segment's file; return the descriptor.
 
     owner: whose it must be; by default the effective user's. Raises FileNotFoundError, NotOurs, or
     OSError.

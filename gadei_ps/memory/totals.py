@@ -23,7 +23,7 @@ _STRUCTS: Final = {
 
 
 def check() -> None:
-    """Checks the table against the layout. Raises AssertionError."""
+    """Check the table against the layout. Raises AssertionError."""
     for one in (*metrics.JOB, *metrics.LEARNER):
         struct = _STRUCTS.get(one.place)
         assert bool(one.word) == (struct is not None), one.name
@@ -86,7 +86,7 @@ def saved(control: np.void) -> dict[str, int]:
 
 
 def restore(control: np.void, counts: dict[str, int]) -> None:
-    """Enters what saved() has returned into new memory. control: CONTROL."""
+    """Enter what saved() has returned into new memory. control: CONTROL."""
     for one in metrics.JOB:
         if one.is_saved:
             word = f"past_{one.word}" if one.place is Place.ROSTER else one.word

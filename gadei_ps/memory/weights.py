@@ -175,7 +175,7 @@ def is_name(name: str) -> bool:
 
 
 def place(tensors: Iterable[Tensor]) -> Model:
-    """Gives each tensor its start. Raises UsageError for a name or shape that is not allowed."""
+    """Give each tensor its start. Raises UsageError for a name or shape that is not allowed."""
     given = list(tensors)
     if not given:
         raise UsageError("the model has no tensors")
@@ -327,7 +327,7 @@ def frozen(segment: Segment) -> FloatArray:
 
 
 def check_same(job: Model, offered: Sequence[Tensor]) -> None:
-    """Raises ModelMismatch naming the first tensor that differs.
+    """Raise ModelMismatch naming the first tensor that differs.
 
     What no gradient moves may be missing on either side: a learner has its own.
     """

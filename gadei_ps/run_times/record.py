@@ -113,7 +113,7 @@ class Recorder:
 
 
 def record(job: str, out: Path, seconds: float | None, owner: int | None = None) -> dict[str, Any]:
-    """Records into the file `out` until `seconds` are over, the job ends, or SIGINT arrives.
+    """Record into the file `out` until `seconds` are over, the job ends, or SIGINT arrives.
 
     owner: the user whose job it is, by default ourselves. Returns what `gadei-ps trace --json`
     prints. Raises JobNotFound, and UsageError if the file cannot be written.

@@ -265,7 +265,7 @@ def line(
 
 
 def write(path: str | os.PathLike[str], trace: Trace, *, started: FloatArray | None = None) -> None:
-    """Writes a trace in our form, whole or not at all. Iterations are numbered from 0.
+    """Write a trace in our form, whole or not at all. Iterations are numbered from 0.
 
     started: float64 of the shape of `trace.times`, seconds of a monotonic clock, NaN if unknown.
     Missing run times have no row. Raises ValueError for another shape of `started`, and UsageError

@@ -94,7 +94,7 @@ def train(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TrainingResult:
-    """Trains a model on the trace and writes it to `out`, whole or not at all.
+    """Train a model on the trace and write it to `out`, whole or not at all.
 
     The same seed gives the same model on the same machine with the same number of threads. Raises
     UsageError if the trace is too short, has fewer than 2 learners or only equal run times, and if
@@ -208,7 +208,7 @@ def _fit(
     epochs: int,
     progress: Progress | None,
 ) -> _Best:
-    """Trains, and returns the weights of the epoch that was best on `testing`."""
+    """Train, and return the weights of the epoch that was best on `testing`."""
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
         optimizer, epochs * BATCHES, LEARNING_RATE / 100

@@ -95,7 +95,7 @@ def books(s: Shard) -> Books:
 
 @inner
 def _open_books(s: Shard, row: int) -> Books:
-    """Begins a transaction on a learner's entry and the ledger; forget() ends it."""
+    """Begin a transaction on a learner's entry and the ledger; forget() ends it."""
     b = books(s)
     remember(b, False, ENTRIES + np.uint64(row) * ENTRY_BYTES + COUNTED, COUNTED_WORDS)
     remember(b, False, LEDGER, LEDGER_WORDS)
@@ -107,7 +107,7 @@ def _open_books(s: Shard, row: int) -> Books:
 
 @inner
 def _book(c: np.ndarray, outcome: Outcome, frame: np.ndarray, version: np.uint64) -> None:
-    """Enters a frame into the statistics and the ledger.
+    """Enter a frame into the statistics and the ledger.
 
     frame, version: its header, FRAME of shape (1,), and the version of the weights before it, if
     it is applied.
@@ -134,7 +134,7 @@ def book_arrival(
     torn: bool,
     more: bool,
 ) -> None:
-    """Books the current gradient; hands out the next batches if `more`.
+    """Record the current gradient; hands out the next batches if `more`.
 
     frame: its header, FRAME of shape (1,). torn: it could not be read to its end; then nothing is
     believed of the header, and its batch goes to another learner. Its times come after the
@@ -158,7 +158,7 @@ def book_arrival(
 def book_refusal(
     s: Shard, row: int, reason: int, header: np.uint64, upto: np.uint64, more: bool
 ) -> None:
-    """Books a frame that is consumed without being applied. Frames below `upto` are consumed.
+    """Record a frame that is consumed without being applied. Frames below `upto` are consumed.
 
     header: address of its header; 0 if there is no frame. Its times come first, because after the
     transaction it counts as consumed.
@@ -181,7 +181,7 @@ def book_refusal(
 
 @inner
 def book_superstep(s: Shard, version: np.uint64) -> None:
-    """Books for each row what the current superstep has done with its oldest frame."""
+    """Record for each row what the current superstep has done with its oldest frame."""
     record = s.state[0].record[0]
     c = s.c
     for row in range(integer(record.booked), MAX_LEARNERS):
@@ -221,7 +221,7 @@ def takes_work(c: np.ndarray, row: int, ring: np.uint64, generation: np.uint64) 
 
 @inner
 def show_work(c: np.ndarray, row: int, ring: np.uint64, shown: np.uint64) -> None:
-    """Copies batches from number `shown` on from the learner's entry into its ring."""
+    """Copy batches from number `shown` on from the learner's entry into its ring."""
     e = c[0].roster[row]
     while shown < e.handed:
         hand_out(ring, shown, c[0].roster[row].items[shown % np.uint64(AHEAD)])
@@ -230,7 +230,7 @@ def show_work(c: np.ndarray, row: int, ring: np.uint64, shown: np.uint64) -> Non
 
 @inner
 def show_all_work(c: np.ndarray, row: int, ring: np.uint64) -> None:
-    """Makes the ring's copy equal to the entry, whatever a dead server has done of that."""
+    """Make the ring's copy equal to the entry, whatever a dead server has done of that."""
     e = c[0].roster[row]
     items = words(ring + WORK_ITEMS, AHEAD)
     for i in range(AHEAD):
@@ -258,7 +258,7 @@ def others_may_get(c: np.ndarray) -> bool:
 
 @inner
 def top_up_all(s: Shard) -> None:
-    """Closes epochs and hands out what can be handed out, to every learner that is there.
+    """Close epochs and hands out what can be handed out, to every learner that is there.
 
     In the order of rows: a learner waits for those of lower rows whose rings are just being shown.
     Otherwise who gets which batch at first would depend on how quickly that is done.

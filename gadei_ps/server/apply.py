@@ -46,7 +46,7 @@ def _count_torn(s: Shard) -> int:
 
 
 def _apply(part: int, members: int, first: int, start: int) -> None:
-    """Does what apply_frames() does, as a C function. part: address."""
+    """Do what apply_frames() does, as a C function. part: address."""
     s = shard_of(np.uint64(part))
     walk = Walk(members, first, start)
     has_rows = False
@@ -72,5 +72,5 @@ def source(name: str) -> tuple[Any, Callable[..., None]]:
 
 @inner
 def apply_frames(s: Shard, walk: Walk) -> None:
-    """Applies the current frames. The sequence lock of the shard is odd meanwhile."""
+    """Apply the current frames. The sequence lock of the shard is odd meanwhile."""
     call(s.part[0].apply, s.here, walk.members, walk.first, walk.start)

@@ -51,7 +51,7 @@ VISIT_BYTES = 1 << 17  # of slots that a shard frees before it wakes their learn
 
 
 def _arrive(part: int, line: int) -> None:
-    """Does what on_arrival() does, as a C function. part: address."""
+    """Do what on_arrival() does, as a C function. part: address."""
     s = shard_of(np.uint64(part))
     ring = s.known[line]
     row, tail = ring.row, ring.tail
@@ -102,14 +102,14 @@ def source(name: str) -> tuple[Any, Callable[..., None]]:
 
 @inner
 def on_arrival(s: Shard, line: int) -> None:
-    """Applies, or refuses, the oldest frame of a ring. line: of the ring, in `known`."""
+    """Apply, or refuses, the oldest frame of a ring. line: of the ring, in `known`."""
     call(s.part[0].arrive, s.here, line)
     wake_learner(s, s.known[line])
 
 
 @inner
 def on_arrivals(s: Shard, line: int) -> None:
-    """Does so with the frames that are there, up to VISIT_BYTES of them; wakes the learner once.
+    """Do so with the frames that are there, up to VISIT_BYTES of them; wakes the learner once.
 
     To wake a learner takes as long as a small gradient does, and one that finds several slots free
     sleeps less often.
@@ -129,7 +129,7 @@ def on_arrivals(s: Shard, line: int) -> None:
 def _refuse(
     s: Shard, row: int, reason: int, header: np.uint64, upto: np.uint64, more: bool
 ) -> None:
-    """Consumes the frames of this row below `upto`. header: of the last one; 0: of none."""
+    """Consume the frames of this row below `upto`. header: of the last one; 0: of none."""
     if s.number == 0:
         book_refusal(s, row, reason, header, upto, more)
     else:
@@ -147,7 +147,7 @@ def _most_consumed(s: Shard, row: int) -> np.uint64:
 
 @inner
 def settle_broken(s: Shard, line: int) -> bool:
-    """Counts as consumed what another shard has begun of a broken ring; True if there was any.
+    """Count as consumed what another shard has begun of a broken ring; True if there was any.
 
     A frame that one shard has applied and another one cannot is torn. line: of the ring, in
     `known`.

@@ -50,7 +50,7 @@ def rows_of(tensor: np.ndarray) -> int:
 
 @inner
 def read_block(slot: np.uint64, number: int) -> Block:
-    """Reads the number-th block of the frame in this slot."""
+    """Read the number-th block of the frame in this slot."""
     at = slot + PAYLOAD_AT + np.uint64(number * BLOCK_BYTES)
     # Opaque loads: what is checked is what is used.
     first, rows = get(at), get(at + np.uint64(8))

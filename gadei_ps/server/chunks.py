@@ -93,7 +93,7 @@ def _coefficients_at(s: Shard, group: int) -> np.uint64:
 
 @inner
 def _note_span(s: Shard, span: Span) -> None:
-    """Writes down where the pieces of a span belong, before the first one is opened.
+    """Write down where the pieces of a span belong, before the first one is opened.
 
     The next server needs no frame to restore the open piece, which is of this span or the one
     before. So two of them are kept.
@@ -108,7 +108,7 @@ def _note_span(s: Shard, span: Span) -> None:
 
 @inner
 def reopen(s: Shard, piece: np.uint64, is_open: bool) -> int:
-    """Restores the piece that a dead server has left open; returns its first value."""
+    """Restore the piece that a dead server has left open; return its first value."""
     which = 0
     other = get(span_at(s, 1))
     if other <= piece and (get(span_at(s, 0)) > piece or other > get(span_at(s, 0))):
@@ -125,7 +125,7 @@ def reopen(s: Shard, piece: np.uint64, is_open: bool) -> int:
 
 @inner
 def move_span(s: Shard, group: int, form: int, gradient: np.uint64, span: Span) -> None:
-    """Changes the values of a span by their gradient.
+    """Change the values of a span by their gradient.
 
     group: theirs. form: FLOAT32_FORM or BFLOAT16_FORM. gradient: address of that of the
     span's first value.
@@ -148,7 +148,7 @@ def _move_of(part: np.uint64, coefficients: np.uint64) -> _Move:
 
 @inlined
 def _update(kernel: Any, kept: int, m: _Move, g: Values, start: int, count: int) -> None:
-    """Changes `count` values from `start` on by the kernel. g: their gradient."""
+    """Change `count` values from `start` on by the kernel. g: their gradient."""
     here = np.uint64(start * 4)
     w = floats(m.at.weights + here, count)
     s0 = floats(m.at.slot0 + here, count if kept > 0 else 0)
@@ -159,7 +159,7 @@ def _update(kernel: Any, kept: int, m: _Move, g: Values, start: int, count: int)
 
 @inlined
 def _change_whole(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> None:
-    """Changes a span of whole chunks.
+    """Change a span of whole chunks.
 
     kept is a constant where this is called, and the length of a chunk is one here: a chunk is too
     short to pay for a choice, or for the rest that a loop of vectors would leave.
@@ -176,7 +176,7 @@ def _change_whole(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> No
 
 @inlined
 def _change_rest(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> None:
-    """Changes a piece that is shorter than a chunk: mostly the end of a row.
+    """Change a piece that is shorter than a chunk: mostly the end of a row.
 
     By vectors of a fixed length: a loop over a length that is not known to the compiler would take
     most of so few values one by one.
@@ -199,7 +199,7 @@ def _change_rest(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> Non
 
 @inlined
 def _change(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> None:
-    """Changes a span by one of the kernels of `cpu`."""
+    """Change a span by one of the kernels of `cpu`."""
     end = span.end - (span.end - span.start) % CHUNK
     _change_whole(kernel, kept, m, g, Span(span.piece, span.start, end))
     if end < span.end:
@@ -227,7 +227,7 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
 
 @inlined
 def _take_over(m: _Move, g: Values, hand: Any, kept: int, start: int, count: int) -> None:
-    """Puts values in the place of `count` weights, or of those of a slot, from `start` on.
+    """Put values in the place of `count` weights, or of those of a slot, from `start` on.
 
     Or adds them to weights. The chunk is in the undo log, so a death amid it is undone.
     """

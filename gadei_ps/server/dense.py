@@ -27,7 +27,7 @@ STRETCH = 1 << 16
 
 @inner
 def apply_dense(s: Shard, walk: Walk) -> None:
-    """Applies the current frames, all of which are dense.
+    """Apply the current frames, all of which are dense.
 
     They move parameters, group by group. Each group begins at a chunk, so the pieces are the
     shard's chunks. A single frame that is lost on the way is left as it is then.

@@ -93,7 +93,7 @@ class Driver(Team):
             self._publish_grants()
 
     def take_in(self, one: Mapped) -> None:
-        """Begins to serve a new learner. Before the shards know of its ring: then all is theirs."""
+        """Begin to serve a new learner. Before the shards know of its ring: then all is theirs."""
         # Shards believe `applied` only where it names the ring that they know;
         # and it comes last, because the next server must not do the same again.
         served = self._word(one.row, "served")
@@ -252,7 +252,7 @@ class Driver(Team):
         return True
 
     def _resume(self) -> None:
-        """Makes the model equal to the previous server's: same members, same distances of clocks.
+        """Make the model equal to the previous server's: same members, same distances of clocks.
 
         If the model holds gradients, the next passes report again what is unconsumed in the rings.
         """
@@ -301,7 +301,7 @@ class Driver(Team):
         ]
 
     def _note_clock(self, member: Member) -> None:
-        """Writes the learner's clock and membership into the roster, for the next server."""
+        """Write the learner's clock and membership into the roster, for the next server."""
         entry = self._roster[member.row]
         if member.joined:
             clock = self.sync.clock(member.row) + self._offset
@@ -343,7 +343,7 @@ class Driver(Team):
         self._note_clock(member)
 
     def _report_member(self, member: Member, now: float) -> bool:
-        """Reports new pushes to the model. True if some of them have no grant yet."""
+        """Report new pushes to the model. True if some of them have no grant yet."""
         published = self._published(member)
         while member.reported < published:
             found = None if self.sync.on_arrival else member.next(self._slots)
@@ -400,7 +400,7 @@ class Driver(Team):
         return not self._supersteps.due and self._supersteps.done()
 
     def _publish_grants(self) -> None:
-        """Publishes grants in the learner's own clock: iterations begun since it attached."""
+        """Publish grants in the learner's own clock: iterations begun since it attached."""
         if not self.sync.uses_pushes:
             for member in self.members.values():
                 if member.granted != layout.UNBOUNDED:

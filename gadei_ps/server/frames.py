@@ -79,7 +79,7 @@ def check_frame(
     sequence: np.uint64,
     part: np.ndarray,
 ) -> int:
-    """Returns why the frame must not be applied; OK if it may. All shards come to one answer.
+    """Return why the frame must not be applied; OK if it may. All shards come to one answer.
 
     header: address of a copy of its header. slot: address of the frame. generation: of its ring.
     sequence: the one that is due. part: PART, shape (1,), of any shard.
@@ -122,7 +122,7 @@ def check_frame(
 def _check(
     header: np.uint64, slot: np.uint64, generation: np.uint64, sequence: np.uint64, part: np.uint64
 ) -> int:
-    """Does what check_frame() does, as a C function for the manager. part: address."""
+    """Do what check_frame() does, as a C function for the manager. part: address."""
     return check_frame(header, slot, generation, sequence, part_at(part))
 
 

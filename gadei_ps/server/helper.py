@@ -20,7 +20,7 @@ MOST_EXPENDABLE = b"1000"
 
 
 def main() -> None:
-    """Compiles those of the units that nobody else does, and ends."""
+    """Compile those of the units that nobody else does, and end."""
     process.forbid_core_dump()
     # Where memory runs out, the kernel kills this process first, and not the server.
     with contextlib.suppress(OSError):

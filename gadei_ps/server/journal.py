@@ -37,7 +37,7 @@ class Books(NamedTuple):
 
 @inner
 def remember(b: Books, in_state: bool, offset: np.uint64, count: int) -> None:
-    """Saves `count` words, which begin `offset` bytes into control (or state), before a change."""
+    """Save `count` words, which begin `offset` bytes into control (or state), before a change."""
     log = b.state + LOG
     used = np.int64(get(log))
     saved = words(log + WORDS, SIZE)
@@ -59,7 +59,7 @@ def forget(b: Books) -> None:
 
 @inner
 def roll_back(b: Books) -> bool:
-    """Undoes the transaction in which a server died; True if there was one. Twice is once."""
+    """Undo the transaction in which a server died; True if there was one. Twice is once."""
     log = b.state + LOG
     used = np.int64(get(log))
     if used == 0:

@@ -42,7 +42,7 @@ def entry_at(s: Shard, row: int) -> np.uint64:
 
 @inner
 def look_up(s: Shard) -> int:
-    """Copies the table of rings to the shard's own memory; returns how many rings there are.
+    """Copy the table of rings to the shard's own memory; return how many rings there are.
 
     Releases again what is consumed, and shows again what is handed out: the server before may have
     died before it did.
@@ -116,7 +116,7 @@ def consume_quietly(s: Shard, ring: Any, tail: np.uint64) -> None:
 
 @inner
 def wake_learner(s: Shard, ring: Any) -> None:
-    """Wakes the learner if it waits for a slot that this shard has freed."""
+    """Wake the learner if it waits for a slot that this shard has freed."""
     release(ring.address, np.uint64(s.number), ring.tail)
 
 
@@ -128,7 +128,7 @@ def is_nonsense(s: Shard, head: np.uint64, tail: np.uint64) -> bool:
 
 @inner
 def sleep(s: Shard, watched: int, bell_seen: np.uint32, timeout_ns: np.uint64) -> None:
-    """Sleeps until a head of the first `watched` rings moves, the bell rings or the time is up."""
+    """Sleep until a head of the first `watched` rings moves, the bell rings or the time is up."""
     for i in range(watched):
         ring = s.known[i]
         at = s.part[0].board + WATCHED + np.uint64(8 * ring.row)
@@ -148,7 +148,7 @@ def sleep(s: Shard, watched: int, bell_seen: np.uint32, timeout_ns: np.uint64) -
 
 @inner
 def wait_for_pulls(s: Shard, looks: int, bell_seen: np.uint32) -> None:
-    """Lets each learner that asks for a consistent pull finish it, for a bounded time.
+    """Let each learner that asks for a consistent pull finish it, for a bounded time.
 
     looks: as chosen (order.py).
     """

@@ -55,7 +55,7 @@ def settle(c: np.ndarray, row: int, batch: np.uint64) -> bool:
 
 @inner
 def answer(c: np.ndarray, row: int, batch: np.uint64) -> None:
-    """Settles the batch that a frame names, if it names one; counts one that was not handed out."""
+    """Settle the batch that a frame names, if it names one; count one that was not handed out."""
     if batch != NO_BATCH and not settle(c, row, batch):
         c[0].roster[row].unasked += ONE
 
@@ -140,7 +140,7 @@ def _is_handed_out(c: np.ndarray, epoch: np.uint64) -> bool:
 
 @compiled
 def close_epochs(c: np.ndarray) -> bool:
-    """Counts the epochs that have become done. True if one has, or if all are."""
+    """Count the epochs that have become done. True if one has, or if all are."""
     changed = False
     while c[0].epochs_done < c[0].epochs and _is_handed_out(c, c[0].epochs_done):
         if pending(c, c[0].epochs_done):
@@ -183,7 +183,7 @@ def _next_owned(c: np.ndarray) -> np.uint64:
 
 @compiled
 def assign(c: np.ndarray, row: int) -> np.uint64:
-    """Hands the next batch to the learner of this row; NO_BATCH if there is none now.
+    """Hand the next batch to the learner of this row; NO_BATCH if there is none now.
 
     At most two epochs are open at once: the last batches of one are awaited while the next begins.
     """
@@ -215,7 +215,7 @@ def assign(c: np.ndarray, row: int) -> np.uint64:
 
 @inner
 def hand_out_more(c: np.ndarray, row: int) -> None:
-    """Puts batches into the learner's entry until it holds as many as it may."""
+    """Put batches into the learner's entry until it holds as many as it may."""
     missing = integer(c[0].ahead) - held(c, row)
     for _ in range(missing):
         batch = assign(c, row)

@@ -81,7 +81,7 @@ class Lookout:
                 return
 
     def look(self, now: float) -> bool:
-        """Looks at all heads. Returns whether a watched one has moved. now: in seconds."""
+        """Look at all heads. Returns whether a watched one has moved. now: in seconds."""
         mapped = [one for one in self._rings.all() if one.row // GROUP == self._group]
         before, self._known = self._known, {}
         for one in mapped:
@@ -130,7 +130,7 @@ class Lookouts:
         self._groups: set[int] = set()
 
     def follow(self) -> None:
-        """Starts the threads that the rings need which are mapped now, once the shards serve."""
+        """Start the threads that the rings need which are mapped now, once the shards serve."""
         rows = [one.row for one in self._rings.all()]
         if len(rows) <= FROM or self._rings.held < self._rings.shards:
             return

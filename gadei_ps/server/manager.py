@@ -104,7 +104,7 @@ class Server:
         self.stop_asked = True
 
     def startup(self) -> None:
-        """Loads or compiles the kernels."""
+        """Load or compile the kernels."""
         self._code.load(tells=self._byte == holds.SERVERS[0])
 
     def main_loop(self) -> None:
@@ -128,7 +128,7 @@ class Server:
             _native.futex_wait(self._manager_bell, bell, WAIT_NS)
 
     def _drive(self) -> None:
-        """Drives the synchronization model; a standby follows the server that does."""
+        """Drive the synchronization model; a standby follows the server that does."""
         assert self.driver is not None
         loaded = self._code.follow()
         if self.active:
@@ -138,7 +138,7 @@ class Server:
             self.driver.follow()
 
     def shutdown(self) -> None:
-        """Stops the shards at the end of the gradient in hand."""
+        """Stop the shards at the end of the gradient in hand."""
         if self.shards is not None:
             self.shards.stop()
 
@@ -212,7 +212,7 @@ class Server:
     # -- leases -------------------------------------------------------------------------------
 
     def _try_leases(self) -> None:
-        """Becomes the heir, then the active server, when those before have ended."""
+        """Become the heir, then the active server, when those before have ended."""
         word = self.control_segment.word
         if self.leases < Leases.HEIR and self._is_named() and self._vouch():
             self.leases = Leases(self._take(word(CONTROL, "heir")))
@@ -235,7 +235,7 @@ class Server:
         return here and named == (os.getpid(), self._start)
 
     def _vouch(self) -> bool:
-        """Takes this server's lock. False while the one that had the line before still ends.
+        """Take this server's lock. False while the one that had the line before still ends.
 
         Raises FileNotFoundError or SegmentError if the control segment has lost its name.
         """
@@ -326,7 +326,7 @@ class Server:
     # -- roster ---------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Maps the rings that are there, forgets those that are not, as the roster tells."""
+        """Map the rings that are there, forget those that are not, as the roster tells."""
         assert self.rings is not None and self.driver is not None
         rings = self.rings
         generation, retired = self.roster["generation"], self.roster["retired"]
@@ -346,7 +346,7 @@ class Server:
             self._look_at_members()
 
     def _map_ring(self, row: int, generation: int, served: bool) -> None:
-        """Shows a learner's ring to the shards, one already served or (active only) a new one.
+        """Show a learner's ring to the shards, one already served or (active only) a new one.
 
         One that is served and cannot be mapped is replaced by zeros: a shard that has to finish a
         gradient of it must not wait.
@@ -405,7 +405,7 @@ class Server:
             _native.bell(self._shard_bell)
 
     def _retire(self) -> None:
-        """Lets go of drained rings: first the shards forget them, then the row becomes free."""
+        """Let go of drained rings: first the shards forget them, then the row becomes free."""
         assert self.rings is not None and self.driver is not None
         if self.rings.held != int(self.control["shards"]):
             return  # one that has not recovered yet may look for any ring of its record

@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 @inner
 def begin(s: Shard, entry: Entry) -> None:
-    """Writes down what is about to be applied. Its rates are in the record already."""
+    """Write down what is about to be applied. Its rates are in the record already."""
     record = s.state[0].record[s.number]
     record.ring = np.uint64(entry.ring)
     record.generation = entry.generation
@@ -83,7 +83,7 @@ def is_torn(s: Shard) -> bool:
 
 @inner
 def lock(s: Shard) -> None:
-    """Makes the sequence lock odd: weights are about to change."""
+    """Make the sequence lock odd: weights are about to change."""
     word = s.me + SEQUENCE
     put(word, get(word) | ONE)
     fence()  # no weight is written before the lock is seen to be odd
@@ -107,7 +107,7 @@ def count_finished(s: Shard) -> None:
 
 @inner
 def finish(s: Shard) -> None:
-    """Makes the applied gradient count: stores absolute values only, so that twice is once."""
+    """Make the applied gradient count: stores absolute values only, so that twice is once."""
     record = s.state[0].record[s.number]
     fence()  # a process that sees the sequence below as applied also sees the weights
     if s.number == 0:

@@ -87,7 +87,7 @@ class Rings:
     _forgotten: list[tuple[int, Mapped]] = field(default_factory=list)
 
     def map(self, row: int, generation: int, control: np.void, *, populate: bool) -> Mapped:
-        """Maps a ring, not yet shown to the shards. populate: so that no access to it faults.
+        """Map a ring, not yet shown to the shards. populate: so that no access to it faults.
 
         control: CONTROL. Raises FileNotFoundError, or SegmentError if its learner has truncated it.
         """

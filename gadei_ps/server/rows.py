@@ -122,7 +122,7 @@ def _next_gap(s: Shard, tensor: np.ndarray) -> int:
 
 @inner
 def _add_row(s: Shard, m: int, mean: np.ndarray, tensor: np.ndarray, start: int, end: int) -> None:
-    """Adds the part of a frame's row at hand that lies in values start to end of the weights."""
+    """Add the part of a frame's row at hand that lies in values start to end of the weights."""
     hand = s.hands[m]
     width = integer(tensor[0].count) // rows_of(tensor)
     row_start = integer(tensor[0].start) + hand.row * width
@@ -162,7 +162,7 @@ def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end:
 
 @inner
 def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, piece: int) -> int:
-    """Changes the values of a stretch, the piece-th piece and on; the next piece's number.
+    """Change the values of a stretch, the piece-th piece and on; the next piece's number.
 
     Values before walk.start are done already.
     """
@@ -209,7 +209,7 @@ def _least_row(s: Shard, members: int) -> int:
 
 @inner
 def apply_rows(s: Shard, walk: Walk) -> None:
-    """Applies the current frames, at least one of which is of rows.
+    """Apply the current frames, at least one of which is of rows.
 
     A single frame that is lost on the way is left as it is then.
     """

@@ -231,7 +231,7 @@ def _pass_on_arrival(s: Shard, looks: int, mode: np.uint32) -> int:
 
 @compiled
 def serve(part: np.ndarray) -> int:
-    """Serves a part of the weights until the manager says quit; returns passes made.
+    """Serve a part of the weights until the manager says quit; return passes made.
 
     Parameter server, the thread that holds the lease of this shard; recover() has been called.
     part: PART, shape (1,); all memory that it names stays mapped meanwhile.

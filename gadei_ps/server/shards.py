@@ -81,7 +81,7 @@ class Shards:
         return bool(self._threads)
 
     def start(self, cores: list[int], at_crash: Callable[[], None]) -> None:
-        """Starts the threads, which take their leases or wait for them.
+        """Start the threads, which take their leases or wait for them.
 
         cores: to bind the threads to. at_crash: called by a thread that fails, once `crashed` is
         set.
@@ -100,7 +100,7 @@ class Shards:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """Stops the threads at the end of the current gradient."""
+        """Stop the threads at the end of the current gradient."""
         self.board["quit"] = 1
         _native.bell(self.control.word(CONTROL, "shard_bell"))
         for thread in self._threads:

@@ -42,7 +42,7 @@ def staleness_bin(staleness: np.uint64) -> int:
 
 @inner
 def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64) -> None:
-    """Counts a gradient that is applied. version: of the weights, before it."""
+    """Count a gradient that is applied. version: of the weights, before it."""
     e = c[0].roster[row]
     if frame[0].kind == ASSIGN:
         return  # it says nothing of how the learner trains
@@ -63,20 +63,20 @@ def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64
 
 @inner
 def count_dropped(c: np.ndarray, row: int) -> None:
-    """Counts a gradient that the synchronization model drops, or its learner has given up."""
+    """Count a gradient that the synchronization model drops, or its learner has given up."""
     c[0].roster[row].dropped += ONE
 
 
 @inner
 def count_refused(c: np.ndarray, row: int, reason: int) -> None:
-    """Counts a bad frame and keeps its reason."""
+    """Count a bad frame and keep its reason."""
     c[0].roster[row].refused += ONE
     c[0].roster[row].reason = np.uint32(reason)
 
 
 @inner
 def count_past(c: np.ndarray, row: int) -> None:
-    """Adds a learner's counts to those of all learners that are gone, and clears them."""
+    """Add a learner's counts to those of all learners that are gone, and clear them."""
     control = address(c)
     entry = control + ENTRIES + np.uint64(row) * ENTRY_BYTES
     for own, past in PAST:
@@ -87,7 +87,7 @@ def count_past(c: np.ndarray, row: int) -> None:
 
 @inner
 def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action: int) -> None:
-    """Keeps the times of an iteration for `gadei-ps trace`.
+    """Keep the times of an iteration for `gadei-ps trace`.
 
     Outside the transactions: a server that dies in between costs a record at most one line. An
     assignment is not an iteration: it is noted as what a trace leaves out.

@@ -49,7 +49,7 @@ class Supersteps:
         self._refusals.clear()
 
     def carry_out(self, rows: Iterable[int]) -> None:
-        """Publishes the next superstep if every shard is done with the previous one.
+        """Publish the next superstep if every shard is done with the previous one.
 
         rows: of all learners.
         """

@@ -50,7 +50,7 @@ class Team:
         return bool(wants & layout.WANTS_TURN)
 
     def _all_wait(self, freeze: Freeze, asks: Member | None = None) -> bool:
-        """Lets each learner finish its current iteration, and grants no other; whether all have.
+        """Let each learner finish its current iteration, and grants no other; whether all have.
 
         asks: a learner for which the others pause; it is granted what it was.
         """
@@ -102,7 +102,7 @@ class Team:
         _native.store(self._word(member.row, "obsolete"), below)
 
     def publish_grant(self, row: int, grant: int) -> None:
-        """Allows the learner in this row to begin iterations below `grant`."""
+        """Allow the learner in this row to begin iterations below `grant`."""
         _native.store(self._word(row, "grant"), grant)  # SYNC POINT: grant
         _native.bell(self._word(row, "grant_seq"))
 

@@ -34,7 +34,7 @@ def _half(at: Streams, piece: np.uint64) -> np.uint64:
 
 @inlined
 def save(at: Streams, kept: int, piece: np.uint64, start: int, count: int) -> None:
-    """Copies a piece's weights and slots into the log, in one loop, as `update` reads them."""
+    """Copy a piece's weights and slots into the log, in one loop, as `update` reads them."""
     here, undo = np.uint64(start * 4), _half(at, piece)
     old, w = floats(undo, count), floats(at.weights + here, count)
     old0, s0 = floats(undo + SLOT0, count), floats(at.slot0 + here, count)
@@ -54,7 +54,7 @@ def save(at: Streams, kept: int, piece: np.uint64, start: int, count: int) -> No
 
 @inlined
 def save_line(at: Streams, kept: int, piece: np.uint64, start: int, low: int, count: int) -> None:
-    """Copies some values of the piece that begins at `start`, from its low-th on."""
+    """Copy some values of the piece that begins at `start`, from its low-th on."""
     here, there = np.uint64((start + low) * 4), _half(at, piece) + np.uint64(low * 4)
     _copy(floats(there, count), floats(at.weights + here, count))
     if kept > 0:
@@ -65,7 +65,7 @@ def save_line(at: Streams, kept: int, piece: np.uint64, start: int, low: int, co
 
 @inlined
 def restore(at: Streams, kept: int, piece: np.uint64, start: int, count: int) -> None:
-    """Copies a piece's weights and slots from the log back to where they belong."""
+    """Copy a piece's weights and slots from the log back to where they belong."""
     here, undo = np.uint64(start * 4), _half(at, piece)
     _copy(floats(at.weights + here, count), floats(undo, count))
     if kept > 0:

@@ -131,7 +131,7 @@ def _event(line: Line) -> str:
 
 
 def check_plot() -> None:
-    """Raises UsageError if matplotlib is missing."""
+    """Raise UsageError if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:

@@ -9,7 +9,7 @@ from gadei_ps.errors import printable
 
 
 def say(text: str, to: TextIO | None = None, *, end: str = "\n") -> None:
-    """Prints lines, by default to standard error, as shown() gives them.
+    """Print lines, by default to standard error, as shown() gives them.
 
     Commands print text by this function or tables.show(), because both escape it.
     """

@@ -41,7 +41,7 @@ class Harmless:
 
 
 def show(what: RenderableType) -> None:
-    """Prints a string as it is, and anything else as rich lays it out, both as Harmless does."""
+    """Print a string as it is, and anything else as rich lays it out, both as Harmless does."""
     if isinstance(what, str):
         print(shown(what))
     else:

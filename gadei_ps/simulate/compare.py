@@ -62,7 +62,7 @@ def model(spec: str, learners: int) -> SyncModel:
 
 
 def run(made: SyncModel, setting: Setting, learning: Learning | None = None) -> Outcome:
-    """Simulates one model. `made` must be new."""
+    """Simulate one model. `made` must be new."""
     descent = None if learning is None else learning.descent(setting, made)
     found = Simulator(made, setting, descent).run()
     if descent is not None:

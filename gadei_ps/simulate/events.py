@@ -33,7 +33,7 @@ class Events:
         heapq.heappush(self._heap, (time, key, self._serial, _NOTHING))
 
     def add_all(self, times: FloatArray, keys: IntArray) -> None:
-        """Adds events in any order. Both arrays have shape (events,)."""
+        """Add events in any order. Both arrays have shape (events,)."""
         if not len(keys):
             return
         order = np.lexsort((keys, times))

@@ -78,7 +78,7 @@ class GroupSimulator:
         )
 
     def run(self) -> GroupOutcome:
-        """Runs to the end of the setting's rounds."""
+        """Run to the end of the setting's rounds."""
         began = time.perf_counter()
         found = self._outcome
         with np.errstate(over="ignore", invalid="ignore"):  # NotFinite reports it

@@ -41,7 +41,7 @@ class _Models:
         self.weights: list[Floats | None] = [None] * links
 
     def move(self, links: IntArray, to: _Models) -> None:
-        """Moves what is on these links."""
+        """Move what is on these links."""
         to.at[links], to.made[links] = self.at[links], self.made[links]
         to.round[links] = self.round[links]
         self.at[links] = NOTHING
@@ -135,7 +135,7 @@ class Broadcasts:
         return sum(int((one.at != NOTHING).sum()) for one in kinds)
 
     def _deliver(self, links: IntArray, now: float) -> None:
-        """Moves what has arrived by now to the buffers."""
+        """Move what has arrived by now to the buffers."""
         for models in (self._older, self._newest):
             arrived = links[models.at[links] <= now]
             if len(arrived):

@@ -72,7 +72,7 @@ class GroupOutcome:
             self._age_s += now - one.made
 
     def end(self, broadcasts: Broadcasts) -> None:
-        """Counts what became of the broadcasts."""
+        """Count what became of the broadcasts."""
         self._lost = {
             "taken": self.staleness.count,
             "lost_in_buffers": broadcasts.lost_in_buffers,

@@ -41,7 +41,7 @@ def rule(text: str) -> Rule:
 
 
 def run(text: str, setting: GroupSetting, learning: Learning | None = None) -> GroupOutcome:
-    """Simulates one rule. Raises UsageError."""
+    """Simulate one rule. Raises UsageError."""
     rule(text)
     training = None
     if learning is not None:

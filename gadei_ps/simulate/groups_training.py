@@ -81,7 +81,7 @@ class GroupTraining:
         ]
 
     def round(self, group: int, members: Sequence[Member], k: int) -> Floats:
-        """Trains each member for k mini-batches, or for what its subset has left in this pass.
+        """Train each member for k mini-batches, or for what its subset has left in this pass.
 
         Returns the aggregate, which is weighted by the samples that each has trained with. Raises
         NotFinite, as `end_round` does.
@@ -149,7 +149,7 @@ class GroupTraining:
             one.subsets.gone(owner, members)
 
     def look(self, now: float) -> None:
-        """Adds a point to the curve: the mean, over the groups, of loss and accuracy."""
+        """Add a point to the curve: the mean, over the groups, of loss and accuracy."""
         told = [self.problem.loss(one.weights) for one in self._groups]
         point = {key: float(np.mean([each[key] for each in told])) for key in told[0]}
         self.curve.append({"seconds": now, "samples": float(self.samples), **point})

@@ -21,7 +21,7 @@ class Histogram:
         self._bins: dict[int, int] = {}
 
     def add(self, value: int, times: int = 1) -> None:
-        """Counts `value` as often as `times` says."""
+        """Count `value` as often as `times` says."""
         self.count += times
         self.total += value * times
         if value > self.max:
@@ -30,7 +30,7 @@ class Histogram:
         self._bins[low] = self._bins.get(low, 0) + times
 
     def add_all(self, values: IntArray) -> None:
-        """Counts many."""
+        """Count many."""
         for value, times in zip(*np.unique(values, return_counts=True), strict=True):
             self.add(int(value), int(times))
 
@@ -50,7 +50,7 @@ class Histogram:
         return self.max
 
     def bins(self) -> dict[int, int]:
-        """Counts by number. In a wide bin, all count as its least number."""
+        """Count by number. In a wide bin, all count as its least number."""
         return dict(self._bins)
 
     def rows(self) -> list[tuple[int, int, int]]:

@@ -89,7 +89,7 @@ def _losses(result: Result) -> RenderableType:
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError if plot() could not write this file. Call it before the simulation."""
+    """Raise UsageError if plot() could not write this file. Call it before the simulation."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:
@@ -103,7 +103,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draws loss against time, if weights were trained, else speed and staleness.
+    """Draw loss against time, if weights were trained, else speed and staleness.
 
     The ending of the file's name gives the format, such as .svg. Raises UsageError.
     """

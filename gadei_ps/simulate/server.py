@@ -112,7 +112,7 @@ class Server:
             self._schedule(self._free_at, learner)
 
     def finish(self, learner: int, now: float) -> None:
-        """Finishes what took time: the learner's oldest gradient, or for -1 the oldest commit."""
+        """Finish what took time: the learner's oldest gradient, or for -1 the oldest commit."""
         if learner >= 0:
             self._apply((learner,))
             if self._hears:
@@ -123,11 +123,11 @@ class Server:
         self._go_on(now)
 
     def join(self, learner: int, now: float) -> int:
-        """Makes the learner a member. Returns the clock at which it starts."""
+        """Make the learner a member. Returns the clock at which it starts."""
         return self._model.join(learner, now)
 
     def leave(self, learner: int, now: float) -> None:
-        """Ends a membership. Under an on-arrival model, the learner's `held` must be 0."""
+        """End a membership. Under an on-arrival model, the learner's `held` must be 0."""
         self._take(self._model.leave(learner, now), now)
 
     def _take(self, commits: Sequence[Commit], now: float) -> None:
@@ -136,7 +136,7 @@ class Server:
             self._go_on(now)
 
     def _go_on(self, now: float) -> None:
-        """Carries out commits until none is left or one takes time."""
+        """Carry out commits until none is left or one takes time."""
         while self._commits and not self._working:
             if self._cost_s and self._commits[0].apply:
                 self._working = True
@@ -180,7 +180,7 @@ class Server:
             self._next(learner)
 
     def _next(self, learner: int) -> None:
-        """Replaces the oldest gradient, which was consumed, by the second one."""
+        """Replace the oldest gradient, which was consumed, by the second one."""
         later = self._later[learner]
         self._pulled[learner], self._started[learner], self._ended[learner] = later.popleft()
         if not later:

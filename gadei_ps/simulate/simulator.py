@@ -87,7 +87,7 @@ class Simulator:
         self._tile_at, _ = wholes(size)
 
     def run(self) -> Outcome:
-        """Simulates until the end that the setting gives."""
+        """Simulate until the end that the setting gives."""
         began = time.perf_counter()
         setting, outcome = self._setting, self._outcome
         self._open()
@@ -146,12 +146,12 @@ class Simulator:
         outcome.in_flight = sum(self._server.held)
 
     def _schedule(self, moment: float, learner: int) -> None:
-        """Asks for a call of the server's `finish`."""
+        """Ask for a call of the server's `finish`."""
         kind = Kind.APPLIED if learner >= 0 else Kind.COMMITTED
         self._events.add(moment, kind * self._size + max(0, learner))
 
     def _happen(self, kind: Kind, k: int, now: float) -> None:
-        """Handles any event except the end of an iteration."""
+        """Handle any event except the end of an iteration."""
         if kind == Kind.APPLIED:
             self._applied(k, now)
         elif kind == Kind.COMMITTED:
@@ -188,7 +188,7 @@ class Simulator:
         return float((now - self._idles[np.array(learners, np.int64)]).sum())
 
     def _begin(self, learners: Sequence[int], now: float) -> None:
-        """Starts iterations, each with a pull where it needs one."""
+        """Start iterations, each with a pull where it needs one."""
         if len(learners) < MANY or self._wave > 1:
             for k in learners:
                 self._begin_one(k, now)
@@ -261,7 +261,7 @@ class Simulator:
             self._idle[k] = now
 
     def _end(self, k: int, now: float) -> None:
-        """Handles the end of an iteration."""
+        """Handle the end of an iteration."""
         self._due[k] = NEVER
         if not self._is_last(k):
             self._unpushed[k] = self._unpushed.get(k, 0.0) + now - self._started[k]
@@ -275,7 +275,7 @@ class Simulator:
         self._settle(now)
 
     def _push(self, k: int, now: float, *, refused: bool = False) -> None:
-        """Publishes the learner's gradient. The learner then waits for its next grant."""
+        """Publish the learner's gradient. The learner then waits for its next grant."""
         self._clock[k] += 1
         self._unpushed.pop(k, None)
         self._wait(k, now)
@@ -315,7 +315,7 @@ class Simulator:
     # -- the server's answers -----------------------------------------------------------------
 
     def _applied(self, k: int, now: float) -> None:
-        """Applies the learner's oldest gradient, which had queued for the server."""
+        """Apply the learner's oldest gradient, which had queued for the server."""
         self._server.finish(k, now)
         if k in self._blocked:
             self._outcome.waiting_s += now - self._blocked.pop(k)
@@ -330,7 +330,7 @@ class Simulator:
         self._movers[k] = None
 
     def _settle(self, now: float) -> None:
-        """Starts the next iteration of each waiting learner that has a grant for it."""
+        """Start the next iteration of each waiting learner that has a grant for it."""
         if self._server.busy:
             return
         model, clock, waiting = self._model, self._clock, self._waiting

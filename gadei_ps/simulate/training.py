@@ -107,7 +107,7 @@ class Descent:
         self.weights = self.weights - rate * total
 
     def look(self, now: float, progress: float, applied: int) -> None:
-        """Adds a point to the curve if one is due."""
+        """Add a point to the curve if one is due."""
         if progress >= self._next_point / self._points:
             # The small number makes up for rounding errors.
             self._next_point = int(progress * self._points + 1e-6) + 1
@@ -115,7 +115,7 @@ class Descent:
             self.curve.append({"seconds": now, "gradients": applied * self._wave, **told})
 
     def _taken(self, learner: int) -> _Begun:
-        """Removes and returns the learner's oldest gradient."""
+        """Remove and return the learner's oldest gradient."""
         waiting = self._published[learner]
         begun = waiting.popleft()
         if not waiting:

@@ -76,7 +76,7 @@ def write(
     keep: int,
     on_disk: Callable[[], object] | None = None,
 ) -> Written:
-    """Writes a checkpoint, then removes all but the newest `keep`.
+    """Write a checkpoint, then removes all but the newest `keep`.
 
     on_disk: called whenever more of it has reached the disk.
 
@@ -104,7 +104,7 @@ def write(
 
 
 def check(directory: Path) -> None:
-    """Makes the directory. Raises CheckpointError if no checkpoint can be written into it."""
+    """Make the directory. Raises CheckpointError if no checkpoint can be written into it."""
     try:
         files.make_directory(directory)
         probe = _temporary(directory)
@@ -116,7 +116,7 @@ def check(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what writers that died have left. The caller holds the lock."""
+    """Remove what writers that died have left. The caller holds the lock."""
     left = list(directory.glob(".tmp-*"))
     if left:
         # It may be a checkpoint whose renaming is not on the disk yet, and which a power failure
@@ -129,7 +129,7 @@ def _sweep(directory: Path) -> None:
 def _write_new(
     directory: Path, snapshot: Snapshot, on_disk: Callable[[], object] | None
 ) -> tuple[Path, int]:
-    """Makes a new checkpoint visible. Returns its path and its bytes."""
+    """Make a new checkpoint visible. Returns its path and its bytes."""
     made = _temporary(directory)
     try:
         made.mkdir()
@@ -200,7 +200,7 @@ def _temporary(directory: Path) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Removes what can be removed of a temporary; the next writer tries again."""
+    """Remove what can be removed of a temporary; the next writer tries again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -280,7 +280,7 @@ def newest(directory: Path) -> tuple[Snapshot | None, Path | None, list[Checkpoi
 
 
 def read(path: Path) -> Snapshot:
-    """Reads a checkpoint and verifies all of it.
+    """Read a checkpoint and verifies all of it.
 
     Raises CheckpointError: one line that names the file and what is wrong with it.
     """

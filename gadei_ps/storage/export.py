@@ -27,7 +27,7 @@ NO_TORCH: Final = "a .pt file needs PyTorch: pip install 'gadei-ps[torch]'"
 
 
 def check(out: Path) -> None:
-    """Raises UsageError for a file that cannot be written later: suffix, directory, library."""
+    """Raise UsageError for a file that cannot be written later: suffix, directory, library."""
     _format(out)
     if out.suffix == ".pt" and importlib.util.find_spec("torch") is None:
         raise UsageError(NO_TORCH)
@@ -41,7 +41,7 @@ def check(out: Path) -> None:
 
 
 def export(snapshot: Snapshot, out: Path) -> None:
-    """Writes the weights alone, whole or not at all, in the format that the suffix names.
+    """Write the weights alone, whole or not at all, in the format that the suffix names.
 
     A tensor with aliases is there under each of its names.
 

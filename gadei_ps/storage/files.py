@@ -78,7 +78,7 @@ def write(
     blocks: Iterable[memoryview | bytes],
     on_disk: Callable[[], object] | None = None,
 ) -> tuple[str, int]:
-    """Writes a new file to the disk. Returns its SHA-256 and its bytes.
+    """Write a new file to the disk. Returns its SHA-256 and its bytes.
 
     on_disk: called for each piece of _PIECE bytes that is on the disk, and not only in memory.
     """
@@ -121,7 +121,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def replace_directory(made: Path, path: Path) -> None:
-    """Gives the directory `made`, whose files are on the disk, the name `path`; there to stay.
+    """Give the directory `made`, whose files are on the disk, the name `path`; there to stay.
 
     A directory that has this name gets the name `made` by the same call: at every moment one of the
     two is there, whole. Where the file system cannot exchange names, that one is renamed before.
@@ -144,7 +144,7 @@ def replace_directory(made: Path, path: Path) -> None:
 
 
 def _swap(one: Path, other: Path) -> None:
-    """Swaps the names of two directories."""
+    """Swap the names of two directories."""
     try:
         _exchange(one, other)
     except OSError as error:
@@ -170,7 +170,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and its parents, there to stay. Raises OSError."""
+    """Make a directory and its parents, there to stay. Raises OSError."""
     path = path.absolute()
     for one in reversed((path, *path.parents[:-1])):
         made = not one.exists()
@@ -243,7 +243,7 @@ class File:
         return self._digest.hexdigest()
 
     def fill_tensors(self, wanted: Tensors) -> None:
-        """Reads a safetensors file that holds these tensors, in any order, and no others."""
+        """Read a safetensors file that holds these tensors, in any order, and no others."""
         header = parse_object(self.take(int.from_bytes(self.take(8), "little")))
         header.pop(_RESERVED, None)
         for name in wanted:

@@ -112,7 +112,7 @@ class HistoryFile:
         self._open()
 
     def _open(self) -> None:
-        """Waits until no other process writes it: the watchdog's before, for an instant."""
+        """Wait until no other process writes it: the watchdog's before, for an instant."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         while True:
             self.close()

@@ -93,7 +93,7 @@ class TensorRow(_Object):
     dtype: str = weights.F32
 
     def tensor(self, grouped: bool) -> weights.Tensor:
-        """Raises ValueError if its group is missing, or for a type that it cannot have."""
+        """Raise ValueError if its group is missing, or for a type that it cannot have."""
         if grouped and self.group is None:
             raise ValueError(f"tensor {self.name!r} has no group")
         if self.dtype not in (weights.DTYPES if self.role != "parameter" else (weights.F32,)):
@@ -196,7 +196,7 @@ class Snapshot:
         }
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be written so that it can be read."""
+        """Raise ValueError for what cannot be written so that it can be read."""
         for flat in (self.weights, *self.slots):
             if flat.dtype != np.float32 or flat.shape != (self.model.elements,):
                 raise ValueError(f"an array is {flat.dtype} {flat.shape}, not one of the model's")
@@ -279,7 +279,7 @@ def parse(text: bytes) -> tuple[Manifest, weights.Model]:
 
 
 def _check_placement(model: weights.Model) -> None:
-    """Raises ValueError unless the tensors lie as weights.place lays them.
+    """Raise ValueError unless the tensors lie as weights.place lays them.
 
     That also bounds the elements by the values and the padding.
     """

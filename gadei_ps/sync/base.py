@@ -135,7 +135,7 @@ class SyncModel(ABC):
         return []
 
     def check(self, learners: int | None) -> None:  # noqa: B027 (most models fit any number)
-        """Checks that the model fits `learners`, if given, and that files it names are usable.
+        """Check that the model fits `learners`, if given, and that files it names are usable.
 
         Raises SpecError, in one line.
         """
@@ -161,7 +161,7 @@ class SyncModel(ABC):
         return self._releases
 
     def join(self, learner: int, now: float) -> int:
-        """Makes `learner` a member and returns the clock at which it starts.
+        """Make `learner` a member and return the clock at which it starts.
 
         An id may join again as soon as it has left, even while its gradients are still held.
         """
@@ -172,7 +172,7 @@ class SyncModel(ABC):
         return clock
 
     def leave(self, learner: int, now: float) -> list[Commit]:
-        """Ends a membership: the learner died, detached, or has nothing left to do.
+        """End a membership: the learner died, detached, or has nothing left to do.
 
         No member waits for the learner any more, so a barrier may complete. Gradients that it had
         pushed stay in its ring. The commit of their superstep names them, in this call or later.
@@ -185,7 +185,7 @@ class SyncModel(ABC):
     def push(
         self, learner: int, now: float, *, started: float | None = None, refused: bool = False
     ) -> list[Commit]:
-        """Counts the learner's next gradient, which raises its clock by one.
+        """Count the learner's next gradient, which raises its clock by one.
 
         `started` is the time when it began that iteration, None if unknown. A `refused` gradient (a
         bad or an empty frame) counts as arrived. A collecting model names it in `drop`, never in
@@ -231,13 +231,13 @@ class SyncModel(ABC):
 
     @abstractmethod
     def _left(self, learner: int, clock: int, now: float) -> list[Commit]:
-        """Forgets a learner that was at `clock` and is no longer a member."""
+        """Forget a learner that was at `clock` and is no longer a member."""
 
     @abstractmethod
     def _pushed(
         self, learner: int, clock: int, now: float, started: float | None, refused: bool
     ) -> list[Commit]:
-        """Takes the gradient of iteration `clock`. The learner's clock is already `clock + 1`."""
+        """Take the gradient of iteration `clock`. The learner's clock is already `clock + 1`."""
 
     @abstractmethod
     def _grant(self, learner: int, clock: int) -> int:

@@ -73,7 +73,7 @@ class BSP(SyncModel):
         return self._superstep + 1
 
     def _barrier(self) -> list[Commit]:
-        """Ends the superstep if it has begun and no learner is computing it any more."""
+        """End the superstep if it has begun and no learner is computing it any more."""
         if self._computing or not self._closed or self._awaits:
             return []
         self._superstep += 1

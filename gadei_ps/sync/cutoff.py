@@ -65,7 +65,7 @@ class Cutoff(SyncModel):
     def __init__(
         self, c: int | None = None, by: str | None = None, file: str | None = None
     ) -> None:
-        """Raises ValueError unless exactly one of the three is given."""
+        """Raise ValueError unless exactly one of the three is given."""
         super().__init__()
         if sum(given is not None for given in (c, by, file)) != 1:
             raise ValueError("give one of c, by and file")
@@ -99,7 +99,7 @@ class Cutoff(SyncModel):
         return self._cutoff
 
     def check(self, learners: int | None) -> None:
-        """Raises SpecError if c or the file does not fit this number of learners."""
+        """Raise SpecError if c or the file does not fit this number of learners."""
         if self.c is not None and learners is not None and self.c > learners:
             raise SpecError(f"cutoff: c = {self.c} is above the number of learners, {learners}")
         if self.file is not None:
@@ -111,7 +111,7 @@ class Cutoff(SyncModel):
                 )
 
     def _load(self) -> None:
-        """Makes the predictor. Raises SpecError if the file cannot be used."""
+        """Make the predictor. Raises SpecError if the file cannot be used."""
         if self._predictor is not None or self.c is not None:
             return
         if self.file is not None:
@@ -175,7 +175,7 @@ class Cutoff(SyncModel):
         self._began[learner] = now
 
     def _cut(self, now: float) -> list[Commit]:
-        """Ends the superstep if c gradients have arrived or no learner is left that could push."""
+        """End the superstep if c gradients have arrived or no learner is left that could push."""
         enough = self._cutoff is not None and len(self._held) >= self._cutoff
         if not self._closed or (self._since and not enough):
             return []
@@ -190,7 +190,7 @@ class Cutoff(SyncModel):
         return [Commit(tuple(sorted(held)))] if held else []
 
     def _foresee(self, now: float) -> None:
-        """Gives the run times of this superstep to the predictor, and chooses the next cutoff."""
+        """Give the run times of this superstep to the predictor, and choose the next cutoff."""
         if self.c is not None:
             return
         with contextlib.suppress(SpecError):  # `check` raises it

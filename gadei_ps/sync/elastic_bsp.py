@@ -68,7 +68,7 @@ class ElasticBSP(SyncModel):
     on_arrival: ClassVar[bool] = True
 
     def __init__(self, R: int = 15) -> None:
-        """Raises ValueError unless `R`, in iterations, is a whole number from 1 to 4,096."""
+        """Raise ValueError unless `R`, in iterations, is a whole number from 1 to 4,096."""
         super().__init__()
         self.R = _ahead(R)
         self._members: dict[int, _Member] = {}
@@ -117,7 +117,7 @@ class ElasticBSP(SyncModel):
         return self._members[learner].grant
 
     def _try_barrier(self, now: float) -> None:
-        """Begins the next superstep if all learners have arrived."""
+        """Begin the next superstep if all learners have arrived."""
         if not self._arrived or len(self._arrived) < len(self._members):
             return
         self._arrived.clear()
@@ -136,7 +136,7 @@ class ElasticBSP(SyncModel):
             self._plan(known, now)
 
     def _plan(self, known: list[int], now: float) -> None:
-        """Sets the lengths of the superstep for `known`: learners that have recent intervals."""
+        """Set the lengths of the superstep for `known`: learners that have recent intervals."""
         from gadei_ps.sync import zipline
 
         members = [self._members[learner] for learner in known]

@@ -163,7 +163,7 @@ class SampledPredictor:
         return sorted_mean(rows) if len(rows) else None
 
     def _without_gaps(self, rows: FloatArray) -> FloatArray:
-        """Fills the gaps of rows (supersteps, m). Each row has at least one value."""
+        """Fill the gaps of rows (supersteps, m). Each row has at least one value."""
         pick = self._generator.choice
         known = ~np.isnan(rows)
         filled = rows.copy()

@@ -60,7 +60,7 @@ class History:
         return len(self.rows)
 
     def append(self, row: FloatArray) -> None:
-        """Adds a superstep. Forgets the oldest if there are more than `window`."""
+        """Add a superstep. Forgets the oldest if there are more than `window`."""
         rows = self.widened(len(row))
         padded = np.full(rows.shape[1], np.nan)
         padded[: len(row)] = row

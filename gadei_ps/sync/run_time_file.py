@@ -36,7 +36,7 @@ class Sizes:
     hidden: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a size is out of range."""
+        """Raise ValueError if a size is out of range."""
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high:
@@ -90,7 +90,7 @@ def contents(sizes: Sizes, weights: Mapping[str, Floats], more: Mapping[str, obj
 
 
 def read(path: str | Path) -> tuple[Sizes, dict[str, Floats]]:
-    """Reads a file that `contents` made. Raises ModelFileError."""
+    """Read a file that `contents` made. Raises ModelFileError."""
     try:
         data = given.read(path, _MOST_BYTES)
     except (OSError, ValueError) as error:

@@ -233,7 +233,7 @@ class RunTimeModel:
         return np.clip(row, SMALLEST, LARGEST)
 
     def _guessed(self, row: FloatArray) -> FloatArray:
-        """Fills the gaps of an early superstep: the learner's last run time, else the others' mean.
+        """Fill the gaps of an early superstep: the learner's last run time, else the others' mean.
 
         A lower bound stays as it is, because no prediction has dropped a learner yet.
         """

@@ -28,7 +28,7 @@ class SSP(SyncModel):
     on_arrival: ClassVar[bool] = True
 
     def __init__(self, s: int) -> None:
-        """Raises ValueError unless `s`, in iterations, is a whole number from 0 to 2**31 - 1."""
+        """Raise ValueError unless `s`, in iterations, is a whole number from 0 to 2**31 - 1."""
         super().__init__()
         self.s = _staleness(s)
         self._slowest = 0

@@ -56,6 +56,6 @@ def rows(end_times: EndTimes) -> EndTimes:
 
 
 def check(wrong: int) -> None:
-    """Raises ValueError for times that are wrong. wrong: an index of WRONG, 0 if they are right."""
+    """Raise ValueError for times that are wrong. wrong: an index of WRONG, 0 if they are right."""
     if wrong:
         raise ValueError(f"end_times: {WRONG[wrong]}")

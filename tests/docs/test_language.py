@@ -30,6 +30,8 @@ BEGINNING = re.compile(
     r"|Through|To|Towards|Under|Until|While|With|Within|Without|What|When|Where|Which|Who|Whoever"
     r"|Whose|Why|How)\b(?!-)"
 )
+# A verb in the third person, or a noun: functions begin with an imperative.
+THIRD = re.compile(r"[A-Z][a-z]*[^\Ws]s\b")
 # Wrong whatever the subject is.
 WORDS = (
     r"\b(vouch(es|ed)?|anew|obeys?|newcomers?|nursery|lookouts?|belongings|in hand|signs of life"
@@ -105,6 +107,8 @@ def faults_of_python(source: str) -> Iterator[Fault]:
             yield Fault("docstring", node.lineno, text.split("\n")[0])
         if function and text.startswith("Whether "):
             yield Fault("whether", node.lineno, text.split("\n")[0])
+        if function and THIRD.match(text):
+            yield Fault("imperative", node.lineno, text.split("\n")[0])
         yield from texts_of(TEXTS["word"], CODE.sub("", node.value), node.lineno)
     for text, line in literals(tree):
         if " " in text.strip():
@@ -185,6 +189,9 @@ def test_the_walk_sees_all_kinds_of_files() -> None:
         ('def f():\n    """What it is."""', ["docstring"]),
         ('def f():\n    """As-is copy."""', []),
         ('def f():\n    """Whether it is."""', ["whether"]),
+        ('def f():\n    """Sends it."""', ["imperative"]),
+        ('def f():\n    """Process it."""', []),
+        ('class A:\n    """Bytes of it."""', []),
         ('def f():\n    """Return whether it is."""', []),
         ('def f(self):\n    self.x = True\n    """Whether it is."""', []),
         ('@property\ndef f():\n    """Whether it is."""', []),
