@@ -32,7 +32,7 @@ class Writer:
         self._command = ""  # of the last learner
 
     def write(self, line: bytes) -> None:
-        """Raise nothing."""
+        """Write the lines and the notes. Raises nothing."""
         whole = self._with_command(line)
         self._waiting += [whole] * bool(whole)
         if whole != line and self._file is None:
