@@ -38,11 +38,11 @@ class Lifetime(Enum):
     NOW = auto()
     """It is measured when it is asked for, or is known to one watchdog only."""
     LEARNER = auto()
-    """Until the learner's row of the roster is given to another one."""
+    """It ends when the learner's row of the roster is given to another one."""
     MEMORY = auto()
-    """Until the memory of the job is removed: it outlives learners, servers and watchdogs."""
+    """It ends with the memory of the job: it outlives learners, servers and watchdogs."""
     CHECKPOINT = auto()
-    """Until the last checkpoint is removed: a job that resumes from one continues to count."""
+    """It ends with the last checkpoint: a job that resumes from one continues to count."""
 
 
 class Values(Enum):

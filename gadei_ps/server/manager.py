@@ -10,7 +10,7 @@ waits for another.
     main_loop   map the model and the rings; once active drive the sync model, let the dead go
     shutdown    stop the shards
 
-The manager thread is the only one that runs Python. For models that need to hear of pushes it is
+The manager thread is the only one that runs Python. For models that need reports of pushes it is
 woken by the shards; under ASP a gradient never passes through it.
 """
 
@@ -108,7 +108,7 @@ class Server:
         self._code.load(tells=self._byte == holds.SERVERS[0])
 
     def main_loop(self) -> None:
-        """Until the job stops or a shard thread fails."""
+        """Run until the job stops or a shard thread fails."""
         while not self.stop_asked and not self.crashed:
             bell = _native.load32(self._manager_bell)  # SYNC POINT: bells
             self._beats += 1
@@ -138,7 +138,7 @@ class Server:
             self.driver.follow()
 
     def shutdown(self) -> None:
-        """Stop the shards at the end of the gradient in hand."""
+        """Stop the shards at the end of the current gradient."""
         if self.shards is not None:
             self.shards.stop()
 
@@ -153,7 +153,7 @@ class Server:
         return self.shards is not None and self.shards.crashed is not None
 
     def _abandoned(self) -> bool:
-        """Without a watchdog: lets dead learners go, and ends when no learner is left."""
+        """Evict dead learners without a watchdog, and exit when no learner is left."""
         now = time.monotonic()
         if now - self._looked < ORPHAN_LOOK_S:
             return False
@@ -164,11 +164,11 @@ class Server:
         if not self._alone_since:
             self._alone_since = now
             if self.active:  # not also the standby
-                self.log.warning("the watchdog is gone; going on until another one is started")
+                self.log.warning("the watchdog is gone; continuing until another one is started")
             if self.active and not self._is_found():
                 self.log.error(
-                    "and none can go on with this job: its segments have lost their names "
-                    "(RemoveIPC?); ending with the last learner"
+                    "no watchdog can adopt this job: its segments have lost their names "
+                    "(RemoveIPC?); exiting with the last learner"
                 )
         someone = False
         gone = 0
@@ -194,12 +194,12 @@ class Server:
         return True
 
     def _has_left(self, row: int) -> bool:
-        """Whether a learner said so in its ring, for want of a watchdog to tell."""
+        """Return whether a learner noted its end in its ring, for want of a watchdog."""
         one = self.rings.mapped.get(row) if self.rings is not None else None
         return one is not None and one.has_detached
 
     def _is_found(self) -> bool:
-        """Whether the job's name still leads to this memory, so that a watchdog can adopt it."""
+        """Return whether the job's name still leads to this memory, for a watchdog to adopt."""
         name = segment_name(self.job, "control")
         try:
             segment.attach(name, SegmentKind.CONTROL, writable=False, job_id=self.job_id)
@@ -229,7 +229,7 @@ class Server:
                 self.log.warning("taken over", server=os.getpid(), generation=self._generation)
 
     def _is_named(self) -> bool:
-        """Whether the watchdog, or one that has adopted the job since, knows of this server."""
+        """Return whether the watchdog, or the next one, has recorded this server."""
         named = int(self._line["pid"]), int(self._line["start"])
         here = int(self.control["header"]["owner_namespace"]) == self._namespace
         return here and named == (os.getpid(), self._start)
@@ -252,7 +252,7 @@ class Server:
         return self._hold is not None
 
     def _replaced(self) -> bool:
-        """Whether no watchdog knows of this server: it may die right after it has started one."""
+        """Return whether no watchdog has recorded this server: it may die right after a start."""
         if self._is_named():
             self._unnamed_since = 0.0
             return False
@@ -326,7 +326,7 @@ class Server:
     # -- roster ---------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Map the rings that are there, forget those that are not, as the roster tells."""
+        """Map the rings in the roster, and forget the others."""
         assert self.rings is not None and self.driver is not None
         rings = self.rings
         generation, retired = self.roster["generation"], self.roster["retired"]
@@ -394,7 +394,7 @@ class Server:
             return
         if int(entry["broken"]) != member.generation:
             self.log.error(
-                "a learner has damaged its ring, or truncated it, and is let go",
+                "a learner has damaged its ring, or truncated it, and is evicted",
                 row=member.row,
                 pid=int(entry["pid"]),
             )
@@ -405,7 +405,7 @@ class Server:
             _native.bell(self._shard_bell)
 
     def _retire(self) -> None:
-        """Let go of drained rings: first the shards forget them, then the row becomes free."""
+        """Retire drained rings: first the shards forget them, then the row becomes free."""
         assert self.rings is not None and self.driver is not None
         if self.rings.held != int(self.control["shards"]):
             return  # one that has not recovered yet may look for any ring of its record
@@ -445,7 +445,7 @@ def main() -> None:
         log.get(job=asked.job).exception("parameter server")
         code = 1
     # At once: the interpreter would unmap the leases that threads hold before these end, and the
-    # kernel could not tell the next server that their holder is dead.
+    # kernel could not show the next server that their holder is dead.
     sys.stderr.flush()
     cache.remove_temporary()
     os._exit(code)

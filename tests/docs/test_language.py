@@ -39,7 +39,7 @@ WORDS = (
     r"|goes on|go on|going on|went on|gone on|tells?|told|hears?|heard|wish(es)?)\b"
 )
 # In a message, the program speaks of processes, which report, print, require and set.
-MESSAGES = re.compile(rf"{WORDS}|\b(say|says|said|knows|begins?|given up)\b", re.I)
+MESSAGES = re.compile(rf"{WORDS}|\b(say|says|said|knows|given up)\b", re.I)
 TEXTS = {
     "word": re.compile(WORDS, re.I),
     "none": re.compile(
