@@ -39,7 +39,7 @@ class Job:
         pass
 
     @contextlib.contextmanager
-    def stand(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         yield
 
     def pull(self, into: FloatArray, **_: object) -> FloatArray:
