@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from gadei_ps.kernels import cache
@@ -45,24 +45,39 @@ class _Kept(caching.IndexDataCacheFile):  # type: ignore[misc]
 class Quick(caching.FunctionCache):  # type: ignore[misc]
     """The cache of a function that counts no references.
 
-    Numba first prepares for compiling, which takes longer than to load the code. It does so again
-    before it compiles.
+    Numba's own settings and classes stay as they are, because the process may be a user's script,
+    whose functions Numba keeps where the user has set.
     """
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        with _directory(str(cache.directory())):
+            super().__init__(function)
+        impl = self._impl
+        stamp = impl.locator.get_source_stamp()
+        self._cache_file = _Kept(self._cache_path, impl.filename_base, stamp)
+
     def load_overload(self, signature: Any, target: Any) -> Any:
+        """Load without preparing for compiling, which takes longer than to load the code.
+
+        Numba prepares again before it compiles.
+        """
         with self._guard_against_spurious_io_errors():
             return self._load_overload(signature, target)
 
+    @contextlib.contextmanager
+    def _guard_against_spurious_io_errors(self) -> Iterator[None]:
+        """Note an error of loading or keeping code; what has failed is not there."""
+        try:
+            yield
+        except OSError as error:
+            cache.note(error)
+
 
 @contextlib.contextmanager
-def _guarded(of: caching.Cache) -> Iterator[None]:
-    """Around loading and keeping the code of a function; what has failed is not there."""
+def _directory(path: str) -> Iterator[None]:
+    """Make Numba create caches in a directory of ours, for the length of the block."""
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, path
     try:
         yield
-    except OSError as error:
-        cache.note(error)
-
-
-caching.IndexDataCacheFile = _Kept
-caching.Cache._guard_against_spurious_io_errors = _guarded
-numba.config.CACHE_DIR = str(cache.directory())
+    finally:
+        numba.config.CACHE_DIR = before

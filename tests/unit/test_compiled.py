@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,3 +121,29 @@ def test_a_kernel_is_loaded_without_preparing_for_compiling() -> None:
     """Numba's own cache, for tests and for tools that measure."""
     done = subprocess.run([sys.executable, "-P", "-c", LOADS], stdout=subprocess.PIPE, text=True)
     assert done.stdout.splitlines() == ["[]", "2.0"]
+
+
+SCRIPT = """
+import numba
+before = numba.config.CACHE_DIR
+from gadei_ps.kernels import cache
+from gadei_ps.sync import search
+@numba.njit(cache=True)
+def of_a_script(number):
+    return number + 1
+assert of_a_script(1) == 2
+assert numba.config.CACHE_DIR == before
+assert not list(cache.directory().rglob("*of_a_script*"))
+print(of_a_script.stats.cache_path)
+"""
+
+
+def test_the_functions_of_a_script_are_kept_where_it_says(tmp_path: Path) -> None:
+    """Importing modules of ours changes nothing in Numba."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-P", script], env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path)
