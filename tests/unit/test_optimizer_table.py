@@ -13,7 +13,7 @@ from gadei_ps.cli import options
 from gadei_ps.job.optimizer import FIELDS, Settings, uses
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.optimizers import DEFAULTS, NAMES, TABLE, Kind, OptimizerSpec, slots, usual
-from gadei_ps.learners.said import said
+from gadei_ps.learners.optimizer_settings import read_settings
 from gadei_ps.learners.torch.like import CLASSES, KINDS, shown
 from gadei_ps.show.optimizer import optimizer
 
@@ -24,7 +24,7 @@ def test_a_kind_is_known_everywhere(kind: Kind) -> None:
     assert name in NAMES
     assert name in set(options.OptimizerName)
     assert Settings(kind=name).kind == name
-    assert said(kind=name, momentum=0.9 if kind is Kind.NESTEROV else None).kind == name
+    assert read_settings(kind=name, momentum=0.9 if kind is Kind.NESTEROV else None).kind == name
     assert callable(cpu.KERNELS[kind])
     assert slots(kind) == len(one.slots) <= 2
     assert uses(name) == ("kind", "lr", *one.settings)
