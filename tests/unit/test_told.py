@@ -228,15 +228,12 @@ def test_what_becomes_of_a_checkpoint(memory: JobMemory, killed: bool) -> None:
     control["pause"] = 1 << 62
     before = words(control)
     made = Checkpoints(memory, selectors.DefaultSelector(), log.get())
-    made._saver = subprocess.Popen(["sleep", "1000" if killed else "0"])
-    if killed:
-        made._saver.send_signal(signal.SIGKILL)
-    else:
+    if not killed:
         outcome = {"ok": True, "version": 7, "path": "", "problem": "", "aside": None}
-        made._said += json.dumps(outcome | {"pause_ms": 0.0}).encode()
+        made._heard_line(json.dumps(outcome | {"pause_ms": 0.0}).encode())
     heard: list[dict[str, Any]] = []
     made._heard.append(heard.append)
-    made._end()
+    made._ended(-signal.SIGKILL if killed else 0)
     assert [one["ok"] for one in heard] == [not killed]
     after = words(control)
     if killed:
