@@ -38,7 +38,7 @@ from support.steered import (
 from support.supervised import TIMEOUT_S, Watched, goes_on
 
 from gadei_ps.commands import change
-from gadei_ps.errors import GadeiError
+from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout
@@ -266,3 +266,16 @@ def test_a_stop_waits_for_a_stand(job_name: str) -> None:
         asks.send(None)
         pushed = sum(child.receive() for child in team)  # the stop has ended them
         assert stopping.result()["version"] == pushed + 1
+
+
+def test_the_former_names_warn(job_name: str) -> None:
+    with daemon(job_name, tensors=TENSORS), Client(job_name) as client:
+        with (
+            pytest.warns(DeprecationWarning, match=r"use exclusive\(\)"),
+            client.stand(10.0),
+            pytest.raises(UsageError, match="paused the others already"),
+            client.exclusive(),
+        ):
+            pass
+        with client.exclusive(), pytest.warns(DeprecationWarning, match=r"use heartbeat\(\)"):
+            client.keep_standing()
