@@ -3,7 +3,9 @@
 Here, because setuptools calls extension modules in pyproject.toml experimental and warns of them.
 """
 
+import os
 import runpy
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -72,7 +74,12 @@ class Build(build_ext):
             ext.sources, output_dir=self.build_temp, extra_postargs=ext.extra_compile_args
         )
         path = Path(self.get_ext_fullpath(ext.name))
-        self.compiler.link_executable(objects, path.name, output_dir=str(path.parent))
+        self.compiler.link_executable(
+            objects,
+            path.name,
+            output_dir=str(path.parent),
+            extra_postargs=shlex.split(os.environ.get("LDFLAGS", "")),
+        )
 
 
 # A source distribution lacks this script, and its header is right.
