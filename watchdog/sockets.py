@@ -342,13 +342,13 @@ def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
 
 
 def _missing(received: bytearray) -> int:
-    """Bytes to the end of the message that has begun.
+    """Return the bytes to the end of the message that has begun.
 
     No more are read at once: each client has one request served in its turn, even if it sends many.
     """
     if len(received) < control.LENGTH.size:
         return control.LENGTH.size - len(received)
-    (length,) = control.LENGTH.unpack_from(received)
+    length: int = control.LENGTH.unpack_from(received)[0]
     return max(1, control.LENGTH.size + length - len(received))
 
 
