@@ -191,6 +191,7 @@ class Client:
 
     assigned = 0
     """Frames published so far that were assignments."""
+    _assigning: tuple[int, ...] = ()  # sequences of assignments that may not be applied yet
     is_successor = False
     """Whether this learner continues an earlier one of its process."""
 
@@ -317,6 +318,19 @@ class Client:
         return _native.load(self._version_at)
 
     @property
+    def base_version(self) -> int:
+        """Version of the live weights for the next gradient's staleness.
+
+        Assignments of this learner that were not applied yet count: the server applies them before
+        the gradient, and they are not changes that the gradient has missed.
+        """
+        if self._assigning:  # before the version is read: what is applied meanwhile counts twice
+            self._assigning = tuple(
+                one for one in self._assigning if _native.wait_applied(*self._rings, one, 0) < 0
+            )
+        return len(self._assigning) + self.current_version
+
+    @property
     def writes(self) -> int:
         """Counter that grows with every write to the weights, and once more when a gradient counts
         as applied.
@@ -385,7 +399,7 @@ class Client:
         timeout_s. model.views() cuts the copy up.
         """
         copy = np.empty(self.model.elements, np.float32) if out is None else out
-        version = self.current_version
+        version = self.base_version
         if consistent:
             self._pull_consistent(copy, timeout_s)
         else:
@@ -406,7 +420,7 @@ class Client:
         bad = (wanted < 0) | (wanted >= rows)
         if bad.any():
             raise ModelMismatch(f"{tensor!r} has no row {wanted[bad][0]} of {rows}")
-        self._record_copy(self.current_version)
+        self._record_copy(self.base_version)
         return view.reshape(rows, *view.shape[1:])[wanted]
 
     def _record_copy(self, version: int) -> None:
@@ -432,7 +446,7 @@ class Client:
 
     def mark_current(self) -> None:
         """Record that the next gradient is computed from the live weights as they are now."""
-        self._learner.version = self.current_version
+        self._learner.version = self.base_version
 
     # -- turns ----------------------------------------------------------------------------------
 
@@ -1218,6 +1232,8 @@ class Client:
         self.assigned += 1
         learner.started = started  # the current iteration continues
         if not wait:
+            self._assigning = (*self._assigning, sequence)
+            learner.version += 1  # as base_version says
             return
         rest = None if until is None else max(0.0, until - time.monotonic())
         try:

@@ -177,6 +177,6 @@ class HostLink:
     def _copy(self, buffer: FloatArray) -> int:
         """Copy the weights; return the version that they had before."""
         self._writes = self._client.writes
-        version = self._client.current_version
+        version = self._client.base_version
         np.copyto(buffer, self._client.flat)
         return version

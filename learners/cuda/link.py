@@ -48,7 +48,7 @@ class CudaLink:
         self._guard = Guard(index, 4 * client.model.elements)
         self._compute = compute
         self._tensors = {tensor.name: tensor for tensor in client.model.tensors}
-        self.version = client.current_version
+        self.version = client.base_version
         self._writes = -1  # client.writes before the last pull
         self._cleanup = contextlib.ExitStack()
         with self._guard, contextlib.ExitStack() as undo:
@@ -114,7 +114,7 @@ class CudaLink:
 
     def _look(self) -> None:
         self._writes = self._client.writes
-        self.version = self._client.current_version
+        self.version = self._client.base_version
 
     def _transfer_weights(self, buffer: cupy.ndarray, stream: int) -> None:
         for begin, end in self._ranges:

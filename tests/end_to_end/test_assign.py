@@ -65,6 +65,24 @@ def test_assigned_values_are_the_weights(kind: str, job_name: str) -> None:
         job.check()
 
 
+def test_own_assignments_make_no_gradient_stale(job_name: str) -> None:
+    """Momentum would be compensated for what the gradient has not missed."""
+    tensors, buffers = {"a": np.ones(VALUES, np.float32)}, {"mean": np.zeros(40, np.float32)}
+    with (
+        daemon(job_name, optimizer={"kind": "momentum", "lr": 0.1}, shards=2) as job,
+        Client(job_name, tensors=tensors, buffers=buffers) as client,
+    ):
+        for number in range(60):
+            if number % 3:
+                client.assign({"mean": np.full(40, number)}, wait=False)
+            if number % 2:
+                client.mark_current()
+            client.wait_applied(client.push({"a": np.ones(VALUES)}))
+        (learner,) = status(job_name)["learners"]
+        assert (learner["applied"], learner["staleness_max"]) == (60, 0)
+        job.check()
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_added_values_are_no_gradients(kind: str, job_name: str) -> None:
     """No rate and no momentum; of buffers, too."""
