@@ -140,7 +140,7 @@ def test_parameters_modules_and_names(job_name: str) -> None:
         for bad, why in (
             (
                 [{"params": other[0].weight}],
-                r"groups\[0\]: a parameter of shape \[30, 20\] is none",
+                r"groups\[0\]: a parameter of shape \[30, 20\] is not the model's",
             ),
             ([{"params": 3}], r"groups\[0\]: params has 3: give parameters, modules, or names"),
             ({"params": "*.bias"}, "groups: give a list of dicts"),

@@ -183,14 +183,14 @@ def test_another_job_is_read(tmp_path: Path) -> None:
         (lambda m: m["tensors"][0].update(shape=[1.5]), "tensors.0.shape.0: "),
         (lambda m: m["tensors"][0].update(shape=[-1]), "tensors.0.shape.0: "),
         (lambda m: m["tensors"][0].update(shape=[1] * 9), "impossible shape"),
-        (lambda m: m["tensors"][0].update(shape=[2**20, 2**20, 2**20]), "begins at"),
+        (lambda m: m["tensors"][0].update(shape=[2**20, 2**20, 2**20]), "starts at"),
         (lambda m: m["tensors"][2].update(shape=[2**50]), "too many values"),
         (lambda m: m["tensors"][0].update(name="x" * 376), "impossible name"),
         (lambda m: m["tensors"][0].update(name="\ud800"), "impossible name"),
         (lambda m: m["tensors"][0].update(name="mean"), "twice"),
-        (lambda m: m["tensors"][1].update(start=0), "begins at 0"),
-        (lambda m: m["tensors"][1].update(start=1 << 40), "begins at"),
-        (lambda m: m["tensors"].reverse(), "begins at"),
+        (lambda m: m["tensors"][1].update(start=0), "starts at 0"),
+        (lambda m: m["tensors"][1].update(start=1 << 40), "starts at"),
+        (lambda m: m["tensors"].reverse(), "starts at"),
     ],
 )
 def test_foreign_manifests(

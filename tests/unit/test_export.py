@@ -88,7 +88,7 @@ def test_exports_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("x", "x.bin", "x.npy"):
         with pytest.raises(UsageError, match=r"ends in \.safetensors, \.npz, \.pt"):
             export(one(1), tmp_path / name)
-    with pytest.raises(UsageError, match=r"'a' from 'a\.npy'"):
+    with pytest.raises(UsageError, match=r"'a' with 'a\.npy'"):
         export(one(1, place([Tensor("a", (1,)), Tensor("a.npy", (1,))])), tmp_path / "x.npz")
     with pytest.raises(UsageError, match="'__metadata__'"):
         export(one(1, place([Tensor("__metadata__", (1,))])), tmp_path / "x.safetensors")

@@ -222,7 +222,7 @@ def test_the_table_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[st
         for file in files:
             assert simulate(["bsp", "cutoff:3"], learners=4, deaths=0.01, loss=loss, plot=file) == 0
         shown = capsys.readouterr().out
-        for word in ("of oracle", "waiting", "staleness", "deaths", "cutoff:c=3", "99 %"):
+        for word in ("of oracle", "waiting", "staleness", "deaths", "cutoff:c=3", "99%"):
             assert word in shown
         assert ("accuracy" in shown) == (loss is not None)
         assert files[0].read_bytes() == files[1].read_bytes()

@@ -63,7 +63,7 @@ def test_a_wrong_option_is_no_mistake_of_the_file() -> None:
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"learners": 2}, "--learners 2: GROUPS.toml says learners = 3; leave out one of them"),
+        ({"learners": 2}, "--learners 2: GROUPS.toml has learners = 3; leave out one of them"),
         ({"job": "b"}, "--job cannot be combined with --groups: the run has the name that"),
         ({"gpus": "0"}, "--gpus cannot be combined with --groups: learners take the GPUs of"),
         ({"verbose": True}, "--verbose cannot be combined with --groups: each machine has a log"),
