@@ -111,7 +111,7 @@ def _own(daemon: Daemon) -> dict[str, psutil.Process]:
     watchdog = psutil.Process(daemon.request(Status())["watchdog_pid"])
     control = Processes(daemon.config.name).control
     names = {int(pid): f"server {number}" for number, pid in enumerate(control["server"]["pid"], 1)}
-    names[int(control["nursery_pid"])] = "nursery"
+    names[int(control["fork_server_pid"])] = "fork-server"
     others = ((names.get(one.pid, "history"), one) for one in watchdog.children(recursive=True))
     return {"watchdog": watchdog} | dict(sorted(others, key=lambda other: other[0]))
 

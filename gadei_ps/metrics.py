@@ -220,10 +220,10 @@ JOB: Final = (
         Shown("deaths", "watchdog", base=1),
     ),
     _event(
-        "nursery_deaths",
+        "fork_server_deaths",
         "Fork servers that died",
         "deaths",
-        Shown("deaths", "nursery", "nurseries", if_zero=False),
+        Shown("deaths", "fork server", "fork servers", if_zero=False),
         added=True,
     ),
     _event("checkpoints", "Checkpoints written", "checkpoints"),

@@ -17,7 +17,7 @@
  * a cache line of 64 bytes, and the tables of docs/memory-layout.md. The writers of a word:
  *
  *   W  watchdog                      s  thread of that shard    server  manager of that server
- *   S  manager of the active server  0  thread of shard 0       saver   makes a checkpoint
+ *   S  manager of the active server  0  thread of shard 0       writer  makes a checkpoint
  *   L  the ring's learner                                       kernel  robust mutex
  *
  * Where there are several, the word passes from one to another: docs/memory-layout.md says when.
@@ -131,8 +131,8 @@
  * || shards | slots | ahead | mode | report | refuse_nonfinite | staleness_aware | optimizer |
  * 160       168     176            184 192
  * | spin_ns | build | server_build |   ||
- * 192       196 200         208           212              216             224 448
- * || groups |   | said_word | nursery_pid | nursery_deaths | nursery_start |   ||
+ * 192       196 200         208               212                  216                 224 448
+ * || groups |   | said_word | fork_server_pid | fork_server_deaths | fork_server_start |   ||
  * 448      452    456           460            464              472     480         488     496
  * || phase | stop | model_ready | watchdog_pid | watchdog_start | pause | temporary | saves |
  * 496           504              512
@@ -178,12 +178,14 @@
   F(T, 176, u64, server_build, , W, "what servers run; one of another build ends") P(184, 8)     \
   F(T, 192, u32, groups, , W, "of parameters; written before `model_ready`") P(196, 4)           \
   F(T, 200, u64, said_word, , W, "which half of `said` counts, and what it has")                 \
-  F(T, 208, i32, nursery_pid, , W, "0: none; changes") F(T, 212, u32, nursery_deaths, , W, "grows") \
-  F(T, 216, u64, nursery_start, , W, "when that process started, as `owner_start`") P(224, 224)  \
+  F(T, 208, i32, fork_server_pid, , W, "0: none; changes")                                      \
+  F(T, 212, u32, fork_server_deaths, , W, "grows")                                              \
+  F(T, 216, u64, fork_server_start, , W, "when that process started, as `owner_start`")         \
+  P(224, 224)                                                                                    \
   F(T, 448, u32, phase, , W, "enum ps_phase") F(T, 452, u32, stop, , W, "enum ps_stop")          \
   F(T, 456, u32, model_ready, , W, "1: weights and state") F(T, 460, i32, watchdog_pid, , W, "") \
   F(T, 464, u64, watchdog_start, , W, "when the process started, as `owner_start`")              \
-  F(T, 472, u64, pause, , saver/W, "CLOCK_MONOTONIC ns until which shards stand still; 0: none")  \
+  F(T, 472, u64, pause, , writer/W, "CLOCK_MONOTONIC ns until which shards stand still; 0: none") \
   F(T, 480, u64, temporary, , W, "1: of a command: no later watchdog adopts it; 2: of `run`, whose next one does") \
   F(T, 488, u64, saves, , W, "1: a stop ends with a checkpoint")                                 \
   F(T, 496, u64, sync_wanted, , W, "number of the model wanted: sync_text[number % 2]")          \
@@ -195,8 +197,8 @@
   F(T, 536, u64, lease_shards, , S/W, "1: one server has all shards' leases; W clears it")       \
   P(544, 32) F(T, 576, u64, version, , 0, "gradients applied")                                   \
   F(T, 584, u64, supersteps_done, , S, "") P(592, 48)                                            \
-  F(T, 640, u32, shard_bell, , W/S/s/saver, "futex, bumped by atomic addition")                  \
-  F(T, 644, u32, manager_bell, , W/S/s/saver, "futex, bumped by atomic addition")                \
+  F(T, 640, u32, shard_bell, , W/S/s/writer, "futex, bumped by atomic addition")                 \
+  F(T, 644, u32, manager_bell, , W/S/s/writer, "futex, bumped by atomic addition")                \
   F(T, 648, u64, sleepers, , s, "a bit for each shard asleep, atomic") P(656, 48)                \
   F(T, 704, u64, superstep, , S, "number of the open superstep; stored last")                    \
   F(T, 712, u64, sync_done, , S, "number of the synchronization model in force")                 \

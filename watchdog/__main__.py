@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from gadei_ps.watchdog import nursery
+from gadei_ps.watchdog import fork_server
 
 
 def _outlive() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     os.set_inheritable(end, False)
     if "--silent" in sys.argv:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    early = nursery.start_early()
+    early = fork_server.start_early()
 
     from gadei_ps.watchdog import child  # which imports all that a watchdog needs
 

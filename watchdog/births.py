@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gadei_ps.errors import in_words
-from gadei_ps.job import nursery_words as words
-from gadei_ps.job.nursery_words import Born, Ended, Load, NotBorn, Ready, Start
+from gadei_ps.job import fork_server_messages as words
+from gadei_ps.job.fork_server_messages import Born, Ended, Load, NotBorn, Ready, Start
 from gadei_ps.machine import process
 from gadei_ps.memory import build
-from gadei_ps.watchdog import nursery, restart
+from gadei_ps.watchdog import fork_server, restart
 from gadei_ps.watchdog.durations import FORK_SERVER_KILL_S, FORK_SERVER_SILENT_S
+from gadei_ps.watchdog.fork_server import ENVIRONMENT, ForkServer
 from gadei_ps.watchdog.liveness import Watch, progress
-from gadei_ps.watchdog.nursery import ENVIRONMENT, Nursery
 from gadei_ps.watchdog.restart import Exit, Policy
 
 CODE_S = 0.1  # how long the message of a server's end may take, which the kernel has reported
@@ -49,14 +49,14 @@ class Server:
     pidfd: int
     files: frozenset[tuple[str, int, int]]
     child: subprocess.Popen[bytes] | None = None
-    nursery: Nursery | None = None
+    fork_server: ForkServer | None = None
 
 
 @dataclass(frozen=True)
 class _Ending:
     """A killed fork server: the kernel may take its time. ended: called with its exit code."""
 
-    made: Nursery
+    made: ForkServer
     pidfd: int
     since: float
     ended: Callable[[int], None]
@@ -82,7 +82,7 @@ class Births:
         self._born = born
         self._failed = failed
         self._died = died
-        self._nursery: Nursery | None = None
+        self._fork_server: ForkServer | None = None
         self._ready_at: float | None = None
         self._has_borne = False
         self._killed = False  # because it hangs
@@ -104,18 +104,18 @@ class Births:
     @property
     def pid(self) -> int:
         """Pid of the fork server; 0 while there is none."""
-        return 0 if self._nursery is None else self._nursery.child.pid
+        return 0 if self._fork_server is None else self._fork_server.child.pid
 
     @property
     def busy_s(self) -> float:
         """Processor time of a fork server that still loads (s)."""
-        if self._nursery is None or self._ready_at is not None:
+        if self._fork_server is None or self._ready_at is not None:
             return 0.0
-        return process.cpu_s(self._nursery.child.pid)
+        return process.cpu_s(self._fork_server.child.pid)
 
-    def take(self, made: Nursery) -> None:
+    def take(self, made: ForkServer) -> None:
         """Use a fork server that has been started."""
-        self._nursery = made
+        self._fork_server = made
         self._ready_at, self._has_borne, self._killed = None, False, False
         self._selector.register(made.end, selectors.EVENT_READ, lambda _: self._hear())
         if self._loads is not None:
@@ -139,12 +139,14 @@ class Births:
 
     def _say(self, message: words.Message) -> bool:
         """Send a message; False if no fork server receives it."""
-        if self._nursery is None:
+        if self._fork_server is None:
             return False
         try:
-            words.send(self._nursery.end, message)
+            words.send(self._fork_server.end, message)
         except OSError:
-            process.send_signal(self._nursery.child, signal.SIGKILL)  # its socket's end reports it
+            process.send_signal(
+                self._fork_server.child, signal.SIGKILL
+            )  # its socket's end reports it
             return False
         return True
 
@@ -173,7 +175,7 @@ class Births:
         """Start a fork server that is missing and due, kill one that hangs. Called every tick."""
         if self._ending is not None and now >= self._ending.since + FORK_SERVER_KILL_S:
             self._end_ending(-signal.SIGKILL)
-        if self._nursery is None:
+        if self._fork_server is None:
             if self._ending is None and now >= self._died_at + restart.delay(
                 self._deaths, now, POLICY
             ):
@@ -188,8 +190,10 @@ class Births:
             signs["asked"] = self._asked.number
         if self._watch.look(now, signs) and not self._killed:
             self._killed = True
-            self._log.warning("the fork server hangs and is killed", pid=self._nursery.child.pid)
-            process.send_signal(self._nursery.child, signal.SIGKILL)
+            self._log.warning(
+                "the fork server hangs and is killed", pid=self._fork_server.child.pid
+            )
+            process.send_signal(self._fork_server.child, signal.SIGKILL)
 
     def _start(self, now: float) -> None:
         if self._refused is not None:
@@ -200,7 +204,7 @@ class Births:
                 return
             self._refused = None
         try:
-            self.take(nursery.start())
+            self.take(fork_server.start())
         except OSError as error:
             self._log.warning("cannot start the fork server", reason=in_words(error))
             self._note_death(now, useful=False)
@@ -211,7 +215,7 @@ class Births:
 
     def _hear(self) -> None:
         """Process the fork server's messages."""
-        while (made := self._nursery) is not None:
+        while (made := self._fork_server) is not None:
             try:
                 message, pidfd = words.receive(made.end)
             except BlockingIOError:
@@ -224,7 +228,7 @@ class Births:
                 return
             self._take_in(made, message, pidfd)
 
-    def _take_in(self, made: Nursery, message: words.Message, pidfd: int | None) -> None:
+    def _take_in(self, made: ForkServer, message: words.Message, pidfd: int | None) -> None:
         if isinstance(message, Ready):
             self._ready_at = time.monotonic()
         elif isinstance(message, Ended):
@@ -237,7 +241,7 @@ class Births:
                 return
             self._has_borne = True
             pid, start = message.pid, message.start
-            self._born(Server(message.number, pid, start, pidfd, made.files, nursery=made))
+            self._born(Server(message.number, pid, start, pidfd, made.files, fork_server=made))
         elif isinstance(message, NotBorn):
             self._asked = None
             self._fail(message.errno)
@@ -247,10 +251,10 @@ class Births:
 
     def _lost(self) -> None:
         """Handle the fork server's death. The requested server starts without it."""
-        assert self._nursery is not None
+        assert self._fork_server is not None
         now = time.monotonic()
         lived = self._ready_at is not None and now - self._ready_at > USEFUL_S
-        useful, files = self._has_borne or lived, self._nursery.files
+        useful, files = self._has_borne or lived, self._fork_server.files
 
         def ended(code: int) -> None:
             now = time.monotonic()
@@ -270,8 +274,8 @@ class Births:
 
     def _forget(self, ended: Callable[[int], None]) -> None:
         """Kill the fork server without waiting. ended: called with its exit code."""
-        assert self._nursery is not None
-        made, self._nursery = self._nursery, None
+        assert self._fork_server is not None
+        made, self._fork_server = self._fork_server, None
         self._codes.clear()
         self._selector.unregister(made.end)
         made.end.close()
@@ -294,7 +298,7 @@ class Births:
         ending.ended(code)
 
     @staticmethod
-    def _exit_code(made: Nursery, timeout_s: float = 0.0) -> int:
+    def _exit_code(made: ForkServer, timeout_s: float = 0.0) -> int:
         """Return the exit code of a killed fork server; SIGKILL's if the kernel still blocks it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return made.child.wait(timeout_s)
@@ -302,8 +306,8 @@ class Births:
 
     def renew(self) -> None:
         """Replace a fork server whose build cannot serve the job by one of the current files."""
-        if self._nursery is not None:
-            self._refused, self._looked_at = self._nursery.files, time.monotonic()
+        if self._fork_server is not None:
+            self._refused, self._looked_at = self._fork_server.files, time.monotonic()
             self._forget(lambda code: None)
         self._start_program()
 
@@ -312,9 +316,9 @@ class Births:
         if server.child is not None:
             return server.child.wait()
         until = time.monotonic() + CODE_S
-        while server.pid not in self._codes and server.nursery is self._nursery is not None:
+        while server.pid not in self._codes and server.fork_server is self._fork_server is not None:
             poll = select.poll()
-            poll.register(self._nursery.end, select.POLLIN)
+            poll.register(self._fork_server.end, select.POLLIN)
             left_s = until - time.monotonic()
             if left_s <= 0 or not poll.poll(left_s * 1000):
                 break
@@ -326,15 +330,15 @@ class Births:
         self._asked = None
         if self._ending is not None:
             self._end_ending(self._exit_code(self._ending.made, FORK_SERVER_KILL_S))
-        if self._nursery is None:
+        if self._fork_server is None:
             return
-        process.send_signal(self._nursery.child, signal.SIGKILL)
-        self._exit_code(self._nursery, FORK_SERVER_KILL_S)
+        process.send_signal(self._fork_server.child, signal.SIGKILL)
+        self._exit_code(self._fork_server, FORK_SERVER_KILL_S)
         with contextlib.suppress(OSError, ValueError):
-            while (heard := words.receive(self._nursery.end))[0] is not None:
+            while (heard := words.receive(self._fork_server.end))[0] is not None:
                 if heard[1] is not None:
                     signal.pidfd_send_signal(heard[1], signal.SIGKILL)
                     os.close(heard[1])
-        self._selector.unregister(self._nursery.end)
-        self._nursery.end.close()
-        self._nursery = None
+        self._selector.unregister(self._fork_server.end)
+        self._fork_server.end.close()
+        self._fork_server = None

@@ -1,4 +1,4 @@
-"""Schedule of checkpoints, and the requests that wait for one. The checkpoint writer is saver.py.
+"""Schedule of checkpoints, and the requests that wait for one. See also checkpoint_writer.py.
 
 A copy for a client needs no writer process, which would take some tenths of a second to start: a
 thread of the watchdog makes it.
@@ -26,19 +26,19 @@ from gadei_ps.memory import reserve
 from gadei_ps.memory.layout import CONTROL, STATE, Phase
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.watchdog import settings
+from gadei_ps.watchdog.checkpoint_writer import MOVED, CheckpointWriter, Task, copy_bytes, task_line
 from gadei_ps.watchdog.durations import WRITER_KILL_S
 from gadei_ps.watchdog.liveness import progress
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.saver import MOVED, Saver, Task, copy_bytes, task_line
 
 KEEP = 3  # of those asked for by hand, where the job file says nothing
-SILENT_S = 10.0  # in which a saver that computes uses a part of a core
+SILENT_S = 10.0  # in which a checkpoint writer that computes uses a part of a core
 RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
 Heard = Callable[[dict[str, Any]], None]
 NOWHERE = -1  # instead of a client's file: the copy is for the disk
-SAVER_BYTES = 40 << 20  # of a saver's own, beside the copy
+WRITER_BYTES = 40 << 20  # of a checkpoint writer's own, beside the copy
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Checkpoints:
     _newer: tuple[int, str] = (0, "")
     _kills: cgroups.Kills = field(default_factory=cgroups.Kills)
     _dots: int = 0
-    _saver: Child | None = None
+    _checkpoint_writer: Child | None = None
     _heard: list[Heard] = field(default_factory=list)
     _next: list[tuple[Heard, int, bool]] = field(default_factory=list)
     _copier: Maker | None = None
@@ -76,7 +76,7 @@ class Checkpoints:
 
     @property
     def _busy(self) -> bool:
-        return self._saver is not None or self._copies
+        return self._checkpoint_writer is not None or self._copies
 
     @property
     def age_s(self) -> float | None:
@@ -85,10 +85,10 @@ class Checkpoints:
 
     @property
     def moved(self) -> int:
-        """Changes as long as the saver computes, or what it has written reaches the disk."""
-        if self._saver is None:
+        """Count that grows while the writer computes, or its data reaches the disk."""
+        if self._checkpoint_writer is None:
             return self._dots
-        return self._dots + progress(process.cpu_s(self._saver.pid), SILENT_S)
+        return self._dots + progress(process.cpu_s(self._checkpoint_writer.pid), SILENT_S)
 
     # -- jobs that resume from memory -----------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Checkpoints:
             _close(into)
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"cannot start a saver: {error.strerror}") from None
+            raise CheckpointError(f"cannot start a checkpoint writer: {error.strerror}") from None
         self._heard.append(heard)
 
     def _check_room(self, into: int = NOWHERE, *, slots: bool = True) -> None:
@@ -188,7 +188,7 @@ class Checkpoints:
         state = self.memory.state.view(STATE)
         needs = {"copy": copy_bytes(self.memory.model, state, slots=slots)}
         if into == NOWHERE:
-            needs["process"] = SAVER_BYTES
+            needs["process"] = WRITER_BYTES
         what = "a copy" if into != NOWHERE else "a checkpoint"
         try:
             reserve.check_private(needs, f"{what} of job {self.memory.config.name!r}")
@@ -208,7 +208,9 @@ class Checkpoints:
             file = os.dup(into)
             try:
                 unwanted = lambda: progress.cancelled  # noqa: E731
-                return Saver(task, parts, file, slots=slots, is_cancelled=unwanted).copy()
+                return CheckpointWriter(
+                    task, parts, file, slots=slots, is_cancelled=unwanted
+                ).copy()
             finally:
                 os.close(file)
 
@@ -236,7 +238,9 @@ class Checkpoints:
             except CheckpointError as error:
                 self._tell({"ok": False, "error": str(error)})
             except OSError as error:
-                self._tell({"ok": False, "error": f"cannot start a saver: {error.strerror}"})
+                self._tell(
+                    {"ok": False, "error": f"cannot start a checkpoint writer: {error.strerror}"}
+                )
 
     def _begin(self, look_beyond: int | None = None) -> None:
         config = self.memory.config
@@ -252,16 +256,16 @@ class Checkpoints:
         self._looks = look_beyond is not None
         if not self._looks:
             self._last_at = time.monotonic()
-        self._kills = cgroups.Kills()  # of the time in which the saver lives
+        self._kills = cgroups.Kills()  # of the time in which the checkpoint writer lives
         self._outcome = b""
         file = os.memfd_create("gadei-ps-task")
         try:
             with os.fdopen(os.dup(file), "w") as text:
                 text.write(task_line(task))
             os.lseek(file, 0, os.SEEK_SET)
-            self._saver = Child(
+            self._checkpoint_writer = Child(
                 self.selector,
-                process.module_command("gadei_ps.watchdog.saver"),
+                process.module_command("gadei_ps.watchdog.checkpoint_writer"),
                 *(self._heard_line, self._ended),
                 stdin=file,
                 pass_fds=list(self.memory.files.values()),
@@ -277,16 +281,16 @@ class Checkpoints:
             self._outcome = line
 
     def _ended(self, code: int) -> None:
-        self._saver = None
+        self._checkpoint_writer = None
         if code < 0:
-            # The saver cannot end its pause any more; it would last until its deadline.
+            # The checkpoint writer cannot end its pause any more; it would last until its deadline.
             _native.store(self.memory.control.word(CONTROL, "pause"), 0)
             self.memory.ring_bells()
         try:
             outcome = json.loads(self._outcome)
         except ValueError:
             why = self._kills.told() or f"it ended with code {code}"
-            outcome = {"ok": False, "error": f"the saver made no checkpoint: {why}"}
+            outcome = {"ok": False, "error": f"the checkpoint writer made no checkpoint: {why}"}
         if self._looks:
             self._saw(outcome)
             self._go_on()
@@ -337,15 +341,15 @@ class Checkpoints:
                 one({"ok": False, "error": str(error)})
 
     def end(self) -> None:
-        """End the saver and the thread, at the end of the job."""
+        """End the checkpoint writer and the thread, at the end of the job."""
         self._heard, waiting, self._next = [], self._next, []
         for _, into, _ in waiting:
             _close(into)
         if self._copier is not None:
             self._copier.end()
-        if self._saver is not None:
-            self._saver.end(0.0, WRITER_KILL_S)
-            self._saver = None
+        if self._checkpoint_writer is not None:
+            self._checkpoint_writer.end(0.0, WRITER_KILL_S)
+            self._checkpoint_writer = None
 
 
 def _close(file: int) -> None:

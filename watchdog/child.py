@@ -11,8 +11,8 @@ from gadei_ps.errors import GadeiError, in_words
 from gadei_ps.job.config import from_mapping
 from gadei_ps.machine import lines, log
 from gadei_ps.machine.lines import Lines
+from gadei_ps.watchdog.fork_server import ForkServer
 from gadei_ps.watchdog.notify import Notify
-from gadei_ps.watchdog.nursery import Nursery
 from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.supervisor import serve
 
@@ -46,7 +46,7 @@ def _report(end: int, kind: str, message: str) -> None:
     lines.write(end, json.dumps({"kind": kind, "message": message}).encode())
 
 
-def run(end: int, nursery: Nursery | None) -> int:
+def run(end: int, fork_server: ForkServer | None) -> int:
     """Return the exit code. end: descriptor of a socket to the command that has started this.
 
     From there comes an Order, as a line of JSON. The reason why the watchdog could not start goes
@@ -67,7 +67,7 @@ def run(end: int, nursery: Nursery | None) -> int:
             verbose=verbose,
             quiet=not verbose,
             learners=told["learners"],
-            nursery=nursery,
+            fork_server=fork_server,
         )
         return serve(config, options, NotifyLauncher(end))
     except GadeiError as error:

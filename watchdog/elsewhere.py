@@ -55,7 +55,7 @@ def take_over(job: str, control: np.void) -> None:
 
 def _forget_processes(control: np.void) -> None:
     """Clear the pids of the dead, before the job's pids are those of this namespace."""
-    control["watchdog_pid"] = control["lease_pid"] = control["nursery_pid"] = 0
+    control["watchdog_pid"] = control["lease_pid"] = control["fork_server_pid"] = 0
     control["server"]["pid"] = 0
     control["server"]["state"] = ServerState.NONE
     control["roster"]["pid"] = 0

@@ -115,7 +115,7 @@ def serve(config: JobConfig, options: Options, notify: Notify) -> int:
     if not options.fresh and options.checkpoint is None and _is_stopping(config.name):
         own = recorded.read(config.name)
         # The fork server that was started early is for the job that starts: one watchdog uses it.
-        given = replace(options, recorded=own is not None, nursery=None)
+        given = replace(options, recorded=own is not None, fork_server=None)
         done = _finish(own or config, given, Earlier(notify))
         interrupts.install()  # the watchdog's own handling of signals has ended with it
         if done.signalled:

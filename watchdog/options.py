@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gadei_ps.memory.layout import Kept
 from gadei_ps.watchdog.durations import START_SILENT_S
-from gadei_ps.watchdog.nursery import Nursery
+from gadei_ps.watchdog.fork_server import ForkServer
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Options:
     checkpoint: resume from this one instead of from memory. notice: a warning to log once the job
     is served. quiet, verbose, as_json: of the servers' log. start_silent_s: how long the start may
     make no progress. learners: how many are to come, if the job file has no number: their rings
-    must fit into memory beside the model. `nursery`: a fork server that was started before.
+    must fit into memory beside the model. `fork_server`: a fork server that was started before.
     """
 
     fresh: bool = False
@@ -36,7 +36,7 @@ class Options:
     as_json: bool = False
     start_silent_s: float = START_SILENT_S
     learners: int = 1
-    nursery: Nursery | None = None
+    fork_server: ForkServer | None = None
 
     @property
     def kept(self) -> Kept:

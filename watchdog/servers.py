@@ -27,9 +27,9 @@ from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.memory.lifecycle import Stage
 from gadei_ps.watchdog import births, restart
 from gadei_ps.watchdog.durations import SERVER_END_S, SERVER_KILL_S, SERVER_SILENT_S
+from gadei_ps.watchdog.fork_server import ForkServer
 from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.nursery import Nursery
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 
 NUMBERS = (0, 1)
@@ -66,8 +66,8 @@ class Running:
 class Servers:
     """Both servers of a job.
 
-    flags: for their command line. failed: called if the job fails. `nursery`: a fork server that
-    was started before. learners: how many are to come.
+    flags: for their command line. failed: called if the job fails. `fork_server`: one that was
+    started before. learners: how many are to come.
     """
 
     memory: JobMemory
@@ -78,7 +78,7 @@ class Servers:
     orphan_s: float
     failed: Callable[[str], None]
     policy: Policy = field(default_factory=Policy)
-    nursery: Nursery | None = None
+    fork_server: ForkServer | None = None
     learners: int = 0
     running: dict[int, Running] = field(default_factory=dict)
     _exits: tuple[Exit, ...] = ()
@@ -98,10 +98,10 @@ class Servers:
 
     def __post_init__(self) -> None:
         self._births = births.Births(
-            *(self.selector, self.log, self._born, self._not_started, self._nursery_died)
+            *(self.selector, self.log, self._born, self._not_started, self._fork_server_died)
         )
-        if self.nursery is not None:
-            self._births.take(self.nursery)
+        if self.fork_server is not None:
+            self._births.take(self.fork_server)
         self._hung = Watch(self.hang_s)
         self._stuck = Watch(SERVER_SILENT_S)
         self._idle = Watch(max(STANDBY_LIMIT_S, self.hang_s))
@@ -325,14 +325,14 @@ class Servers:
         ready = sum(self._control["server"]["state"] == ServerState.READY)
         self._births.prepare(int(self._control["optimizer"]), model, int(ready))
         self._births.look(now)
-        if self._births.pid != int(self._control["nursery_pid"]):
-            self._control["nursery_pid"] = 0  # at no instant the words of two stand together
+        if self._births.pid != int(self._control["fork_server_pid"]):
+            self._control["fork_server_pid"] = 0  # at no instant the words of two stand together
             with contextlib.suppress(OSError):  # no descriptor is free
-                self._control["nursery_start"] = process.start_ticks(self._births.pid)
-                self._control["nursery_pid"] = self._births.pid
+                self._control["fork_server_start"] = process.start_ticks(self._births.pid)
+                self._control["fork_server_pid"] = self._births.pid
 
-    def _nursery_died(self) -> None:
-        self._control["nursery_deaths"] += 1
+    def _fork_server_died(self) -> None:
+        self._control["fork_server_deaths"] += 1
 
     def _watch(self, one: Running) -> None:
         one.beat = int(self._line(one.number)["beat"])

@@ -23,7 +23,7 @@ from gadei_ps.watchdog.durations import LAST_WORDS_S
 
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
-RESERVED = 24  # descriptors that clients leave to the watchdog: pidfds, starts of servers, a saver
+RESERVED = 24  # descriptors that clients leave to the watchdog, to start its own processes
 OPERATORS = 4  # that learners leave besides, so that a status or a stop is still received
 MAX_UNSENT = 4 << 20
 READ = 4096  # bytes at a time

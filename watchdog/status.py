@@ -47,7 +47,7 @@ def report(memory: JobMemory) -> dict[str, Any]:
         "model": _model(memory),
         "watchdog_pid": int(control["watchdog_pid"]),
         "server_pid": int(control["lease_pid"]),
-        "nursery_pid": int(control["nursery_pid"]),
+        "fork_server_pid": int(control["fork_server_pid"]),
         "shared_bytes": sum(
             part.size
             for part in (memory.control, memory.weights, memory.state, *memory.rings.values())

@@ -86,7 +86,7 @@ class Supervisor:
             config.hang_s,
             config.orphan_s,
             self._fail,
-            nursery=self.options.nursery,
+            fork_server=self.options.fork_server,
             learners=self._rings,
         )
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)

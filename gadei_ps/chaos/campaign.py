@@ -163,7 +163,9 @@ class _Chaos:
         """Roles not hit yet in the first round, which kills if the options contain KILL."""
         missed = [role for role in self.options.targets if not self.hits[role, self._round_number]]
         # A job can do without its fork server, and does not wait for it.
-        return [one for one in missed if one is not Role.NURSERY or self._processes.nursery()]
+        return [
+            one for one in missed if one is not Role.FORK_SERVER or self._processes.fork_server()
+        ]
 
     def _found(self, roles: Sequence[Role], now: float) -> list[Target]:
         return [one for role in roles if (one := self._target(role, now))]
@@ -200,8 +202,8 @@ class _Chaos:
                     return None
             case Role.STANDBY:
                 found = self._processes.standby()
-            case Role.NURSERY:
-                found = self._processes.nursery()
+            case Role.FORK_SERVER:
+                found = self._processes.fork_server()
             case Role.SERVER:
                 found = self._processes.server(ready=True)
                 alone = not self._free(self._processes.standby())

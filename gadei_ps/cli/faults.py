@@ -20,8 +20,8 @@ def kill(
     server: Annotated[bool, typer.Option("--server", help="The active server.")] = False,
     standby: Annotated[bool, typer.Option("--standby", help="The standby server.")] = False,
     watchdog: Annotated[bool, typer.Option("--watchdog", help="The watchdog.")] = False,
-    nursery: Annotated[
-        bool, typer.Option("--nursery", help="The process that forks the servers.")
+    fork_server: Annotated[
+        bool, typer.Option("--fork-server", help="The process that forks the servers.")
     ] = False,
     name: Annotated[
         str,
@@ -41,12 +41,12 @@ def kill(
         Role.SERVER: server,
         Role.STANDBY: standby,
         Role.WATCHDOG: watchdog,
-        Role.NURSERY: nursery,
+        Role.FORK_SERVER: fork_server,
     }
     roles = [role for role, wanted in asked.items() if wanted]
     if len(roles) != 1:
         raise UsageError(
-            "give exactly one of --learner K, --server, --standby, --watchdog and --nursery"
+            "give exactly one of --learner K, --server, --standby, --watchdog and --fork-server"
         )
     sent = processes.kill(job, roles[0], learner, processes.signal_number(name))
     tell(as_json, sent, lambda: view.killed(sent))
@@ -71,7 +71,7 @@ def chaos(
         str | None,
         typer.Option(
             metavar="ROLE,...",
-            help="Processes to hit: server, learner, standby, watchdog, nursery.",
+            help="Processes to hit: server, learner, standby, watchdog, fork-server.",
             show_default="all; in a running JOB server,learner",
         ),
     ] = None,

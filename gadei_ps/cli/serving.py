@@ -162,12 +162,14 @@ def reload(
 
 
 def serve_job(job: JobConfig, options: Options, as_json: bool, notify: Notify | None = None) -> int:
-    from gadei_ps.watchdog import nursery
+    from gadei_ps.watchdog import fork_server
     from gadei_ps.watchdog.notify import Notify
 
     begin = time.monotonic()
     notify = notify or Notify.from_environment()  # whose variables no other process is to have
-    options = replace(options, nursery=nursery.start_early())  # beside the imports that follow
+    options = replace(
+        options, fork_server=fork_server.start_early()
+    )  # beside the imports that follow
 
     from gadei_ps.commands.daemon import check_code
     from gadei_ps.machine import log

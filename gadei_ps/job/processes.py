@@ -35,7 +35,7 @@ class Role(StrEnum):
     STANDBY = "standby"
     LEARNER = "learner"
     WATCHDOG = "watchdog"
-    NURSERY = "nursery"
+    FORK_SERVER = "fork-server"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Processes:
             Role.WATCHDOG: self.watchdog,
             Role.SERVER: self.server,
             Role.STANDBY: self.standby,
-            Role.NURSERY: self.nursery,
+            Role.FORK_SERVER: self.fork_server,
         }
         found = by_role[role]()
         if found is None:
@@ -139,10 +139,10 @@ class Processes:
         one = Target(Role.WATCHDOG, pid, start)
         return one if one.alive else None
 
-    def nursery(self) -> Target | None:
+    def fork_server(self) -> Target | None:
         """None while there is none: servers start without it."""
-        pid, start = int(self.control["nursery_pid"]), int(self.control["nursery_start"])
-        one = Target(Role.NURSERY, pid, start)
+        pid, start = int(self.control["fork_server_pid"]), int(self.control["fork_server_start"])
+        one = Target(Role.FORK_SERVER, pid, start)
         return one if one.alive else None
 
     def server(self, *, ready: bool = False) -> Target | None:

@@ -318,7 +318,7 @@ class JobStatus(Reply):
     model: ModelStatus | None
     watchdog_pid: Pid
     server_pid: Pid
-    nursery_pid: Pid = 0
+    fork_server_pid: Pid = 0
     standby_pid: Pid | None = None
     standby_missing: Text | None = None
     last_checkpoint: LastCheckpoint | None = None

@@ -1,7 +1,7 @@
 """Lines between two processes, through a pipe or a socket.
 
 One of two ways in which processes of a job pass objects to each other, a JSON object a line; where
-descriptors come along, it is gadei_ps/job/nursery_words.py.
+descriptors come along, it is gadei_ps/job/fork_server_messages.py.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
     standby = status.get("standby_pid") or status.get("standby_missing") or "none at the moment"
     rows["processes"] = (
         f"watchdog {status['watchdog_pid']}, server {status['server_pid']}, standby {standby}"
-    ) + (f", nursery {nursery}" if (nursery := status.get("nursery_pid")) else "")
+    ) + (f", fork server {fork_server}" if (fork_server := status.get("fork_server_pid")) else "")
     rows |= lines
     if status["checkpoints"] or status["checkpoint_failures"]:
         rows["checkpoints"] = _checkpoints(status)

@@ -108,7 +108,7 @@ class Cli:
     ) -> None:
         self.directory = directory
         self.interpreters = interpreters
-        self.nursery = False  # jobs have one
+        self.fork_server = False  # jobs have one
         self.patience_s = support.PATIENCE_S
         self._servers = servers
         self._running: list[Running] = []
@@ -130,7 +130,7 @@ class Cli:
         if self.interpreters or other:
             return subprocess.Popen(command, **how)
         quick.load_commands()
-        with quick.fork_quickly(nursery=self.nursery) if self._servers else nullcontext():
+        with quick.fork_quickly(fork_server=self.fork_server) if self._servers else nullcontext():
             return quick.Forked(command, **how)
 
     def __call__(

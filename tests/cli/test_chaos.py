@@ -30,7 +30,7 @@ def test_kill_wants_to_know_whom(cli: Cli, job_name: str) -> None:
 
 
 def test_kill(cli: Cli, job_name: str, learner: list[str]) -> None:
-    cli.nursery = True
+    cli.fork_server = True
     daemon = cli.serve(job_name, "standby = true\n" + MODEL)
     assert "no learner is attached" in cli("kill", job_name, "--learner", 0).error
     attached = cli.start("attach", job_name, "--", *learner, FOREVER)
@@ -51,11 +51,15 @@ def test_kill(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert cli("kill", job_name, "--learner", 0, "--signal", "SIGCONT").code == 0
 
     there = support.eventually(lambda: _with_all(job_name))
-    assert f", nursery {there['nursery_pid']}" in cli("status", job_name).out
-    for role in ("nursery", "standby", "server"):
+    assert f", fork server {there['fork_server_pid']}" in cli("status", job_name).out
+    for role in ("fork-server", "standby", "server"):
         now = support.eventually(lambda: _with_all(job_name))
         sent = cli("kill", job_name, f"--{role}", "--json").json
-        assert (sent["role"], sent["pid"], sent["ended"]) == (role, now[f"{role}_pid"], True)
+        assert (sent["role"], sent["pid"], sent["ended"]) == (
+            role,
+            now[f"{role.replace('-', '_')}_pid"],
+            True,
+        )
     assert "which is gone" in cli("kill", job_name, "--learner", 0).out
     assert attached.wait().code == -signal.SIGKILL
     assert cli("kill", job_name, "--watchdog").code == 0
@@ -73,7 +77,7 @@ def _with_standby(job: str) -> dict[str, object] | None:
 
 def _with_all(job: str) -> dict[str, object] | None:
     now = _with_standby(job)
-    return now if now and now["nursery_pid"] else None
+    return now if now and now["fork_server_pid"] else None
 
 
 def _with_server(cli: Cli, job: str) -> bool:
@@ -87,14 +91,14 @@ def _without_servers(cli: Cli, job: str) -> bool:
 
 
 def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:
-    cli.nursery = True
+    cli.fork_server = True
     result = cli("chaos", "--for", "3s", "--every", "150ms", "--shards", 2, "--seed", 3, "--json")
     assert result.code == 0, result
     report = result.json
     assert report["own_job"]
     assert report["clean"]
     assert sum(report["kills"].values()) > 3
-    assert report["kills"].keys() == {"server", "standby", "learner", "watchdog", "nursery"}
+    assert report["kills"].keys() == {"server", "standby", "learner", "watchdog", "fork-server"}
     assert report["missed"] == [who for who, count in report["kills"].items() if not count]
     assert not result.err, "chaos reports deaths that it causes only in its result"
     assert 0 < report["published"] == report["applied"] == report["counters"]["gradients_applied"]

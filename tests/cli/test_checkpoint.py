@@ -188,7 +188,7 @@ def test_a_full_disk_does_not_stop_training(cli: Cli, job_name: str) -> None:
     daemon = cli.serve(job_name, COUNTED + "[checkpoint]\nevery_gradients = 5\n")
     with Client(job_name) as client:
         limit = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
-        # Savers inherit this limit, which allows the manifest but not the weights.
+        # Checkpoint writers inherit this limit, which allows the manifest but not the weights.
         resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (3000, limit[1]))
         count(client, 6)
         support.eventually(lambda: support.status(job_name)["checkpoint_failures"] == 1)

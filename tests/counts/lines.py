@@ -32,8 +32,8 @@ ROOT = Path(__file__).parents[2]
 ROLES = {
     "gadei_ps.watchdog": "watchdog",
     "gadei_ps.server.manager": "server",
-    "gadei_ps.server.nursery": "nursery",
-    "gadei_ps.watchdog.saver": "saver",
+    "gadei_ps.server.fork_server": "fork-server",
+    "gadei_ps.watchdog.checkpoint_writer": "checkpoint-writer",
     "gadei_ps": "command",
 }
 NAMES = tuple(ROLES.values())
@@ -126,12 +126,12 @@ class Tracer:
         if role is None:
             sys.settrace(None)  # of the process that has forked this one
             return
-        if role in ("server", "nursery"):
+        if role in ("server", "fork-server"):
             units.load = lambda kinds: None  # a fork has all of it loaded
             loading.load = lambda units, log, tells: None
             if self._plan[REFUSE]:
                 build.of_server = lambda: 1  # as if another build had been installed
-        if role == "nursery":  # its forks are servers as soon as they run the program of one
+        if role == "fork-server":  # its forks are servers as soon as they run the program of one
             serve = manager.main
 
             def serve_traced() -> None:

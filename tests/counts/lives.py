@@ -5,7 +5,7 @@ call, its number (0: none fails, and all are listed) and the error. A fork lives
 answer says what failed, and all that is wrong. Scenes: `life` is a job from its start to its end,
 with two learners and a checkpoint. In `adopted` a watchdog and a learner have died, in `taken over`
 the active server, and in `orphaned` a watchdog; there, calls count from the death on. `nursed` is a
-life with a nursery, and `replaced` is `taken over` with one.
+life with a fork server, and `replaced` is `taken over` with one.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from gadei_ps.memory import presence
 from gadei_ps.server import manager
 from gadei_ps.storage import checkpoint
 
-ROLES = ("", "watchdog", "server", "saver", "learner", "command", "nursery")
+ROLES = ("", "watchdog", "server", "checkpoint-writer", "learner", "command", "fork-server")
 PROGRAMS = {
     "gadei_ps.watchdog.__main__": "watchdog",
     "gadei_ps.server.manager": "server",
-    "gadei_ps.server.nursery": "nursery",
-    "gadei_ps.watchdog.saver": "saver",
+    "gadei_ps.server.fork_server": "fork-server",
+    "gadei_ps.watchdog.checkpoint_writer": "checkpoint-writer",
     "gadei_ps.cli.app": "command",
 }
 KINDS = (
     *("open", "mmap", "ftruncate", "fallocate", "fsync", "rename", "read", "write"),
     *("pidfd_open", "clone", "vfork", "opendir", "sendmsg", "recvmsg"),
 )
-NURSED = ("nursed", "replaced")  # scenes of a job with a nursery
+NURSED = ("nursed", "replaced")  # scenes of a job with a fork server
 PR_SET_CHILD_SUBREAPER = 36
 VALUES = 304  # as the model is padded
 PUSHES = 3
@@ -75,7 +75,7 @@ def become(role: str) -> None:
 
 
 def _serve() -> None:
-    """In a fork of the nursery, which becomes a server."""
+    """In a fork of the fork server, which becomes a server."""
     become("server")
     SERVE()
 
@@ -85,7 +85,7 @@ def _in_roles(main: Callable[[str], int]) -> Callable[[str], int]:
         if Life.programs and PROGRAMS.get(module) == "watchdog":
             process.spawn = SPAWN
         become(PROGRAMS.get(module, ""))
-        if PROGRAMS.get(module) == "nursery":
+        if PROGRAMS.get(module) == "fork-server":
             manager.main = _serve
         return main(module)
 
@@ -287,7 +287,7 @@ class Life:
         raise AssertionError(f"{what}: {self.said[-1]}")
 
     def _start(self) -> None:
-        with quick.fork_quickly(nursery=True):
+        with quick.fork_quickly(fork_server=True):
             self.daemon._start(fresh=False)
 
     def _watch(self) -> None:
@@ -421,7 +421,7 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     quick._main = _in_roles(quick._main)
-    with quick.fork_quickly(nursery=True):
+    with quick.fork_quickly(fork_server=True):
         quick.load_commands()
         for line in sys.stdin:
             read, write = os.pipe()
@@ -431,7 +431,7 @@ def main() -> None:
                     os.close(read)
                     begin = time.monotonic()
                     asked = json.loads(line)
-                    none = quick.without_nursery()
+                    none = quick.without_fork_server()
                     with contextlib.nullcontext() if asked["scene"] in NURSED else none:
                         told = _live(asked)
                     told["seconds"] = time.monotonic() - begin

@@ -133,7 +133,7 @@ ROOMS = (
             "tests/crash/test_deaths.py",
             "tests/crash/test_litter.py",
             "tests/counts/test_statements.py",
-            "tests/unit/test_saver.py",
+            "tests/unit/test_checkpoint_writer.py",
             "tests/cli/test_checkpoint.py",
         ),
     ),

@@ -152,7 +152,7 @@ def saved(job: Job, tracer: Tracer, dying: Dying) -> None:
             try:
                 made = job.ask(Checkpoint())
             except CheckpointError:
-                continue  # the saver died, say
+                continue  # the checkpoint writer died, say
             break
         all_rest(job)
     snapshot, path, problems = checkpoint.newest(job.checkpoints)

@@ -34,12 +34,12 @@ ERRORS = {
     "sendmsg": ("ENOBUFS", "ENOMEM", "EINTR"),
     "recvmsg": ("ENOMEM", "EINTR"),
 }
-ROLES = ("watchdog", "server", "saver", "learner", "command")
+ROLES = ("watchdog", "server", "checkpoint-writer", "learner", "command")
 LIVES = [
     *(("life", role) for role in ROLES),
     *(("adopted", "watchdog"), ("taken over", "watchdog"), ("taken over", "server")),
     ("orphaned", "command"),
-    *(("nursed", "nursery"), ("replaced", "nursery"), ("replaced", "watchdog")),
+    *(("nursed", "fork-server"), ("replaced", "fork-server"), ("replaced", "watchdog")),
 ]
 OFTEN = 3  # calls for the same file that fail, of those that a process makes again and again
 # What a short run counts: of these calls every so many-th.
@@ -49,7 +49,7 @@ SHORT = {
     ("life", "watchdog", "clone"): 2,
     ("life", "server", "mmap"): 4,
     ("life", "server", "clone"): 1,
-    ("life", "saver", "fsync"): 4,
+    ("life", "checkpoint-writer", "fsync"): 4,
     ("life", "learner", "mmap"): 2,
     ("life", "command", "rename"): 1,
     ("adopted", "watchdog", "pidfd_open"): 1,
@@ -57,15 +57,15 @@ SHORT = {
     ("taken over", "watchdog", "pidfd_open"): 1,
     ("taken over", "server", "mmap"): 2,
     ("orphaned", "command", "rename"): 1,
-    ("nursed", "nursery", "clone"): 1,
-    ("replaced", "nursery", "sendmsg"): 2,
+    ("nursed", "fork-server", "clone"): 1,
+    ("replaced", "fork-server", "sendmsg"): 2,
     ("replaced", "watchdog", "recvmsg"): 2,
 }
 # Kinds of which each has calls; the whole run has failed some of each.
 MADE = {
     ("life", "watchdog"): set(ERRORS) - {"sendmsg"},
     ("life", "server"): {"open", "mmap", "read", "clone"},
-    ("life", "saver"): {"open", "mmap", "fsync", "rename", "read", "write", "clone"},
+    ("life", "checkpoint-writer"): {"open", "mmap", "fsync", "rename", "read", "write", "clone"},
     ("life", "learner"): {"open", "mmap"},
     ("life", "command"): {
         "open",
@@ -81,8 +81,8 @@ MADE = {
     ("taken over", "watchdog"): {"open", "read", "write", "pidfd_open", "clone"},
     ("taken over", "server"): {"open", "mmap", "read", "clone"},
     ("orphaned", "command"): {"open", "opendir", "mmap", "read", "write"},
-    ("nursed", "nursery"): {"open", "read", "pidfd_open", "clone", "sendmsg", "recvmsg"},
-    ("replaced", "nursery"): {"open", "read", "pidfd_open", "clone", "sendmsg", "recvmsg"},
+    ("nursed", "fork-server"): {"open", "read", "pidfd_open", "clone", "sendmsg", "recvmsg"},
+    ("replaced", "fork-server"): {"open", "read", "pidfd_open", "clone", "sendmsg", "recvmsg"},
     ("replaced", "watchdog"): {"open", "read", "write", "clone", "sendmsg", "recvmsg"},
 }
 NOT_OF_PIPES = ("ENOSPC", "EIO")  # what a write to one cannot have
@@ -201,7 +201,7 @@ def test_programs_that_cannot_be_started(lives: Lives, whole: bool, told: list[s
 
 
 def test_what_goes_wrong_is_noticed(lives: Lives) -> None:
-    count = Count(lives, "life", "saver")
+    count = Count(lives, "life", "checkpoint-writer")
     count.fail("fsync", -1, "EIO")  # each of them fails
     with pytest.raises(AssertionError, match="no checkpoint written"):
         count.check({"fsync"})

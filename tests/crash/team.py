@@ -133,8 +133,8 @@ class Team:
                 return self.processes.server()
             case Role.STANDBY:
                 return self.processes.standby()
-            case Role.NURSERY:
-                return self.processes.nursery()
+            case Role.FORK_SERVER:
+                return self.processes.fork_server()
             case _:
                 return self.processes.watchdog()
 
@@ -236,13 +236,13 @@ def asking(pipe: Connection, job: str) -> None:
     pipe.send(answer)
 
 
-def saver_of(team: Team) -> Target:
+def writer_of(team: Team) -> Target:
     """Waits for the process that makes a checkpoint."""
     watchdog = psutil.Process(team.find(Role.WATCHDOG).pid)
 
     def look() -> Target | None:
         for child in watchdog.children():
-            if child.name() == "saver":  # a fork, see support.quick
+            if child.name() == "checkpoint_writ":  # a fork, see support.quick; 15 characters
                 return Target(Role.WATCHDOG, child.pid, process.start_ticks(child.pid))
         return None
 

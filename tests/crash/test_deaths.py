@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from support import FORK, Child, eventually, quick, segments, spin, status
-from team import Team, asking, saver_of, seen, send, stopped, tids
+from team import Team, asking, seen, send, stopped, tids, writer_of
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job import processes
@@ -179,7 +179,7 @@ def test_everything_dies_and_goes_on_from_a_checkpoint(job_name: str, tmp_path: 
 # -- checkpoints --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", ["saver", Role.SERVER, Role.WATCHDOG])
+@pytest.mark.parametrize("victim", ["checkpoint-writer", Role.SERVER, Role.WATCHDOG])
 def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> None:
     """Training continues, and each checkpoint has the contents that its manifest states."""
     with Team(job_name, tmp_path, values=VALUES) as team:
@@ -187,18 +187,18 @@ def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> N
         while hits < team.rounds(1):
             tries += 1
             assert tries < 20 * team.rounds(1), "the pause ends before the test sees it"
-            target = None if victim == "saver" else team.find(Role(victim))
+            target = None if victim == "checkpoint-writer" else team.find(Role(victim))
             asker = Child(asking, job_name)
-            target = target or saver_of(team)
+            target = target or writer_of(team)
             seen(lambda asker=asker: int(team.control["pause"]) or asker.has_sent)
             hit = bool(int(team.control["pause"])) and processes.send(target, signal.SIGKILL)
             answer = asker.receive()
             asker.join()
-            if hit and victim == "saver":
+            if hit and victim == "checkpoint-writer":
                 assert "CheckpointError" in answer["error"]
                 eventually(lambda: not int(team.control["pause"]))
             if victim == Role.WATCHDOG:
-                team.goes_on()  # its saver has died with it: the pause ends by itself
+                team.goes_on()  # its checkpoint writer has died with it: the pause ends by itself
             team.watch()
             team.goes_on()
             hits += bool(hit)

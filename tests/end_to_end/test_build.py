@@ -143,8 +143,9 @@ def test_learners_of_another_build_are_refused(cli: Cli, job_name: str, tmp_path
 def test_an_upgrade_under_a_running_job(
     cli: Cli, job_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The nursery goes on with the old build. Without it, the next standby is refused once, and the
-    active server goes on, and so does a later standby.
+    """The fork server goes on with the old build.
+
+    Without it, the next standby is refused once, and the active server and a later standby go on.
     """
     upgraded = tmp_path / "upgraded"
     upgraded.mkdir()
@@ -153,13 +154,13 @@ def test_an_upgrade_under_a_running_job(
     standby = eventually(lambda: status(job_name)["standby_pid"])
     with (copied(upgraded) / "server" / "driver.py").open("a") as source:
         source.write("# of another build\n")
-    nursery = status(job_name)["nursery_pid"]
+    fork_server = status(job_name)["fork_server_pid"]
     os.kill(standby, signal.SIGKILL)
     eventually(lambda: status(job_name)["standby_pid"] not in (0, standby))
     assert cli("set", job_name, "sync=elastic-bsp:10").code == 0  # whose search it has, too
     assert cli("set", job_name, "sync=asp").code == 0
-    assert status(job_name)["nursery_pid"] == nursery
-    for name in ("nursery_pid", "standby_pid"):
+    assert status(job_name)["fork_server_pid"] == fork_server
+    for name in ("fork_server_pid", "standby_pid"):
         os.kill(status(job_name)[name], signal.SIGKILL)
     missing = eventually(lambda: status(job_name)["standby_missing"], what=lambda: daemon.err)
     assert "another build" in missing

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from shell import is_running
 from support import Child, config, eventually
-from support.quick import without_nursery
+from support.quick import without_fork_server
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import JobFailed
@@ -38,7 +38,7 @@ if {module!r} in sys.orig_argv:
 """
 Before = Callable[[str, str], None]
 SERVER, DAEMON = "gadei_ps.server.manager", "gadei_ps.watchdog"
-NURSERY = "gadei_ps.server.nursery"
+FORK_SERVER = "gadei_ps.server.fork_server"
 
 
 @pytest.fixture
@@ -53,11 +53,11 @@ def before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Before:
     return set_up
 
 
-def _serve(pipe: Connection, job: str, nursery: bool) -> None:
-    options = Options(fresh=True, quiet=True, start_silent_s=SILENT_S * (6 if nursery else 1))
+def _serve(pipe: Connection, job: str, fork_server: bool) -> None:
+    options = Options(fresh=True, quiet=True, start_silent_s=SILENT_S * (6 if fork_server else 1))
     births.FORK_SERVER_SILENT_S = SILENT_S / 3
     try:
-        with nullcontext() if nursery else without_nursery():
+        with nullcontext() if fork_server else without_fork_server():
             supervisor.serve(config(job, standby=False), options)
         pipe.send("stopped")
     except JobFailed as error:
@@ -67,15 +67,15 @@ def _serve(pipe: Connection, job: str, nursery: bool) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("module", "what"),
-    [(SERVER, COMPUTE), (NURSERY, COMPUTE), (NURSERY, HANG), (NURSERY, "sys.exit(1)")],
-    ids=["server", "nursery", "nursery-hangs", "nursery-dies"],
+    [(SERVER, COMPUTE), (FORK_SERVER, COMPUTE), (FORK_SERVER, HANG), (FORK_SERVER, "sys.exit(1)")],
+    ids=["server", "fork-server", "fork server-hangs", "fork server-dies"],
 )
 def test_a_server_may_take_long_to_start(
     before: Before, job_name: str, module: str, what: str
 ) -> None:
-    """As on a busy machine, where compiling takes longer than any limit. It needs no nursery."""
+    """As on a busy machine, where compiling takes longer than any limit."""
     before(module, what)
-    watchdog = Child(_serve, job_name, module == NURSERY)
+    watchdog = Child(_serve, job_name, module == FORK_SERVER)
     try:
         eventually(lambda: is_running(job_name) or watchdog.has_sent, COMPILED_S)
         ask(job_name, StopJob())
@@ -108,7 +108,7 @@ def test_a_watchdog_may_take_long_to_start(before: Before, job_name: str) -> Non
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("module", "what"),
-    [(DAEMON, HANG), (DAEMON, IDLE), (NURSERY, NEVER_READY)],
+    [(DAEMON, HANG), (DAEMON, IDLE), (FORK_SERVER, NEVER_READY)],
     ids=["sleeps", "idles", "server-never-ready"],
 )
 def test_a_watchdog_that_hangs_at_its_start(

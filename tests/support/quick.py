@@ -29,7 +29,7 @@ from unittest import mock
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
-from gadei_ps.watchdog import nursery as nursery_process
+from gadei_ps.watchdog import fork_server as fork_server_process
 from gadei_ps.watchdog.births import Births
 from gadei_ps.watchdog.restart import Policy
 
@@ -39,10 +39,10 @@ PROGRAMS = {
     "gadei_ps": "gadei_ps.cli.app",
     "gadei_ps.chaos.learner": "gadei_ps.chaos.learner",
     "gadei_ps.server.manager": "gadei_ps.server.manager",
-    "gadei_ps.server.nursery": "gadei_ps.server.nursery",
+    "gadei_ps.server.fork_server": "gadei_ps.server.fork_server",
     "gadei_ps.watchdog": "gadei_ps.watchdog.__main__",
     "gadei_ps.watchdog.history_writer": "gadei_ps.watchdog.history_writer",
-    "gadei_ps.watchdog.saver": "gadei_ps.watchdog.saver",
+    "gadei_ps.watchdog.checkpoint_writer": "gadei_ps.watchdog.checkpoint_writer",
 }
 # What commands import when they run.
 COMMANDS = (
@@ -242,20 +242,20 @@ def load_commands() -> None:
 
 
 @contextlib.contextmanager
-def without_nursery() -> Iterator[None]:
+def without_fork_server() -> Iterator[None]:
     """In this block watchdogs start their servers themselves."""
     with (
-        mock.patch.object(nursery_process, "start_early", lambda: None),
+        mock.patch.object(fork_server_process, "start_early", lambda: None),
         mock.patch.object(Births, "_start", lambda self, now: None),
     ):
         yield
 
 
 @contextlib.contextmanager
-def fork_quickly(*, nursery: bool = False) -> Iterator[None]:
+def fork_quickly(*, fork_server: bool = False) -> Iterator[None]:
     """In this block the product's processes are forks of the process that starts them.
 
-    nursery: jobs have one. It costs a fork more, and is of no use to forks.
+    fork_server: jobs have one. It costs a fork more, and is of no use to forks.
     """
     from gadei_ps.server import units
     from gadei_ps.sync import zipline
@@ -272,7 +272,7 @@ def fork_quickly(*, nursery: bool = False) -> Iterator[None]:
         defaults = {"stdin": subprocess.DEVNULL, "how": signal.SIGKILL, "process_group": 0}
         return Forked(command, **(defaults | how))
 
-    how = contextlib.nullcontext() if nursery else without_nursery()
+    how = contextlib.nullcontext() if fork_server else without_fork_server()
     with mock.patch.object(process, "spawn", forked), how:
         yield
 
@@ -280,14 +280,14 @@ def fork_quickly(*, nursery: bool = False) -> Iterator[None]:
 class QuickDaemon(Daemon):
     """A daemon whose processes start quickly, and however often they are killed."""
 
-    def __init__(self, config: JobConfig, *, nursery: bool = False, **how: Any) -> None:
+    def __init__(self, config: JobConfig, *, fork_server: bool = False, **how: Any) -> None:
         super().__init__(config, **({"policy": Policy(limit=10_000)} | how))
-        self._nursery = nursery
+        self._fork_server = fork_server
 
     def __enter__(self) -> Self:
-        with fork_quickly(nursery=self._nursery):
+        with fork_quickly(fork_server=self._fork_server):
             return super().__enter__()
 
     def check(self) -> None:
-        with fork_quickly(nursery=self._nursery):
+        with fork_quickly(fork_server=self._fork_server):
             super().check()

@@ -422,8 +422,10 @@ def test_a_stop_without_progress(service: Service) -> None:
     manager = service.manager
     service.systemctl("start")
     service.learn()
-    saver = "gadei_ps.watchdog.saver"
-    catching = manager.start("bash", "-c", f"until pkill -STOP -f '[ ]{saver}'; do :; done")
+    checkpoint_writer = "gadei_ps.watchdog.checkpoint_writer"
+    catching = manager.start(
+        "bash", "-c", f"until pkill -STOP -f '[ ]{checkpoint_writer}'; do :; done"
+    )
     stopping = manager.start("systemctl", "stop", service.unit)
     assert catching.wait(60) == 0
     manager.do("systemctl", "daemon-reexec")

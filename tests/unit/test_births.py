@@ -1,4 +1,4 @@
-"""Nurseries that end, speak nonsense or cannot be started: how often they are tried."""
+"""Fork servers that end, speak nonsense or cannot be started: how often they are tried."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from support import eventually
 
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build
-from gadei_ps.watchdog import births, nursery
+from gadei_ps.watchdog import births, fork_server
 from gadei_ps.watchdog.births import Births
-from gadei_ps.watchdog.nursery import Nursery
+from gadei_ps.watchdog.fork_server import ForkServer
 
 SAYS = "import socket, sys; end = socket.socket(fileno=int(sys.argv[1])); end.send({!r}); {}"
 READY = b'{"kind": "Ready"}'
 
 
 class Tries:
-    """Births whose nurseries are these programs, and how often one was started."""
+    """Births whose fork servers are these programs, and how often one was started."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -37,7 +37,7 @@ class Tries:
     def died(self) -> None:
         self.deaths += 1
 
-    def start(self) -> Nursery:
+    def start(self) -> ForkServer:
         self.started += 1
         if self.error is not None:
             raise self.error
@@ -48,7 +48,7 @@ class Tries:
                 pass_fds=[theirs.fileno()],
             )
         ours.setblocking(False)
-        return Nursery(child, ours, build.files())
+        return ForkServer(child, ours, build.files())
 
     def hear(self) -> None:
         for key, mask in self.selector.select(0.05):
@@ -63,7 +63,7 @@ class Tries:
 @pytest.fixture
 def tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tries]:
     made = Tries()
-    monkeypatch.setattr(nursery, "start", made.start)
+    monkeypatch.setattr(fork_server, "start", made.start)
     yield made
     made.births.end()
     made.selector.close()
@@ -89,7 +89,7 @@ def test_one_that_cannot_be_started_is_not_tried_at_each_look(tries: Tries) -> N
     tries.births.look(0.0)
     eventually(lambda: tries.hear() or tries.births._ready_at is not None)
     tries.births._has_borne = True
-    tries.births._nursery.child.kill()  # type: ignore[union-attr]
+    tries.births._fork_server.child.kill()  # type: ignore[union-attr]
     eventually(lambda: tries.hear() or not (tries.births.pid or tries.births._ending))
     tries.error = OSError(11, "none is available")
     now = tries.births._died_at
@@ -121,7 +121,7 @@ def test_one_that_the_kernel_does_not_end_blocks_nothing(
     monkeypatch.setattr(births, "FORK_SERVER_KILL_S", 1000.0)
     tries.program = SAYS.format(READY, "end.close(); __import__('time').sleep(1000)")
     tries.births.look(0.0)
-    blocked = tries.births._nursery.child  # type: ignore[union-attr]
+    blocked = tries.births._fork_server.child  # type: ignore[union-attr]
     eventually(lambda: tries.hear() or not tries.births.pid)
     assert blocked.poll() is None
     now = time.monotonic()
@@ -130,6 +130,6 @@ def test_one_that_the_kernel_does_not_end_blocks_nothing(
     tries.births.look(now + 2000)
     assert (tries.started, tries.deaths) == (2, 1)
     monkeypatch.setattr(births, "FORK_SERVER_KILL_S", 0.0)
-    for one in (blocked, tries.births._nursery.child):  # type: ignore[union-attr]
+    for one in (blocked, tries.births._fork_server.child):  # type: ignore[union-attr]
         os.kill(one.pid, signal.SIGKILL)
         one.wait()

@@ -136,8 +136,8 @@ def test_a_checkpoint_writer_that_does_not_end_blocks_nothing(
         model = place([Tensor("w", (4,))])
         create_model(memory, model, np.zeros(model.elements, np.float32))
         checkpoints.ask(outcomes.append)
-        assert checkpoints._saver is not None
-        pid = checkpoints._saver.pid
+        assert checkpoints._checkpoint_writer is not None
+        pid = checkpoints._checkpoint_writer.pid
         watched = len(selector.get_map())
         while len(selector.get_map()) == watched:
             for key, mask in selector.select():

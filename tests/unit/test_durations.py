@@ -13,8 +13,8 @@ from gadei_ps.learners import client
 from gadei_ps.machine import launch
 from gadei_ps.server import loading, manager, shard, shards
 from gadei_ps.storage import checkpoint
+from gadei_ps.watchdog import checkpoint_writer, elsewhere, servers, sockets, supervisor
 from gadei_ps.watchdog import durations as watchdog
-from gadei_ps.watchdog import elsewhere, saver, servers, sockets, supervisor
 
 ORDER = {
     "a start": (
@@ -43,7 +43,7 @@ ORDER = {
     "a helper that compiles, the server": (loading.GONE_S, watchdog.SERVER_SILENT_S),
     "a locked directory, a pause, a stop without progress": (
         checkpoint.LOCK_TIMEOUT_S,
-        saver.ATTEMPTS_S,
+        checkpoint_writer.ATTEMPTS_S,
         watchdog.STOP_SILENT_S,
     ),
     "learners at a stop": (

@@ -100,7 +100,7 @@ def test_every_field_that_holds_a_code_names_its_enum() -> None:
 
 @pytest.mark.parametrize("name", sorted(C_LAYOUT))
 def test_every_field_has_a_writer(name: str) -> None:
-    known = {"W", "S", "s", "0", "L", "server", "saver", "kernel"}
+    known = {"W", "S", "s", "0", "L", "server", "writer", "kernel"}
     for field, (*_, writer, _) in C_LAYOUT[name][1].items():
         assert writer and set(writer.split("/")) <= known, field
 
@@ -140,7 +140,7 @@ def test_the_page_has_the_tables() -> None:
 def test_words_of_different_processes_share_no_cache_line() -> None:
     """Processes that write at the same time; where a word passes on, or a lock is taken, they do
     not."""
-    process = {"W": "W", "saver": "W", "S": "server", "s": "server", "0": "server", "L": "L"}
+    process = {"W": "W", "writer": "W", "S": "server", "s": "server", "0": "server", "L": "L"}
     process |= {"server": "server", "kernel": "kernel"}
     for name in ("ps_shard", "ps_entry", "ps_control", "ps_ring"):
         lines: dict[int, set[str]] = {}

@@ -122,8 +122,8 @@ def test_lines_of_the_status() -> None:
         "gradients": "1,234 applied, 0 dropped, 0 refused",
         "deaths": "0 servers, 1 learner, 0 watchdogs",
     }
-    status |= {"nursery_deaths": 2, "watchdog_starts": 2}
-    assert counters(status)["deaths"] == "0 servers, 1 learner, 1 watchdog, 2 nurseries"
+    status |= {"fork_server_deaths": 2, "watchdog_starts": 2}
+    assert counters(status)["deaths"] == "0 servers, 1 learner, 1 watchdog, 2 fork servers"
 
 
 def test_a_new_metric_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ BY_PID = {  # files that signal by number: their own process, or children that t
     "gadei_ps/machine/foreground.py",
     "gadei_ps/machine/launch.py",
     "gadei_ps/machine/process.py",
-    "gadei_ps/server/nursery.py",
+    "gadei_ps/server/fork_server.py",
     "watchdog/__main__.py",
 }
 OLD = {"gadei_ps/agents", "gadei_ps/cluster"}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import support
 from support import PATIENCE_S
-from support.quick import without_nursery
+from support.quick import without_fork_server
 from support.words import at_each_line, words
 
 from gadei_ps import _native, sync
@@ -33,7 +33,7 @@ def watched(job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]
     monkeypatch.setattr(process, "module_command", lambda *what: [*idle, *what])
     selector = selectors.DefaultSelector()
     made = Servers(memory, selector, log.get(), [], 5.0, 1.0, pytest.fail)
-    with without_nursery():
+    with without_fork_server():
         yield made
     for one in made.running.values():
         one.kill("the test is over")
@@ -74,15 +74,15 @@ def test_a_server_starts_and_dies(watched: Servers) -> None:
     assert (control["server_starts"], control["server_deaths"]) == (1, 1)
 
 
-def test_the_words_of_the_nursery(watched: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_of_the_fork_server(watched: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """At no instant its pid stands with the start of another one."""
     control = watched.memory.control.view(CONTROL)
-    control["nursery_pid"], control["nursery_start"] = former = (1, 7)
+    control["fork_server_pid"], control["fork_server_start"] = former = (1, 7)
     monkeypatch.setattr(Births, "pid", os.getpid())
     seen = []
 
     def look() -> None:
-        seen.append((int(control["nursery_pid"]), int(control["nursery_start"])))
+        seen.append((int(control["fork_server_pid"]), int(control["fork_server_start"])))
 
     with at_each_line(look, servers):
         watched.look(1.0)
@@ -91,7 +91,7 @@ def test_the_words_of_the_nursery(watched: Servers, monkeypatch: pytest.MonkeyPa
     assert {one for one in seen if one[0]} == {former, whole}
     monkeypatch.setattr(Births, "pid", 0)
     watched.look(2.0)
-    assert control["nursery_pid"] == 0
+    assert control["fork_server_pid"] == 0
 
 
 def test_servers_are_adopted(watched: Servers) -> None:

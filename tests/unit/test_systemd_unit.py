@@ -60,7 +60,9 @@ def text(scope: Scope, program: str = units.PROGRAM, **how: str) -> str:
 
 def test_the_shipped_files_are_written() -> None:
     """Unchanged for the usual user, but for the program and the last line."""
-    shipped = {path.name for path in (ROOT / "systemd").rglob("*.[sc]*") if ".py" not in path.suffix}
+    shipped = {
+        path.name for path in (ROOT / "systemd").rglob("*.[sc]*") if ".py" not in path.suffix
+    }
     written = set[str]()
     for scope in Scope:
         for name, made in units.texts(scope, "/x/gadei-ps").items():

@@ -26,12 +26,12 @@ from gadei_ps.machine import log, process
 from gadei_ps.memory.layout import CONTROL, RING, Gone, Phase, ServerState, Stop
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog import checkpoints, dead, status, stopping, supervisor
+from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.roster import Roster
-from gadei_ps.watchdog.saver import Saver, Task, attached
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.stopping import Stopping
 from gadei_ps.watchdog.supervisor import Supervisor
@@ -177,7 +177,7 @@ def test_who_is_told_to_be_leaving(memory: JobMemory) -> None:
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-class Parking(Saver):
+class Parking(CheckpointWriter):
     """Shards that obey the pause word at once."""
 
     def _wait_parked(self, deadline: int) -> bool:
@@ -200,7 +200,7 @@ def test_shards_pause_for_a_copy(memory: JobMemory) -> None:
 def test_a_copy_for_a_client_takes_no_process(
     memory: JobMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "Saver", Parking)
+    monkeypatch.setattr(checkpoints, "CheckpointWriter", Parking)
     assert memory.model is not None
     selector = selectors.DefaultSelector()
     made = Checkpoints(memory, selector, log.get())
@@ -209,7 +209,7 @@ def test_a_copy_for_a_client_takes_no_process(
     files = [memory_file(size, [(0, memoryview(b"\xff" * size))]) for _ in range(2)]
     for file in files:  # the second one waits for the first
         made.ask(heard.append, os.dup(file), slots=False)
-    assert made._saver is None
+    assert made._checkpoint_writer is None
     while len(heard) < 2:
         for key, _ in selector.select(10):
             key.data(0)
@@ -223,7 +223,7 @@ def test_a_copy_for_a_client_takes_no_process(
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_becomes_of_a_checkpoint(memory: JobMemory, killed: bool) -> None:
-    """A saver that was killed in its pause holds no shard."""
+    """A checkpoint writer that was killed in its pause holds no shard."""
     control = memory.control.view(CONTROL)
     control["pause"] = 1 << 62
     before = words(control)

@@ -2,8 +2,9 @@
 
 A process of its own, because a disk may block a process that writes to it. A copy for a client goes
 into memory alone, so a thread of the watchdog makes it, with the same code. The shards pause for it
-until a deadline, so that a saver that dies does not hold them. It prints the outcome as one line of
-JSON on standard output, and before that MOVED, a line, whenever more has reached the disk.
+until a deadline, so that a checkpoint writer that dies does not hold them. It prints the outcome as
+one line of JSON on standard output, and before that MOVED, a line, whenever more has reached the
+disk.
 
 For a watchdog that resumes from memory it does not save, but looks at the checkpoints on the disk.
 """
@@ -84,7 +85,7 @@ def copy_bytes(model: weights.Model, state: np.void, *, slots: bool = True) -> i
     return (1 + (int(state["streams"]) if slots else 0)) * model.elements * 4
 
 
-class Saver:
+class CheckpointWriter:
     """One copy of one job, between two gradients. parts: of attached().
 
     into: an open file that gets the weights and then each slot; -1: memory of this process does.
@@ -323,12 +324,12 @@ def look(directory: Path, config: JobConfig, version: int) -> dict[str, Any]:
 
 
 def task_line(task: Task) -> str:
-    """A task as the saver's standard input."""
+    """A task as the checkpoint writer's standard input."""
     return json.dumps(asdict(task))
 
 
 def main() -> None:
-    """`python -m gadei_ps.watchdog.saver`: started by the watchdog, its task on standard input."""
+    """Make one checkpoint. The watchdog starts this program, and writes its task to its input."""
     process.end_first()
     try:
         task = Task(**json.load(sys.stdin))
@@ -336,7 +337,7 @@ def main() -> None:
             config = JobConfig.model_validate(task.config)
             outcome = look(Path(task.directory), config, task.look_beyond)
         else:
-            outcome = Saver(task, attached(task)).save()
+            outcome = CheckpointWriter(task, attached(task)).save()
     except (GadeiError, OSError, MemoryError, RuntimeError) as error:  # the last: no more threads
         outcome = {"ok": False, "error": in_words(error)}
         outcome["mistake"] = isinstance(error, CheckpointMistake)

@@ -1,4 +1,4 @@
-"""A saver that comes to nothing while it lives: training goes on, whatever it waits for."""
+"""A checkpoint writer that hangs: training continues, whatever it waits for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import Child, blocked_disk, eventually, status
 from support.blocked_disk import BlockedDisk
-from team import Team, asking, saver_of, seen, send
+from team import Team, asking, seen, send, writer_of
 
 from gadei_ps.job import processes
 from gadei_ps.job.control import Checkpoint, ask
@@ -24,12 +24,12 @@ def test_a_disk_that_blocks(job_name: str, tmp_path: Path) -> None:
         with BlockedDisk(tmp_path) as disk:
             first = Child(asking, job_name)
             disk.waits()
-            saver = saver_of(team)
+            checkpoint_writer = writer_of(team)
             second = Child(asking, job_name)
             for _ in range(3):
                 team.goes_on()
                 assert status(job_name)["checkpoint_failures"] == 0
-            assert saver_of(team) == saver
+            assert writer_of(team) == checkpoint_writer
             assert not first.has_sent
             assert not second.has_sent
         assert "CheckpointError" in first.receive()["error"]
@@ -51,22 +51,22 @@ def test_a_disk_that_blocks(job_name: str, tmp_path: Path) -> None:
         team.settle()
 
 
-def test_a_saver_that_stands_still_in_its_pause(job_name: str, tmp_path: Path) -> None:
-    """The pause is over when its time is, and the saver finds that its copy is none."""
+def test_a_checkpoint_writer_that_stands_still_in_its_pause(job_name: str, tmp_path: Path) -> None:
+    """The pause is over when its time is, and the checkpoint writer finds that its copy is none."""
     with Team(job_name, tmp_path, values=500_000) as team:
         while True:
             asker = Child(asking, job_name)
-            saver = saver_of(team)
+            checkpoint_writer = writer_of(team)
             seen(lambda asker=asker: int(team.control["pause"]) or asker.has_sent)
-            sent = processes.send(saver, signal.SIGSTOP)
+            sent = processes.send(checkpoint_writer, signal.SIGSTOP)
             if sent is not None and int(team.control["pause"]):
                 break
-            processes.send(saver, signal.SIGCONT)
+            processes.send(checkpoint_writer, signal.SIGCONT)
             asker.receive()
             asker.join()
         team.goes_on()
         assert int(team.control["pause"]), "nobody has withdrawn it"
-        send(saver, signal.SIGCONT)
+        send(checkpoint_writer, signal.SIGCONT)
         assert asker.receive()["version"] > 0
         asker.join()
         eventually(lambda: not int(team.control["pause"]))

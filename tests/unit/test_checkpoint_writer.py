@@ -17,8 +17,8 @@ from gadei_ps.job.control import SetWork
 from gadei_ps.memory.layout import CONTROL, Work
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog import requests, start
+from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.saver import Saver, Task, attached
 
 WANTED = {"batches": 10, "epochs": 3, "seed": 7, "next": 0, "epochs_done": 0}
 STORES = 1 + len(WANTED) + 1  # `ahead`, which no copy has, is the first, `work` itself the last
@@ -100,7 +100,7 @@ def test_work_that_is_being_set_is_in_a_copy_whole_or_not_at_all(
         model = place([Tensor("w", (4,))])
         create_model(memory, model, np.zeros(model.elements, np.float32))
         task = Task(job_name, memory.job_id.hex(), memory.files, "", 1, {})
-        saver = Saver(task, attached(task))
+        checkpoint_writer = CheckpointWriter(task, attached(task))
         reads = 0
         seen: list[Callable[[int], None]] = []
 
@@ -110,8 +110,8 @@ def test_work_that_is_being_set_is_in_a_copy_whole_or_not_at_all(
             for one in seen:
                 one(reads)
 
-        saver._control = Words(memory.control.view(CONTROL), before_read=read)  # type: ignore[assignment]
-        saver._copy()
+        checkpoint_writer._control = Words(memory.control.view(CONTROL), before_read=read)  # type: ignore[assignment]
+        checkpoint_writer._copy()
         states = set()
         for at in range(1, reads + 1):
             for stored in range(STORES + 1):
@@ -122,7 +122,7 @@ def test_work_that_is_being_set_is_in_a_copy_whole_or_not_at_all(
                         work.store(stored if number == at else STORES)
 
                 reads, seen[:] = 0, [at_read]
-                copied = saver._copy().work
+                copied = checkpoint_writer._copy().work
                 work.end()
                 states.add(copied["state"])
                 whole = WANTED | {"state": int(Work.WORKING)}

@@ -1,4 +1,4 @@
-"""The nursery dies, hangs or fails, at any instant, with servers or alone: the job goes on."""
+"""The fork server dies, hangs or fails, at any instant, with servers or alone: the job goes on."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ import pytest
 from support import QuickDaemon, eventually, gone, quick, spin, status
 from team import Team, send, stopped
 
-from gadei_ps.job import nursery_words as words
-from gadei_ps.job.nursery_words import Born
+from gadei_ps.job import fork_server_messages as words
+from gadei_ps.job.fork_server_messages import Born
 from gadei_ps.job.processes import Role
 from gadei_ps.watchdog import births
 from gadei_ps.watchdog.restart import Policy
 
-start = functools.partial(QuickDaemon, nursery=True)
-NURSERY = "gadei_ps.server.nursery"
+start = functools.partial(QuickDaemon, fork_server=True)
+FORK_SERVER = "gadei_ps.server.fork_server"
 SOON = Policy(first_s=0.02, longest_s=0.5)
 
 
 @pytest.fixture(autouse=True)
 def soon() -> Iterator[None]:
-    """Nurseries that were of no use are started anew after shorter times than those of users."""
+    """Fork servers that were of no use are started anew after shorter times than those of users."""
     with mock.patch.object(births, "POLICY", SOON):
         yield
 
 
 @pytest.fixture
-def in_nurseries() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """in_nurseries(what): each nursery that starts from now on does that first."""
+def in_fork_servers() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """in_fork_servers(what): each fork server that starts from now on does that first."""
     calls: list[Callable[[], None]] = []
 
     def begin(program: str) -> None:
         for call in calls:
-            if program == NURSERY:
+            if program == FORK_SERVER:
                 call()
 
     with mock.patch.object(quick, "STARTING", [begin]):
@@ -65,34 +65,34 @@ def test_it_dies_with_servers(job_name: str, tmp_path: Path) -> None:
     with Team(job_name, tmp_path, start=start) as team:
         rounds = team.rounds(8)
         for number in range(rounds):
-            nursery, server, standby = (
-                team.find(role) for role in (Role.NURSERY, Role.SERVER, Role.STANDBY)
+            fork_server, server, standby = (
+                team.find(role) for role in (Role.FORK_SERVER, Role.SERVER, Role.STANDBY)
             )
-            victims = [nursery, server, standby][: 1 + number % 3]
+            victims = [fork_server, server, standby][: 1 + number % 3]
             chance.shuffle(victims)
             for one in victims:
                 send(one)
                 spin(chance, 0.01)  # also while it forks
             team.goes_on()
             team.watch()
-        team.find(Role.NURSERY)
+        team.find(Role.FORK_SERVER)
         team.find(Role.STANDBY)
         eventually(lambda: not unknown(team), what="no server but the two")
-        assert status(job_name)["nursery_deaths"] >= rounds
+        assert status(job_name)["fork_server_deaths"] >= rounds
         team.settle()
 
 
 def test_it_hangs(job_name: str, tmp_path: Path) -> None:
     with Team(job_name, tmp_path, start=start) as team:
-        nursery, server, standby = (
-            team.find(role) for role in (Role.NURSERY, Role.SERVER, Role.STANDBY)
+        fork_server, server, standby = (
+            team.find(role) for role in (Role.FORK_SERVER, Role.SERVER, Role.STANDBY)
         )
-        with stopped(nursery):
+        with stopped(fork_server):
             send(server)
             send(standby)
-            eventually(lambda: not nursery.alive, what="it is killed")
+            eventually(lambda: not fork_server.alive, what="it is killed")
             team.goes_on()
-        assert team.find(Role.NURSERY).pid != nursery.pid
+        assert team.find(Role.FORK_SERVER).pid != fork_server.pid
         team.find(Role.STANDBY)
         team.settle()
 
@@ -101,12 +101,12 @@ def test_it_ends_with_the_watchdog(job_name: str, tmp_path: Path) -> None:
     """Its servers live on, and the next watchdog has its own."""
     with Team(job_name, tmp_path, start=start) as team:
         servers = {team.find(role).pid for role in (Role.SERVER, Role.STANDBY)}
-        nursery = team.find(Role.NURSERY)
+        fork_server = team.find(Role.FORK_SERVER)
         send(team.find(Role.WATCHDOG))
-        eventually(lambda: not nursery.alive, what="its end")
+        eventually(lambda: not fork_server.alive, what="its end")
         team.goes_on()
         team.watch()
-        assert team.find(Role.NURSERY).pid != nursery.pid
+        assert team.find(Role.FORK_SERVER).pid != fork_server.pid
         assert {team.find(role).pid for role in (Role.SERVER, Role.STANDBY)} == servers
         send(team.find(Role.SERVER))
         team.goes_on()
@@ -115,7 +115,7 @@ def test_it_ends_with_the_watchdog(job_name: str, tmp_path: Path) -> None:
 
 
 def test_it_dies_before_it_tells_of_a_fork(
-    job_name: str, tmp_path: Path, in_nurseries: Callable[[Callable[[], None]], None]
+    job_name: str, tmp_path: Path, in_fork_servers: Callable[[Callable[[], None]], None]
 ) -> None:
     """Nobody knows of that server; it ends, and another one is started."""
     once = tmp_path / "once"
@@ -132,7 +132,7 @@ def test_it_dies_before_it_tells_of_a_fork(
 
         words.send = send_all_but_one
 
-    in_nurseries(forget)
+    in_fork_servers(forget)
     with Team(job_name, tmp_path, start=start) as team:
         standby = team.find(Role.STANDBY)
         once.touch()
@@ -149,7 +149,7 @@ def test_it_dies_before_it_tells_of_a_fork(
 def test_it_cannot_fork(
     job_name: str,
     tmp_path: Path,
-    in_nurseries: Callable[[Callable[[], None]], None],
+    in_fork_servers: Callable[[Callable[[], None]], None],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The watchdog says so, and asks again."""
@@ -165,7 +165,7 @@ def test_it_cannot_fork(
 
         os.fork = refused
 
-    in_nurseries(refuse)
+    in_fork_servers(refuse)
     with Team(job_name, tmp_path, start=start) as team:
         team.find(Role.STANDBY)
         full.touch()

@@ -18,7 +18,7 @@ ROOM = " " * 256
 
 
 @dataclass(frozen=True)
-class Nursery:
+class ForkServer:
     """A fork server. end: the watchdog's end of the socket. files: of its build at its start."""
 
     child: subprocess.Popen[bytes]
@@ -26,7 +26,7 @@ class Nursery:
     files: frozenset[tuple[str, int, int]]
 
 
-def start() -> Nursery:
+def start() -> ForkServer:
     """Start a fork server, which dies with this process. Raises OSError."""
     files = build.files()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -34,7 +34,7 @@ def start() -> Nursery:
     try:
         with theirs:
             child = process.spawn(
-                process.module_command("gadei_ps.server.nursery", *words),
+                process.module_command("gadei_ps.server.fork_server", *words),
                 env=os.environ | ENVIRONMENT | TITLE,
                 stdout=2,  # the log goes to stderr: stdout belongs to the command's result
                 pass_fds=[theirs.fileno()],
@@ -43,10 +43,10 @@ def start() -> Nursery:
         ours.close()
         raise
     ours.setblocking(False)
-    return Nursery(child, ours, files)
+    return ForkServer(child, ours, files)
 
 
-def start_early() -> Nursery | None:
+def start_early() -> ForkServer | None:
     """The same at the start of a watchdog; None where it fails: the watchdog tries again."""
     try:
         return start()

@@ -1,6 +1,6 @@
-"""Statements of the nursery, of its forks until they are servers, and of the watchdog about both.
+"""Statements of the fork server, of its forks until they are servers, and of the watchdog.
 
-As test_statements.py, in jobs that have a nursery.
+As test_statements.py, in jobs that have a fork server.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from support.quick import fork_quickly
 from gadei_ps.memory import build
 
 FILES = (
-    *("gadei_ps/server/nursery.py", "gadei_ps/job/nursery_words.py"),
-    *("watchdog/births.py", "watchdog/nursery.py"),
+    *("gadei_ps/server/fork_server.py", "gadei_ps/job/fork_server_messages.py"),
+    *("watchdog/births.py", "watchdog/fork_server.py"),
 )
 LIMIT_S = 7200 if os.environ.get("CRASH_ALL") else 120
 SHORT = 3  # scenes in the short run
@@ -42,22 +42,22 @@ SCENE, _, PART = os.environ.get("STATEMENTS", "").partition(":")
 
 
 def _dies(job: Job, tracer: Tracer, dying: Dying) -> None:
-    """The nursery dies. A server starts as a program, and there is another nursery."""
+    """The fork server dies. A server starts as a program, and there is another fork server."""
     all_go(job)
     with dying():
-        job.kill(job.processes.nursery())
+        job.kill(job.processes.fork_server())
         job.kill(job.processes.standby())
         job.up()
-        job.until(job.processes.nursery, "there is a nursery")
+        job.until(job.processes.fork_server, "there is a fork server")
         all_push(job)
         all_rest(job)
 
 
 def _refused(job: Job, tracer: Tracer, dying: Dying) -> None:
-    """gadei-ps is replaced under the job, and its nursery dies: the next one is refused."""
+    """gadei-ps is replaced under the job, and its fork server dies: the next one is refused."""
     with dying():
         with tracer.other_build():
-            job.kill(job.processes.nursery())
+            job.kill(job.processes.fork_server())
             job.kill(job.processes.standby())
             job.until(
                 lambda: job.status["standby_missing"] or not job.processes.server(), "it is refused"
@@ -67,11 +67,11 @@ def _refused(job: Job, tracer: Tracer, dying: Dying) -> None:
 
 
 def _nursed(play: Callable[[Job, Tracer, Dying], None]) -> Callable[[Job, Tracer, Dying], None]:
-    """The scene, from when there is a nursery."""
+    """The scene, from when there is a fork server."""
 
     def begun(job: Job, tracer: Tracer, dying: Dying) -> None:
         job.up()
-        job.until(job.processes.nursery, "there is a nursery")
+        job.until(job.processes.fork_server, "there is a fork server")
         play(job, tracer, dying)
 
     return begun
@@ -79,7 +79,7 @@ def _nursed(play: Callable[[Job, Tracer, Dying], None]) -> Callable[[Job, Tracer
 
 SCENES = [
     Scene("take-over", _nursed(taken_over)),
-    Scene("death of the nursery", _nursed(_dies)),
+    Scene("death of the fork server", _nursed(_dies)),
     Scene("start", started, own_job=True),
     Scene("new leases", _nursed(from_nothing)),
     Scene("adopt", _nursed(adopted)),
@@ -92,7 +92,7 @@ SCENES = [
 def tracer() -> Iterator[Tracer]:
     build.of_server()  # once, for all forks
     made = Tracer([ROOT / name for name in FILES])
-    with impatient(), fork_quickly(nursery=True), made.tracing():
+    with impatient(), fork_quickly(fork_server=True), made.tracing():
         yield made
 
 
@@ -116,7 +116,7 @@ def test_statements(
                 count.play(scene)
     finally:
         count.drop()
-    told.append(f"statements of the nursery: {count.figures}")
+    told.append(f"statements of the fork server: {count.figures}")
     count.check()
     if whole and not SCENE:
-        assert {line.role for line in count.lines} == {"nursery", "watchdog"}
+        assert {line.role for line in count.lines} == {"fork-server", "watchdog"}

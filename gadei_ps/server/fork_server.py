@@ -1,14 +1,14 @@
-"""The nursery: a process that has loaded what a server needs, and forks the servers of a job.
+"""The fork server: a process that has loaded what a server needs, and forks the servers of a job.
 
 A fork is there within milliseconds, and the servers share the memory of what was loaded. The
-nursery is single-threaded, never compiles, and has nothing of the job: neither segments nor leases.
-It ends when the watchdog that has started it is gone. Its servers live on without it.
+fork server is single-threaded, never compiles, and has nothing of the job: neither segments nor
+leases. It ends when the watchdog that has started it is gone. Its servers live on without it.
 
-    python -m gadei_ps.server.nursery DESCRIPTOR BUILD ROOM
+    python -m gadei_ps.server.fork_server DESCRIPTOR BUILD ROOM
 
 BUILD is the watchdog's, ROOM as much text as the command lines of forks need. The descriptor is one
-end of a socket on which each message is a JSON object (gadei_ps/job/nursery_words.py). The watchdog
-sends Load and Start, and hears of what was born and of what has ended.
+end of a socket on which each message is a JSON object (gadei_ps/job/fork_server_messages.py). The
+watchdog sends Load and Start, and hears of what was born and of what has ended.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import NoReturn
 import setproctitle
 
 from gadei_ps.errors import GadeiError, OtherVersion, in_words
-from gadei_ps.job import nursery_words as words
-from gadei_ps.job.nursery_words import Born, Ended, Load, NotBorn, Ready, Start
+from gadei_ps.job import fork_server_messages as words
+from gadei_ps.job.fork_server_messages import Born, Ended, Load, NotBorn, Ready, Start
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build
 from gadei_ps.server import code, manager
 
 FAILED = 1
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the nursery's end is the watchdog's
-SERVER, NURSERY = "gadei_ps.server.manager", "gadei_ps.server.nursery"
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the fork server's end is the watchdog's
+SERVER, FORK_SERVER = "gadei_ps.server.manager", "gadei_ps.server.fork_server"
 
 
 class _Replaced(OtherVersion):
@@ -54,7 +54,7 @@ class _Closed(MetaPathFinder):
             raise _Replaced(name, "has been replaced since this job began")
 
 
-class Nursery:
+class ForkServer:
     """The process. end: its end of the socket to the watchdog. files: of the build, as loaded."""
 
     def __init__(self, end: socket.socket, files: frozenset[tuple[str, int, int]]) -> None:
@@ -93,7 +93,7 @@ class Nursery:
             try:
                 code.load_kept(message.optimizer, message.sync)
             except Exception:  # a server that needs it says what is wrong
-                log.get().exception("the nursery cannot load the code of servers")
+                log.get().exception("the fork server cannot load the code of servers")
         elif isinstance(message, Start):
             self._bear(message)
 
@@ -127,7 +127,7 @@ class Nursery:
         self._say(Ended(pid=pid, code=os.waitstatus_to_exitcode(status)))
 
     def _become_server(self, arguments: list[str]) -> NoReturn:
-        """In the fork: what is left of the nursery is its code."""
+        """In the fork: what is left of the fork server is its code."""
         try:
             self._end.close()
             for pidfd in self._children:
@@ -154,7 +154,7 @@ def main() -> None:
     log.set_up(quiet=True)  # imports what servers would import later
     if build.of_server() != int(sys.argv[2], 16):
         os._exit(build.REFUSED)  # the watchdog says so
-    setproctitle.setproctitle(" ".join(process.module_command(NURSERY, sys.argv[1])))
+    setproctitle.setproctitle(" ".join(process.module_command(FORK_SERVER, sys.argv[1])))
     try:
         end = socket.socket(fileno=int(sys.argv[1]))
         end.set_inheritable(False)
@@ -162,9 +162,9 @@ def main() -> None:
         code.find_home()
         code.load_kept(Kind.SGD, "asp")  # most of it is every job's
         gc.freeze()  # to look for garbage among these would copy their pages in each fork
-        Nursery(end, files).run()
+        ForkServer(end, files).run()
     except (GadeiError, OSError) as error:
-        log.get().error("the nursery cannot go on", reason=in_words(error))
+        log.get().error("the fork server cannot go on", reason=in_words(error))
         os._exit(FAILED)
     os._exit(0)
 
