@@ -146,6 +146,7 @@ SMALL = (
     (r"\bruns/intents\b", "my-model"),
     (r"\bnative/examples/least_squares\.toml\b", "c/{job}.toml"),
     (r"\[JOB\]", "JOB"),
+    (r"/etc/gadei-ps/", ""),
     (r"sync=MODEL\b", "sync=ssp:2"),
     (
         r"\bpartition MODULE:NAME --sample MODULE:NAME",

@@ -462,7 +462,7 @@ def test_a_slot_is_filled_piece_by_piece(job_name: str) -> None:
                 np.testing.assert_array_equal(client.weights[name], -1.0)
             payload = client.claim() + layout.PAYLOAD_AT
             client.write_named(payload, ones)
-            with pytest.raises(UsageError, match="begins with a slot that holds nothing"):
+            with pytest.raises(UsageError, match=r"append\(\) needs an empty slot"):
                 client.append(payload, 0, where["a"])
             client.publish()
             client.wait_applied()
