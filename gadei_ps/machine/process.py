@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import resource
@@ -222,8 +223,9 @@ def has_ended(child: subprocess.Popen[bytes]) -> bool:
 
 def send_signal(child: subprocess.Popen[bytes], number: int) -> None:
     """Send a signal to a child. Popen's own methods would reap a child that has ended."""
-    if child.returncode is None:
-        os.kill(child.pid, number)
+    if not has_ended(child):
+        with contextlib.suppress(ProcessLookupError):  # where SIGCHLD is ignored
+            os.kill(child.pid, number)
 
 
 def end_group(child: subprocess.Popen[bytes]) -> int:
@@ -269,18 +271,28 @@ class _Starter:
         future: Future[subprocess.Popen[bytes]] = Future()
         with self._lock:
             if self._pid != os.getpid():  # a fork has no other threads than its first one
-                self._pid, self._wanted = os.getpid(), queue.SimpleQueue()
-                threading.Thread(target=self._run, name="starter", daemon=True).start()
+                wanted: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
+                wanted = queue.SimpleQueue()
+                thread = threading.Thread(
+                    target=self._run, args=(wanted,), name="starter", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise OSError(errno.EAGAIN, str(error)) from None
+                self._pid, self._wanted = os.getpid(), wanted
         self._wanted.put((future, start))
         return future.result()
 
-    def _run(self) -> None:
+    @staticmethod
+    def _run(wanted: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
         while True:
-            future, start = self._wanted.get()
+            future, start = wanted.get()
             try:
                 future.set_result(start())
             except BaseException as error:
                 future.set_exception(error)
+            del future, start  # the result holds pipes
 
 
 _STARTER = _Starter()
@@ -316,7 +328,7 @@ def spawn(
             process_group=0,
         )
 
-    if how is None and not score:
+    if how is None and not (score and LAUNCHER.exists()):  # gone after an upgrade
         return start(command)
     errors, theirs = os.pipe2(os.O_CLOEXEC)
     try:
@@ -330,8 +342,12 @@ def spawn(
         raise
     finally:
         os.close(theirs)
-    with open(errors, "rb") as pipe:
-        why = pipe.read()  # ends when the program begins
+    try:
+        with open(errors, "rb") as pipe:
+            why = pipe.read()  # ends when the program begins
+    except BaseException:  # a signal's: nobody would have the child
+        end_group(child)
+        raise
     if why:
         for stream in (child.stdin, child.stdout, child.stderr):
             if stream is not None:

@@ -247,3 +247,32 @@ def test_a_process_whose_user_is_not_told_has_not_ended(monkeypatch: pytest.Monk
         own.open_process(pid, start)
     assert sorted(Path("/proc/self/fd").iterdir()) == before
     assert own.open_process(pid, start + 1) is None
+
+
+def test_a_thread_that_cannot_be_started_stops_one_start_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starter = process._Starter()
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", start)
+        with pytest.raises(OSError, match="can't start new thread"):
+            starter.call(lambda: subprocess.Popen(["true"]))
+    assert starter.call(lambda: subprocess.Popen(["true"])).wait() == 0
+
+
+def test_a_signal_to_a_child_that_the_kernel_has_reaped() -> None:
+    """As for all children of a program whose caller ignores SIGCHLD."""
+    program = (
+        "import signal, subprocess, time\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from gadei_ps.machine import process\n"
+        "child = subprocess.Popen(['true'])\n"
+        "while process.start_ticks(child.pid): time.sleep(0.01)\n"
+        "process.send_signal(child, signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
