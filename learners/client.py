@@ -191,7 +191,7 @@ class Client:
 
     assigned = 0
     """Frames published so far that were assignments."""
-    _assigning: tuple[int, ...] = ()  # sequences of assignments that may not be applied yet
+    _assigning: tuple[int, ...] = ()  # sequences of buffers' writes that may not be applied yet
     is_successor = False
     """Whether this learner continues an earlier one of its process."""
 
@@ -321,14 +321,19 @@ class Client:
     def base_version(self) -> int:
         """Version of the live weights for the next gradient's staleness.
 
-        Assignments of this learner that were not applied yet count: the server applies them before
-        the gradient, and they are not changes that the gradient has missed.
+        This learner's writes of buffers that were not applied yet count: the server applies them
+        before the gradient, and they are not changes that the gradient has missed.
         """
-        if self._assigning:  # before the version is read: what is applied meanwhile counts twice
+        # Before the version is read: what is applied meanwhile counts twice, which does no harm.
+        return self._writing_buffers() + self.current_version
+
+    def _writing_buffers(self) -> int:
+        """Return the number of this learner's writes of buffers that were not applied yet."""
+        if self._assigning:
             self._assigning = tuple(
                 one for one in self._assigning if _native.wait_applied(*self._rings, one, 0) < 0
             )
-        return len(self._assigning) + self.current_version
+        return len(self._assigning)
 
     @property
     def writes(self) -> int:
@@ -1181,7 +1186,9 @@ class Client:
         """
         where, arrays = self._check_values(values)
         if arrays:
-            self._assign(where, timeout_s, reset=reset, wait=wait)
+            self._assign(
+                where, timeout_s, reset=reset, wait=wait, buffers=self._are_buffers(values)
+            )
 
     def add(self, values: Values, *, timeout_s: float | None = None, wait: bool = True) -> None:
         """Add these values to weights of the job; as assign() in all else.
@@ -1194,7 +1201,11 @@ class Client:
             if tensor.name in values and tensor.dtype != F32:
                 raise ModelMismatch(f"{tensor.name!r} is {tensor.dtype}: assign() takes it")
         if arrays:
-            self._assign(where, timeout_s, adds=True, wait=wait)
+            self._assign(where, timeout_s, adds=True, wait=wait, buffers=self._are_buffers(values))
+
+    def _are_buffers(self, values: Values) -> bool:
+        written = (tensor for tensor in self.model.tensors if tensor.name in values)
+        return all(tensor.role is not Role.PARAMETER for tensor in written)
 
     def _check_values(self, values: Values) -> Assigned:
         return assigned(self.model, values, finite=self.refuses_nonfinite)
@@ -1210,8 +1221,12 @@ class Client:
         steps: int = SAME_STEPS,
         until: float | None = None,
         wait: bool = True,
+        buffers: bool = False,
     ) -> None:
-        """Publish an assignment. until: deadline of timeout_s; by default counted from now."""
+        """Publish an assignment. until: deadline of timeout_s; by default counted from now.
+
+        buffers: whether it writes buffers alone.
+        """
         self.check_process()
         self._flush_publisher()
         if self._learner.kind in (FrameKind.DENSE, FrameKind.ROWS):
@@ -1232,8 +1247,10 @@ class Client:
         self.assigned += 1
         learner.started = started  # the current iteration continues
         if not wait:
-            self._assigning = (*self._assigning, sequence)
-            learner.version += 1  # as base_version says
+            if buffers:
+                self._writing_buffers()  # forgets those that were applied
+                self._assigning = (*self._assigning, sequence)
+                learner.version += 1  # as base_version says
             return
         rest = None if until is None else max(0.0, until - time.monotonic())
         try:
