@@ -397,7 +397,7 @@ def uninstall(
     if where is None and not force and not dry_run:
         manager.wait_for_ends(scope, lambda text: plain.say(f"gadei-ps: {text}"))
     ours = {place(scope, name, where) for name in texts(scope, PROGRAM)}
-    removed = sorted(path for path in ours if _is_ours(path))
+    removed = sorted(path for path in ours if _is_ours(path, force))
     left = _left(scope, where, ours.union(base.glob("gadei-ps*@*")).difference(removed))
     for path in removed if not dry_run else ():
         path.unlink()
@@ -407,15 +407,15 @@ def uninstall(
     return Removed(scope, tuple(map(str, removed)), tuple(left), tuple(commands))
 
 
-def _is_ours(path: Path) -> bool:
-    """Return whether install() has written this file.
+def _is_ours(path: Path, force: bool) -> bool:
+    """Return whether install() has written this file, and nobody has edited it.
 
-    A file of an earlier release may have been edited since.
+    force: accept files of an earlier release, which have no digest.
     """
     if path.is_symlink() or not path.is_file():
         return False
     text = path.read_text(errors="replace")
-    return is_unedited(text) or (EARLIER in text and MARK not in text)
+    return is_unedited(text) or (force and EARLIER in text and MARK not in text)
 
 
 def _left(scope: Scope, where: Path | None, others: set[Path]) -> list[tuple[str, str]]:

@@ -309,7 +309,7 @@ def test_uninstall(tmp_path: Path, reachable: None) -> None:
 
 
 def test_files_of_earlier_releases(tmp_path: Path) -> None:
-    """They have no digest: they are replaced only if that is asked for, and removed."""
+    """They have no digest: they are replaced and removed only with force."""
     path = tmp_path / NAME
     old = "# As `gadei-ps install-unit --user` writes it.\n[Unit]\n"
     path.write_text(old)
@@ -317,7 +317,8 @@ def test_files_of_earlier_releases(tmp_path: Path) -> None:
         units.install(Scope.USER, where=tmp_path)
     assert units.install(Scope.USER, where=tmp_path, force=True).units[0].written
     path.write_text(old)
-    assert str(path) in units.uninstall(Scope.USER, where=tmp_path).removed
+    assert str(path) in dict(units.uninstall(Scope.USER, where=tmp_path).left)
+    assert str(path) in units.uninstall(Scope.USER, where=tmp_path, force=True).removed
 
 
 def test_the_units_keep_their_user(tmp_path: Path, reachable: None) -> None:
