@@ -115,7 +115,7 @@ def learning_rate(hyper: Doubles, t: int) -> float:
     if schedule == STEP:
         # A power of an integer would be multiplied out, which adds up a rounding for each step.
         steps = float(since // int(hyper[STEP_SIZE]))
-        return float(lr * gamma**steps)
+        return float(lr * gamma**steps) if lr else 0.0  # the power may be infinite
     if schedule == COSINE:
         part = min(since / (int(hyper[TOTAL_STEPS]) - warmup), 1.0)
         return floor + (lr - floor) * (1 + math.cos(math.pi * part)) / 2

@@ -28,6 +28,8 @@ def learning_rate(hyper: NDArray[np.float64], t: int) -> float:
     if t < spec.warmup_steps:
         return spec.lr * (t + 1) / spec.warmup_steps
     since = t - spec.warmup_steps
+    if spec.schedule is Schedule.STEP and spec.lr == 0:
+        return 0.0
     if spec.schedule is Schedule.STEP:
         with np.errstate(over="ignore"):  # infinite, where Python's floats would raise
             return float(spec.lr * np.float64(spec.step_gamma) ** (since // spec.step_size))

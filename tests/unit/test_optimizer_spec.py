@@ -61,11 +61,13 @@ def specs(draw: st.DrawFn) -> OptimizerSpec:
 MANY_STEPS = OptimizerSpec(
     Kind.SGD, lr=1.53125, schedule=Schedule.STEP, step_size=1, step_gamma=0.8082354574566509
 )
+ENDLESS = OptimizerSpec(Kind.SGD, lr=0.0, schedule=Schedule.STEP, step_size=1, step_gamma=2.0)
 
 
 @settings(deadline=None)
 @given(spec=specs(), t=st.integers(0, 3000))
 @example(spec=MANY_STEPS, t=1939)
+@example(spec=ENDLESS, t=1024)
 def test_compiled_learning_rate_is_the_reference(spec: OptimizerSpec, t: int) -> None:
     """To the rounding of a few float64 operations and of two mathematical libraries."""
     hyper = spec.pack()
