@@ -43,6 +43,7 @@ from gadei_ps.machine.foreground import suspends
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import ALONE_VARIABLE, JOB_VARIABLE, Compute, Ended, Learners
 from gadei_ps.machine.output import Output
+from gadei_ps.memory import presence
 from gadei_ps.memory.layout import Stop
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show import view
@@ -206,8 +207,12 @@ def _starts_or_ends(job: str) -> bool:
         return bool(jobs.status(job)["phase"] == "draining")
     except NoAnswer:  # a watchdog that hangs; the request that follows says so
         return False
-    except GadeiError:  # at its start and its end, a watchdog holds its lock and has no socket
-        return locked(paths.lock_path(job))
+    except (GadeiError, OSError):
+        # At its start a watchdog has its lock alone, and at its end nothing for a moment.
+        with contextlib.suppress(GadeiError, OSError):
+            living = presence.living(job)
+            return locked(paths.lock_path(job)) or (living.watchdog and not living.elsewhere)
+    return False
 
 
 def _check_continues(served: Daemon, options: RunOptions) -> None:
