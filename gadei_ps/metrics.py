@@ -205,7 +205,7 @@ JOB: Final = (
     ),
     Metric(
         "failovers",
-        "Times that a server has taken the place of another one",
+        "Servers that became active after the first one since the memory was made",
         _WATCHDOG,
         unit="failovers",
         added=True,

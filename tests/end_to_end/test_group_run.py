@@ -319,7 +319,7 @@ def test_a_stop_of_a_machine_that_ray_does_not_know(run: Run, nodes: Nodes, tmp_
     """Its head has died, say, and another one has come."""
     sleeps = sys.executable, "-c", "import time; time.sleep(1000)"
     group_machines.begin(run.name, *sleeps, log=tmp_path / "log")
-    assert door.lives(run.name, 0)
+    eventually(lambda: run.facts(0)["job"])
     stopped = run.cli("group", "stop", run.name, "--address", nodes.address, **run.env)
     assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 1 machine\n"), (
         stopped.err

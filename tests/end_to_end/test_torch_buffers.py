@@ -518,6 +518,7 @@ def test_an_export_loads_strictly(suffix: str, tmp_path: Path, job_name: str) ->
         for inputs in batches(0):
             step(trained, optimizer, inputs)
         optimizer.close()
+        eventually(lambda: not status(job_name)["learners"])  # all that it has published is applied
         saved.export_memory(job_name, file)
         job.check()
     other = model()
