@@ -52,7 +52,7 @@ class Learner:
         self.copy = torch.zeros(count)
 
     def run(self, times: int) -> None:
-        """Send the gradient and receives the weights, `times` times."""
+        """Send the gradient and receive the weights, `times` times."""
         for _ in range(times):
             pull: Any = dist.irecv(self.copy, src=0)
             dist.send(self.gradient, dst=0)

@@ -10,7 +10,7 @@ from gadei_ps.benchmarks.peers_mpi import STOP, told, world
 
 
 def serve(times: int) -> None:
-    """Apply `times` gradients and answers each."""
+    """Apply `times` gradients and answer each."""
     update, weights = Numpy(), np.zeros(BYTES // 4, np.float32)
     buffer, done = np.empty(BYTES // 4, np.float32), np.ones(1, np.uint8)
     for _ in range(times):

@@ -54,7 +54,7 @@ class TwoSided:
         MPI.Request.Waitall(leaving)
 
     def learn(self, times: int) -> None:
-        """Send its gradient and receives the weights, `times` times."""
+        """Send its gradient and receive the weights, `times` times."""
         for _ in range(times):
             pull = world.Irecv(self.weights, source=0)
             world.Send(self.gradient, dest=0)
@@ -94,7 +94,7 @@ class OneSided:
             world.Send(EMPTY, dest=learner, tag=slot)
 
     def learn(self, times: int) -> None:
-        """Put its gradient and gets the weights, `times` times. Waits for the server."""
+        """Put its gradient and get the weights, `times` times. Waits for the server."""
         for number in range(times):
             slot = number % SLOTS
             if number >= SLOTS:

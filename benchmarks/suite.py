@@ -105,7 +105,7 @@ def prepare(directory: Path) -> None:
 
 
 def write(result: dict[str, Any], directory: Path) -> Path:
-    """Write DIRECTORY/NAME.json and returns its path. Raises UsageError if it cannot be."""
+    """Write DIRECTORY/NAME.json and return its path. Raises UsageError if it cannot be."""
     path = directory / f"{result['benchmark']}.json"
     try:
         path.write_text(json.dumps(result, indent=1) + "\n")

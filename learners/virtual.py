@@ -282,7 +282,7 @@ class VirtualWorker:
         }
 
     def assign(self, values: Mapping[str, Any], *, reset: bool = False) -> None:
-        """Assign as LocalOptimizer.assign does; drains the pipeline. reset: see Client.assign."""
+        """Drain the pipeline, then assign as LocalOptimizer does. reset: see Client.assign."""
         self.drain()  # first: a stage that computes has copies in the place of its parameters
         given = assign.split(self._trained, self.client.model, values)
         self.waves.assign(given.job, reset=reset)
@@ -320,7 +320,7 @@ class VirtualWorker:
         self._stages[0].forward(one, inputs)
 
     def _end_oldest(self) -> float:
-        """Wait for the oldest mini-batch in flight, and uses its gradients."""
+        """Wait for the oldest mini-batch in flight, and use its gradients."""
         one = self._flying[0]
         one.done.wait()
         self._raise_failure()
@@ -374,7 +374,7 @@ class VirtualWorker:
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the mini-batches in flight, pushes an unfinished wave, and leaves the job.
+        """End the mini-batches in flight, push an unfinished wave, and leave the job.
 
         With batches of the server's that are not done, it leaves at once: they go to other
         learners, whole. The layers keep the weights, on the CPU, in memory of their own. Raises

@@ -144,9 +144,8 @@ class Births:
         try:
             words.send(self._fork_server.end, message)
         except OSError:
-            process.send_signal(
-                self._fork_server.child, signal.SIGKILL
-            )  # its socket's end reports it
+            # The end of its socket reports its death.
+            process.send_signal(self._fork_server.child, signal.SIGKILL)
             return False
         return True
 

@@ -55,7 +55,7 @@ def clear_dead(job: str) -> list[str]:
 
 
 def end_servers(job: str) -> None:
-    """End the servers of a job whose watchdog is dead, and leaves its memory as it is.
+    """End the servers of a job whose watchdog is dead, and leave its memory as it is.
 
     The caller holds the job's lock. Raises JobInUse as clear_dead() does.
     """

@@ -160,7 +160,7 @@ class JobLearners:
         one.since = time.monotonic()
 
     def end(self) -> None:
-        """Terminate all learners, then kills them; at the end of the job."""
+        """Terminate all learners, then kill them, at the end of the job."""
         running = [one for one in self.all if one.pid and self._runs(one)]
         for one in running:
             with contextlib.suppress(ProcessLookupError):

@@ -155,7 +155,7 @@ class ControlServer:
         connection.close()
 
     def _accept_without_room(self) -> None:
-        """Refuse a client with the spare descriptor. If that is gone too, listens later.
+        """Refuse a client with the spare descriptor. If that is gone too, listen later.
 
         As long as a client waits to be accepted, the selector would return at once, for ever.
         """
@@ -282,7 +282,7 @@ class ControlServer:
         return client in self._clients
 
     def expire(self) -> None:
-        """Drop clients that have begun a message and do not end it; listens again if it can."""
+        """Drop clients that have begun a message and do not end it; listen again if possible."""
         self._listen_again()
         now = time.monotonic()
         for client in list(self._clients):

@@ -34,7 +34,7 @@ def running() -> bool:
 
 @contextlib.contextmanager
 def started() -> Iterator[dict[str, str]]:
-    """Start a service; yields the environment variables by which clients find it.
+    """Start a service; yield the environment variables by which clients find it.
 
     Raises DeviceError if the service is missing or CUDA does not work with it.
     """

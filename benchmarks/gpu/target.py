@@ -116,7 +116,7 @@ def _version(number: int) -> str:
 
 @contextlib.contextmanager
 def job(name: str, **values: Any) -> Iterator[str]:
-    """Run a job with plain SGD and two slots for each learner; yields its name.
+    """Run a job with plain SGD and two slots for each learner; yield its name.
 
     values: further entries of the job's file.
     """

@@ -80,7 +80,9 @@ def enforce(control: Segment, number: int, model: SyncModel) -> None:
 
 
 def set_mode(control: Segment, changes: int, mode: Mode) -> int:
-    """Active server; returns the word. The shards look at it before each pass over the rings.
+    """Store the mode, in the active server, and return its word.
+
+    The shards read it before each pass over the rings.
 
     changes: of the model and of the hyperparameters together, including the current one. The pauses
     are added, so that no shard's answer to one of them is taken for its answer to the next one.

@@ -174,7 +174,7 @@ def take(
     progress: Progress | None = None,
     fill: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Reserve the whole of a mapped file, and fills it; each page is zeroed once.
+    """Reserve the whole of a mapped file, and fill it; each page is zeroed once.
 
     address: where the file is mapped. fill: called as fill(at, size) for each piece of it once that
     is there, in several threads. Raises OSError if there is no room, Cancelled, and what `fill`

@@ -196,7 +196,7 @@ def attach(
     job_id: bytes | None = None,
     owner: int | None = None,
 ) -> Segment:
-    """Map an existing segment and validates its header.
+    """Map an existing segment and validate its header.
 
     owner: user whose it must be, by default ours. Raises FileNotFoundError, or SegmentError if the
     segment is not ours, foreign, truncated, half made, or of another layout version, or if a

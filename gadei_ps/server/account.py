@@ -134,7 +134,7 @@ def book_arrival(
     torn: bool,
     more: bool,
 ) -> None:
-    """Record the current gradient; hands out the next batches if `more`.
+    """Record the current gradient; hand out the next batches if `more`.
 
     frame: its header, FRAME of shape (1,). torn: it could not be read to its end; then nothing is
     believed of the header, and its batch goes to another learner. Its times come after the
@@ -258,7 +258,7 @@ def others_may_get(c: np.ndarray) -> bool:
 
 @inner
 def top_up_all(s: Shard) -> None:
-    """Close epochs and hands out what can be handed out, to every learner that is there.
+    """Close epochs and hand out what can be handed out, to every learner that is there.
 
     In the order of rows: a learner waits for those of lower rows whose rings are just being shown.
     Otherwise who gets which batch at first would depend on how quickly that is done.

@@ -23,7 +23,7 @@ from gadei_ps.server.record import Entry, begin, finish
 
 @inner
 def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
-    """Apply the mean of the gradients that the sync model has chosen; consumes the others."""
+    """Apply the mean of the gradients that the sync model has chosen; consume the others."""
     record = s.state[0].record[s.number]
     members = 0
     for group in range(s.groups):

@@ -50,7 +50,7 @@ class Team:
         return bool(wants & layout.WANTS_TURN)
 
     def _all_wait(self, freeze: Freeze, asks: Member | None = None) -> bool:
-        """Let each learner finish its current iteration, and grants no other; whether all have.
+        """Let each learner finish its iteration, and grant no other; return whether all have.
 
         asks: a learner for which the others pause; it is granted what it was.
         """

@@ -76,7 +76,7 @@ def write(
     keep: int,
     on_disk: Callable[[], object] | None = None,
 ) -> Written:
-    """Write a checkpoint, then removes all but the newest `keep`.
+    """Write a checkpoint, then remove all but the newest `keep`.
 
     on_disk: called whenever more of it has reached the disk.
 
@@ -280,7 +280,7 @@ def newest(directory: Path) -> tuple[Snapshot | None, Path | None, list[Checkpoi
 
 
 def read(path: Path) -> Snapshot:
-    """Read a checkpoint and verifies all of it.
+    """Read a checkpoint and verify all of it.
 
     Raises CheckpointError: one line that names the file and what is wrong with it.
     """

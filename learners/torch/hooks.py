@@ -61,7 +61,8 @@ def add(
     before: Callable[..., None],
     after: Callable[..., None],
 ) -> Callable[[], None]:
-    """Call before and after around each load_state_dict() of the module; returns what ends it.
+    """Call before and after around each load_state_dict() of the module; return a function that
+    ends this.
 
     before has the arguments of torch's register_load_state_dict_pre_hook, after those of its
     register_load_state_dict_post_hook.

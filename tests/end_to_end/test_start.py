@@ -68,7 +68,7 @@ def _serve(pipe: Connection, job: str, fork_server: bool) -> None:
 @pytest.mark.parametrize(
     ("module", "what"),
     [(SERVER, COMPUTE), (FORK_SERVER, COMPUTE), (FORK_SERVER, HANG), (FORK_SERVER, "sys.exit(1)")],
-    ids=["server", "fork-server", "fork server-hangs", "fork server-dies"],
+    ids=["server", "fork-server", "fork-server-hangs", "fork-server-dies"],
 )
 def test_a_server_may_take_long_to_start(
     before: Before, job_name: str, module: str, what: str
