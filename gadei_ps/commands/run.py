@@ -559,11 +559,12 @@ class _Run:
     def _announce_end(self, learners: Learners) -> float:
         """Report that the job has ended before its learners; return until when these may run.
 
-        After an orderly stop a script may do what comes after its training.
+        After an orderly stop a script may do what comes after its training. Learners that have not
+        joined the job do not learn of its end.
         """
         if not learners.pids:
             return math.inf
-        if self._look_at_stop() == Stop.NOW:
+        if self._look_at_stop() == Stop.NOW or not self.own.joined:
             _say(f"the job has ended; its learners have {GRACE_S:g} s to finish")
             return time.monotonic() + GRACE_S
         _say("the job has ended; waiting for its learners to finish")

@@ -459,6 +459,21 @@ def test_job_stopped_meanwhile(
 
 
 @pytest.mark.parametrize("drain", [(), ("--drain",)])
+def test_job_stopped_before_its_learners_have_joined(
+    cli: Cli, job_name: str, drain: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not learn of the stop, and are not waited for without end."""
+    monkeypatch.setattr("gadei_ps.commands.run.GRACE_S", 0.5)
+    sleeps = (sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(1000)")
+    running = cli.start("run", job_name, "--", *sleeps)
+    support.eventually(lambda: "begun" in running.out)
+    assert cli("stop", job_name, *drain).code == 0
+    result = running.wait()
+    assert "1 learner did not end in time: ended" in result.err
+    assert result.code == 1
+
+
+@pytest.mark.parametrize("drain", [(), ("--drain",)])
 def test_anothers_job_stopped_meanwhile(
     cli: Cli, job_name: str, learner: list[str], drain: tuple[str, ...]
 ) -> None:
