@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -22,8 +24,18 @@ class ForkServer:
     """A fork server. end: the watchdog's end of the socket. files: of its build at its start."""
 
     child: subprocess.Popen[bytes]
+    pidfd: int
     end: socket.socket
     files: frozenset[tuple[str, int, int]]
+
+    def kill(self) -> None:
+        process.send_signal(self.child, signal.SIGKILL)
+
+    def exit_code(self, timeout_s: float = 0.0) -> int:
+        """Wait for its end, and return the exit code; SIGKILL's if the kernel still blocks it."""
+        ended = process.gone(self.pidfd, timeout_s)
+        os.close(self.pidfd)
+        return self.child.wait() if ended else -signal.SIGKILL
 
 
 def start() -> ForkServer:
@@ -39,11 +51,23 @@ def start() -> ForkServer:
                 stdout=2,  # the log goes to stderr: stdout belongs to the command's result
                 pass_fds=[theirs.fileno()],
             )
+        pidfd, _ = watched(child)
     except BaseException:
         ours.close()
         raise
     ours.setblocking(False)
-    return ForkServer(child, ours, files)
+    return ForkServer(child, pidfd, ours, files)
+
+
+def watched(child: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """Return a child's pidfd and start time. Raises OSError; then the child is killed."""
+    with contextlib.ExitStack() as failed:
+        failed.callback(process.end_group, child)
+        pidfd = os.pidfd_open(child.pid)
+        failed.callback(os.close, pidfd)
+        ticks = process.start_ticks(child.pid)
+        failed.pop_all()
+    return pidfd, ticks
 
 
 def start_early() -> ForkServer | None:

@@ -25,12 +25,13 @@ from gadei_ps.machine import own, process
 from gadei_ps.memory import build, layout, lifecycle, reserve
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.memory.lifecycle import Stage
-from gadei_ps.watchdog import births, restart
+from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.durations import SERVER_END_S, SERVER_KILL_S, SERVER_SILENT_S
-from gadei_ps.watchdog.fork_server import ForkServer
 from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
+from gadei_ps.watchdog.server_starter import Server, ServerStarter
 
 NUMBERS = (0, 1)
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
@@ -47,7 +48,7 @@ class Running:
     pid: int
     pidfd: int
     since: float
-    made: births.Server | None = None  # unless adopted
+    made: Server | None = None  # unless adopted
     version: int = 0  # of the job when the server started
     killed: str = ""  # why we killed it
     killed_at: float = math.inf
@@ -66,21 +67,18 @@ class Running:
 class Servers:
     """Both servers of a job.
 
-    flags: for their command line. failed: called if the job fails. `fork_server`: one that was
-    started before. learners: how many are to come.
+    failed: called if the job fails. learners: how many are to come.
     """
 
     memory: JobMemory
     selector: selectors.BaseSelector
     log: Any
-    flags: list[str]
-    hang_s: float
-    orphan_s: float
     failed: Callable[[str], None]
-    policy: Policy = field(default_factory=Policy)
-    fork_server: ForkServer | None = None
+    options: Options = field(default_factory=Options)
     learners: int = 0
-    running: dict[int, Running] = field(default_factory=dict)
+    hang_s: float = field(init=False)
+    policy: Policy = field(default_factory=Policy, init=False)
+    running: dict[int, Running] = field(default_factory=dict, init=False)
     _exits: tuple[Exit, ...] = ()
     _last_exit: float = float("-inf")
     _told_alone: bool = False
@@ -93,18 +91,19 @@ class Servers:
     blocked: str = ""
     """The same if it is the active one, so that nothing can be applied any more."""
     _hung: Watch = field(init=False)
+    _idle: Watch = field(init=False)
     _stuck: Watch = field(init=False)
-    _births: births.Births = field(init=False)
+    _starter: ServerStarter = field(init=False)
 
     def __post_init__(self) -> None:
-        self._births = births.Births(
-            *(self.selector, self.log, self._born, self._not_started, self._fork_server_died)
+        self._starter = ServerStarter(
+            self.selector, self.log, self._started, self._not_started, self._fork_server_died
         )
-        if self.fork_server is not None:
-            self._births.take(self.fork_server)
-        self._hung = Watch(self.hang_s)
+        if self.options.fork_server is not None:
+            self._starter.take(self.options.fork_server)
+        self._hung, self._idle = Watch(0.0), Watch(0.0)
         self._stuck = Watch(SERVER_SILENT_S)
-        self._idle = Watch(max(STANDBY_LIMIT_S, self.hang_s))
+        self.limit(self.memory.config.hang_s)
 
     def limit(self, hang_s: float) -> None:
         """Set the time after which hung servers are killed (s)."""
@@ -157,7 +156,7 @@ class Servers:
 
     def loading_s(self) -> list[float]:
         """Processor time that each server has used to load or compile the kernels, s."""
-        return [self._births.busy_s, *(self._loading_s(one) for one in self.running.values())]
+        return [self._starter.busy_s, *(self._loading_s(one) for one in self.running.values())]
 
     def _loading_s(self, one: Running) -> float:
         """Return the processor time of loading (s), which stops growing in the main loop.
@@ -185,7 +184,7 @@ class Servers:
 
     def look(self, now: float) -> None:
         """Start servers that are missing and due, kill those that hang. Called every tick."""
-        self._prepare_births(now)
+        self._prepare_starter(now)
         free = [number for number in NUMBERS if number not in self.running]
         wait = restart.delay(self._exits, now, self.policy)
         if wait == GIVE_UP and self.serving:
@@ -200,7 +199,7 @@ class Servers:
                 + (f"; {limit}" if (limit := reserve.address_space()) else "")
             )
             return
-        if free and not self._births.coming and now >= self._last_exit + wait:
+        if free and not self._starter.coming and now >= self._last_exit + wait:
             self._start_missing(free[0], now)
         self._kill_hung(now)
         self._look_for_stuck(now)
@@ -226,7 +225,7 @@ class Servers:
             if not self.running:
                 self.failed("the last server died, and segments have lost their names (RemoveIPC?)")
             return
-        self._births.ask(number, self._arguments(number))
+        self._starter.ask(number, self._arguments(number))
 
     def _not_started(self, error: OSError) -> None:
         """No memory, process or descriptor is available."""
@@ -294,19 +293,19 @@ class Servers:
     def expects(self) -> bool:
         """Whether a server is about to be started or to get ready."""
         wanted = 1 + self.memory.config.standby
-        some = len(self.running) < wanted or self._births.coming
+        some = len(self.running) < wanted or self._starter.coming
         return some and time.monotonic() < self._last_exit + SOON_S
 
     def _arguments(self, number: int) -> list[str]:
         """Return the arguments of gadei_ps.server.manager."""
         config = self.memory.config
-        given = [config.name, str(number), str(self.orphan_s), *self.flags]
+        given = [config.name, str(number), str(config.orphan_s), *self.options.flags]
         given += ["--learners", str(self.learners), "--patience", str(config.learner_timeout_s)]
         if config.cores:
             given += ["--cores", config.cores]
         return [*given, "--core-dumps"] if config.core_dumps else given
 
-    def _born(self, made: births.Server) -> None:
+    def _started(self, made: Server) -> None:
         """A server has begun. It waits until it is named here."""
         line = self._line(made.number)
         line["start"] = made.start
@@ -319,17 +318,17 @@ class Servers:
         self._watch(one)
         _native.bell(self.memory.control.word(CONTROL, "manager_bell"))
 
-    def _prepare_births(self, now: float) -> None:
+    def _prepare_starter(self, now: float) -> None:
         """Prepare the fork server, with the code that the next server needs."""
         model = modes.text(self.memory.control, modes.wanted(self.memory.control))
         ready = sum(self._control["server"]["state"] == ServerState.READY)
-        self._births.prepare(int(self._control["optimizer"]), model, int(ready))
-        self._births.look(now)
-        if self._births.pid != int(self._control["fork_server_pid"]):
+        self._starter.prepare(int(self._control["optimizer"]), model, int(ready))
+        self._starter.look(now)
+        if self._starter.pid != int(self._control["fork_server_pid"]):
             self._control["fork_server_pid"] = 0  # at no instant the words of two stand together
             with contextlib.suppress(OSError):  # no descriptor is free
-                self._control["fork_server_start"] = process.start_ticks(self._births.pid)
-                self._control["fork_server_pid"] = self._births.pid
+                self._control["fork_server_start"] = process.start_ticks(self._starter.pid)
+                self._control["fork_server_pid"] = self._starter.pid
 
     def _fork_server_died(self) -> None:
         self._control["fork_server_deaths"] += 1
@@ -345,10 +344,10 @@ class Servers:
         self.selector.unregister(one.pidfd)
         os.close(one.pidfd)
         del self.running[one.number]
-        code = None if one.made is None else self._births.code_of(one.made)
+        code = None if one.made is None else self._starter.code_of(one.made)
         if one.made is not None and code == build.REFUSED:  # it has said why
             self._refused = one.made.files
-            self._births.renew()
+            self._starter.renew()
             self._refused_at = self._looked_at = self._last_exit = time.monotonic()
             self._clear(one.number)
             return
@@ -454,7 +453,7 @@ class Servers:
             if ended and one.made is not None and one.made.child is not None:
                 one.made.child.wait()
         self.running.clear()
-        self._births.end()
+        self._starter.end()
 
     def private_bytes(self) -> int:
         """Bytes of memory that the active server does not share."""

@@ -82,12 +82,9 @@ class Supervisor:
             self.memory,
             self._selector,
             self._log,
-            self.options.flags,
-            config.hang_s,
-            config.orphan_s,
             self._fail,
-            fork_server=self.options.fork_server,
-            learners=self._rings,
+            self.options,
+            self._rings,
         )
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
         self._history = History(self.memory, self._selector, self._log)

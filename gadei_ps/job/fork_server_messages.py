@@ -36,7 +36,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Born:
+class Started:
     """Notice of a forked server, with its pidfd. start: from process.start_ticks."""
 
     number: int
@@ -45,7 +45,7 @@ class Born:
 
 
 @dataclass(frozen=True)
-class NotBorn:
+class NotStarted:
     """There is no memory, process or descriptor for it. errno: the system's word for that."""
 
     number: int
@@ -60,8 +60,8 @@ class Ended:
     code: int
 
 
-Message = Load | Start | Ready | Born | NotBorn | Ended
-KINDS = {kind.__name__: kind for kind in (Load, Start, Ready, Born, NotBorn, Ended)}
+Message = Load | Start | Ready | Started | NotStarted | Ended
+KINDS = {kind.__name__: kind for kind in (Load, Start, Ready, Started, NotStarted, Ended)}
 
 
 def send(end: socket.socket, message: Message, *descriptors: int) -> None:

@@ -8,7 +8,7 @@ leases. It ends when the watchdog that has started it is gone. Its servers live 
 
 BUILD is the watchdog's, ROOM as much text as the command lines of forks need. The descriptor is one
 end of a socket on which each message is a JSON object (gadei_ps/job/fork_server_messages.py). The
-watchdog sends Load and Start, and hears of what was born and of what has ended.
+watchdog sends Load and Start, and receives Ready, Started, NotStarted and Ended.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import NoReturn
 import setproctitle
 
 from gadei_ps.errors import GadeiError, OtherVersion, in_words
-from gadei_ps.job import fork_server_messages as words
-from gadei_ps.job.fork_server_messages import Born, Ended, Load, NotBorn, Ready, Start
+from gadei_ps.job import fork_server_messages as messages
+from gadei_ps.job.fork_server_messages import Ended, Load, NotStarted, Ready, Start, Started
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build
@@ -67,54 +67,56 @@ class ForkServer:
 
     def run(self) -> None:
         """Until the watchdog is gone."""
-        self._say(Ready())
+        self._send(Ready())
         while True:
             for fd, _ in self._poll.poll():
                 if fd in self._children:
                     self._reap(fd)
                     continue
-                message = words.receive(self._end)[0]
+                message = messages.receive(self._end)[0]
                 if message is None:
                     return
                 self._close_if_replaced()
-                self._obey(message)
+                self._handle(message)
 
     def _close_if_replaced(self) -> None:
         if not self._closed and build.files() != self._files:
             self._closed = True
             sys.meta_path.insert(0, _Closed())
 
-    def _say(self, message: words.Message, *descriptors: int) -> None:
+    def _send(self, message: messages.Message, *descriptors: int) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next look tells
-            words.send(self._end, message, *descriptors)
+            messages.send(self._end, message, *descriptors)
 
-    def _obey(self, message: words.Message) -> None:
+    def _handle(self, message: messages.Message) -> None:
         if isinstance(message, Load):
             try:
                 code.load_kept(message.optimizer, message.sync)
             except Exception:  # a server that needs it says what is wrong
                 log.get().exception("the fork server cannot load the code of servers")
         elif isinstance(message, Start):
-            self._bear(message)
+            self._fork(message)
 
-    def _bear(self, wanted: Start) -> None:
+    def _fork(self, wanted: Start) -> None:
         try:
             pid = os.fork()
         except OSError as error:
-            self._say(NotBorn(number=wanted.number, errno=error.errno or 0))
+            self._send(NotStarted(number=wanted.number, errno=error.errno or 0))
             return
         if not pid:
             self._become_server(wanted.arguments)
         pidfd = -1
         try:
             pidfd = os.pidfd_open(pid)
-            self._say(Born(number=wanted.number, pid=pid, start=process.start_ticks(pid)), pidfd)
+            self._send(
+                Started(number=wanted.number, pid=pid, start=process.start_ticks(pid)), pidfd
+            )
         except OSError as error:  # nobody knows of it
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             if pidfd >= 0:
                 os.close(pidfd)
-            self._say(NotBorn(number=wanted.number, errno=error.errno or 0))
+            self._send(NotStarted(number=wanted.number, errno=error.errno or 0))
             return
         self._children[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)
@@ -124,7 +126,7 @@ class ForkServer:
         self._poll.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        self._say(Ended(pid=pid, code=os.waitstatus_to_exitcode(status)))
+        self._send(Ended(pid=pid, code=os.waitstatus_to_exitcode(status)))
 
     def _become_server(self, arguments: list[str]) -> NoReturn:
         """In the fork: what is left of the fork server is its code."""

@@ -33,7 +33,7 @@ from gadei_ps.memory import build
 
 FILES = (
     *("gadei_ps/server/fork_server.py", "gadei_ps/job/fork_server_messages.py"),
-    *("watchdog/births.py", "watchdog/fork_server.py"),
+    *("watchdog/server_starter.py", "watchdog/fork_server.py"),
 )
 LIMIT_S = 7200 if os.environ.get("CRASH_ALL") else 120
 SHORT = 3  # scenes in the short run

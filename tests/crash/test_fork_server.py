@@ -18,9 +18,9 @@ from support import QuickDaemon, eventually, gone, quick, spin, status
 from team import Team, send, stopped
 
 from gadei_ps.job import fork_server_messages as words
-from gadei_ps.job.fork_server_messages import Born
+from gadei_ps.job.fork_server_messages import Started
 from gadei_ps.job.processes import Role
-from gadei_ps.watchdog import births
+from gadei_ps.watchdog import server_starter
 from gadei_ps.watchdog.restart import Policy
 
 start = functools.partial(QuickDaemon, fork_server=True)
@@ -31,7 +31,7 @@ SOON = Policy(first_s=0.02, longest_s=0.5)
 @pytest.fixture(autouse=True)
 def soon() -> Iterator[None]:
     """Fork servers that were of no use are started anew after shorter times than those of users."""
-    with mock.patch.object(births, "POLICY", SOON):
+    with mock.patch.object(server_starter, "POLICY", SOON):
         yield
 
 
@@ -124,7 +124,7 @@ def test_it_dies_before_it_tells_of_a_fork(
         tell = words.send
 
         def send_all_but_one(end: object, message: words.Message, *descriptors: int) -> None:
-            if isinstance(message, Born) and once.exists():
+            if isinstance(message, Started) and once.exists():
                 (tmp_path / "forked").write_text(str(message.pid))
                 once.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)

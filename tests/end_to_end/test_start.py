@@ -16,7 +16,7 @@ from support.quick import without_fork_server
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import JobFailed
 from gadei_ps.job.control import StopJob, ask
-from gadei_ps.watchdog import births, supervisor
+from gadei_ps.watchdog import server_starter, supervisor
 from gadei_ps.watchdog.options import Options
 
 SILENT_S = 1.5
@@ -55,7 +55,7 @@ def before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Before:
 
 def _serve(pipe: Connection, job: str, fork_server: bool) -> None:
     options = Options(fresh=True, quiet=True, start_silent_s=SILENT_S * (6 if fork_server else 1))
-    births.FORK_SERVER_SILENT_S = SILENT_S / 3
+    server_starter.FORK_SERVER_SILENT_S = SILENT_S / 3
     try:
         with nullcontext() if fork_server else without_fork_server():
             supervisor.serve(config(job, standby=False), options)

@@ -30,8 +30,8 @@ from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
 from gadei_ps.watchdog import fork_server as fork_server_process
-from gadei_ps.watchdog.births import Births
 from gadei_ps.watchdog.restart import Policy
+from gadei_ps.watchdog.server_starter import ServerStarter
 
 # Programs by the names that they are started by, and the modules whose main() they run.
 PROGRAMS = {
@@ -246,7 +246,7 @@ def without_fork_server() -> Iterator[None]:
     """In this block watchdogs start their servers themselves."""
     with (
         mock.patch.object(fork_server_process, "start_early", lambda: None),
-        mock.patch.object(Births, "_start", lambda self, now: None),
+        mock.patch.object(ServerStarter, "_start", lambda self, now: None),
     ):
         yield
 

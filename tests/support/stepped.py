@@ -19,7 +19,7 @@ from support.rig import Rig
 def make_leases(rig: Rig) -> None:
     """As the watchdog does while no server lives."""
     logger, selector = log.get(), selectors.DefaultSelector()
-    Servers(rig.memory, selector, logger, [], 1.0, 1.0, logger.error)._make_leases()
+    Servers(rig.memory, selector, logger, logger.error)._make_leases()
     selector.close()
 
 

@@ -17,8 +17,8 @@ from gadei_ps.machine import process
 from gadei_ps.memory import build
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.sync import parse
-from gadei_ps.watchdog.births import Births
 from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.server_starter import ServerStarter
 from gadei_ps.watchdog.servers import LOOK_S, Servers
 
 
@@ -76,14 +76,14 @@ def test_a_refused_server_is_tried_again_with_other_files(
     server = f"import os; open({str(gate)!r}).read(); os._exit({build.REFUSED})"
     command = [sys.executable, "-S", "-c", server]
     monkeypatch.setattr(process, "module_command", lambda *_: list(command))
-    monkeypatch.setattr(Births, "_start", lambda self, now: None)
-    memory = JobMemory(JobConfig(name=job_name))
+    monkeypatch.setattr(ServerStarter, "_start", lambda self, now: None)
+    memory = JobMemory(JobConfig(name=job_name, hang_s=60.0))
     memory.create_control(parse("asp"))
     control: Any = memory.control.view(CONTROL)
     lines = Lines()
     selector = selectors.DefaultSelector()
     failed: list[str] = []
-    servers = Servers(memory, selector, lines, [], 60.0, 60.0, failed.append)
+    servers = Servers(memory, selector, lines, failed.append)
     now = 0.0
 
     def look(starts: int) -> None:

@@ -226,7 +226,7 @@ def test_the_walk_sees_imports() -> None:
     assert len(MODULES) > 100
     assert CEXT in imports()["gadei_ps.memory.segment"]
     assert "gadei_ps.memory.layout" in imports()["gadei_ps.memory.segment"]
-    assert "gadei_ps.server.manager" in starts()["gadei_ps.watchdog.births"]
+    assert "gadei_ps.server.manager" in starts()["gadei_ps.watchdog.server_starter"]
     assert "gadei_ps.machine.cuda_probe" in starts()["gadei_ps.machine.gpus"]
     for module, imported in imports().items():
         assert imported | starts()[module] <= MODULES.keys() | {CEXT, MESH, PACKAGE}, module

@@ -19,8 +19,8 @@ from gadei_ps.machine import log, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, SHARD, ServerState
 from gadei_ps.watchdog import servers
-from gadei_ps.watchdog.births import Births
 from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.server_starter import ServerStarter
 from gadei_ps.watchdog.servers import Servers
 
 
@@ -32,7 +32,7 @@ def watched(job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]
     idle = ["sh", "-c", "exec sleep 1000", "a server"]
     monkeypatch.setattr(process, "module_command", lambda *what: [*idle, *what])
     selector = selectors.DefaultSelector()
-    made = Servers(memory, selector, log.get(), [], 5.0, 1.0, pytest.fail)
+    made = Servers(memory, selector, log.get(), pytest.fail)
     with without_fork_server():
         yield made
     for one in made.running.values():
@@ -78,7 +78,7 @@ def test_the_words_of_the_fork_server(watched: Servers, monkeypatch: pytest.Monk
     """At no instant its pid stands with the start of another one."""
     control = watched.memory.control.view(CONTROL)
     control["fork_server_pid"], control["fork_server_start"] = former = (1, 7)
-    monkeypatch.setattr(Births, "pid", os.getpid())
+    monkeypatch.setattr(ServerStarter, "pid", os.getpid())
     seen = []
 
     def look() -> None:
@@ -89,7 +89,7 @@ def test_the_words_of_the_fork_server(watched: Servers, monkeypatch: pytest.Monk
     whole = (os.getpid(), process.start_ticks(os.getpid()))
     assert seen[-1] == whole
     assert {one for one in seen if one[0]} == {former, whole}
-    monkeypatch.setattr(Births, "pid", 0)
+    monkeypatch.setattr(ServerStarter, "pid", 0)
     watched.look(2.0)
     assert control["fork_server_pid"] == 0
 
@@ -104,7 +104,7 @@ def test_servers_are_adopted(watched: Servers) -> None:
     lines["state"] = ServerState.READY
     lines[1]["start"] -= 1
     before = words(lines)
-    other = Servers(watched.memory, selectors.DefaultSelector(), log.get(), [], 5.0, 1.0, print)
+    other = Servers(watched.memory, selectors.DefaultSelector(), log.get(), print)
     other.adopt()
     assert [each.pid for each in other.running.values()] == [one.pid]
     assert words(lines) == before | {"pid": {0: one.pid}, "state": {0: ServerState.READY}}

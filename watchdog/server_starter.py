@@ -19,8 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from gadei_ps.errors import in_words
-from gadei_ps.job import fork_server_messages as words
-from gadei_ps.job.fork_server_messages import Born, Ended, Load, NotBorn, Ready, Start
+from gadei_ps.job import fork_server_messages as messages
+from gadei_ps.job.fork_server_messages import (
+    Ended,
+    Load,
+    Message,
+    NotStarted,
+    Ready,
+    Start,
+    Started,
+)
 from gadei_ps.machine import process
 from gadei_ps.memory import build
 from gadei_ps.watchdog import fork_server, restart
@@ -29,11 +37,11 @@ from gadei_ps.watchdog.fork_server import ENVIRONMENT, ForkServer
 from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.restart import Exit, Policy
 
-CODE_S = 0.1  # how long the message of a server's end may take, which the kernel has reported
+CODE_TIMEOUT_S = 0.1  # for the exit code of a server whose end the kernel has reported
 POLICY = Policy(first_s=0.5, longest_s=30.0)
-USEFUL_S = 5.0
+USEFUL_S = 5.0  # a fork server that lived this long was not started in vain
 FORK_LIMIT_S = 1.0  # a fork takes milliseconds
-LOOK_S = 1.0  # between two looks at the files of a build that is another one
+FILES_INTERVAL_S = 1.0  # between two looks at the files of a build that is another one
 
 
 @dataclass(frozen=True)
@@ -57,41 +65,40 @@ class _Ending:
     """A killed fork server: the kernel may take its time. ended: called with its exit code."""
 
     made: ForkServer
-    pidfd: int
     since: float
     ended: Callable[[int], None]
 
 
-class Births:
+class ServerStarter:
     """Starter of servers and of the fork server.
 
-    born: called with each server. failed: called if one could not be started. died: called when the
-    fork server has died, unless it was of another build.
+    started: called with each server. failed: called if one could not be started. died: called when
+    the fork server has died, unless it was of another build.
     """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
         log: Any,
-        born: Callable[[Server], None],
+        started: Callable[[Server], None],
         failed: Callable[[OSError], None],
         died: Callable[[], None],
     ) -> None:
         self._selector = selector
         self._log = log
-        self._born = born
+        self._started = started
         self._failed = failed
         self._died = died
         self._fork_server: ForkServer | None = None
         self._ready_at: float | None = None
-        self._has_borne = False
+        self._has_started_any = False
         self._killed = False  # because it hangs
         self._deaths: tuple[Exit, ...] = ()
         self._died_at = float("-inf")
         self._ending: _Ending | None = None
         self._refused: frozenset[tuple[str, int, int]] | None = None  # files of another build
         self._looked_at = 0.0
-        self._asked: Start | None = None
+        self._request: Start | None = None
         self._loads: tuple[Load, int] | None = None
         self._codes: dict[int, int] = {}  # of servers that have ended, by pid
         self._watch = Watch(FORK_SERVER_SILENT_S)
@@ -99,7 +106,7 @@ class Births:
     @property
     def coming(self) -> bool:
         """Whether a server is about to begin."""
-        return self._asked is not None
+        return self._request is not None
 
     @property
     def pid(self) -> int:
@@ -116,10 +123,10 @@ class Births:
     def take(self, made: ForkServer) -> None:
         """Use a fork server that has been started."""
         self._fork_server = made
-        self._ready_at, self._has_borne, self._killed = None, False, False
-        self._selector.register(made.end, selectors.EVENT_READ, lambda _: self._hear())
+        self._ready_at, self._has_started_any, self._killed = None, False, False
+        self._selector.register(made.end, selectors.EVENT_READ, lambda _: self._receive())
         if self._loads is not None:
-            self._say(self._loads[0])
+            self._send(self._loads[0])
 
     def prepare(self, optimizer: int, sync: str, compiled: int) -> None:
         """Have the code of these loaded for the next server. compiled: servers that have theirs.
@@ -129,51 +136,46 @@ class Births:
         wanted = Load(optimizer, sync), compiled
         if wanted != self._loads:
             self._loads = wanted
-            self._say(wanted[0])
+            self._send(wanted[0])
 
     def ask(self, number: int, arguments: list[str]) -> None:
-        """Start a server; `born` or `failed` is called, perhaps before this returns."""
-        self._asked = Start(number, arguments)
-        if not self._say(self._asked):
+        """Start a server; `started` or `failed` is called, perhaps before this returns."""
+        self._request = Start(number, arguments)
+        if not self._send(self._request):
             self._start_program()
 
-    def _say(self, message: words.Message) -> bool:
+    def _send(self, message: Message) -> bool:
         """Send a message; False if no fork server receives it."""
         if self._fork_server is None:
             return False
         try:
-            words.send(self._fork_server.end, message)
+            messages.send(self._fork_server.end, message)
         except OSError:
             # The end of its socket reports its death.
-            process.send_signal(self._fork_server.child, signal.SIGKILL)
+            self._fork_server.kill()
             return False
         return True
 
     def _start_program(self) -> None:
-        asked, self._asked = self._asked, None
-        if asked is None:
+        request, self._request = self._request, None
+        if request is None:
             return
-        command = process.module_command("gadei_ps.server.manager", *asked.arguments)
+        command = process.module_command("gadei_ps.server.manager", *request.arguments)
         files = build.files()
         try:
             child = process.spawn(command, env=os.environ | ENVIRONMENT, stdout=2, how=None)
-            try:
-                pidfd, start = os.pidfd_open(child.pid), process.start_ticks(child.pid)
-            except OSError:  # it cannot be watched, and nothing knows of it yet
-                child.kill()
-                child.wait()
-                raise
+            pidfd, ticks = fork_server.watched(child)
         except OSError as error:
             self._failed(error)
             return
-        self._born(Server(asked.number, child.pid, start, pidfd, files, child))
+        self._started(Server(request.number, child.pid, ticks, pidfd, files, child))
 
     # -- the fork server ------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
         """Start a fork server that is missing and due, kill one that hangs. Called every tick."""
         if self._ending is not None and now >= self._ending.since + FORK_SERVER_KILL_S:
-            self._end_ending(-signal.SIGKILL)
+            self._end_ending()
         if self._fork_server is None:
             if self._ending is None and now >= self._died_at + restart.delay(
                 self._deaths, now, POLICY
@@ -185,18 +187,18 @@ class Births:
         signs: dict[Hashable, Hashable] = {}
         if loads:
             signs["loading"] = progress(self.busy_s, FORK_SERVER_SILENT_S)
-        elif self._asked is not None:
-            signs["asked"] = self._asked.number
+        elif self._request is not None:
+            signs["request"] = self._request.number
         if self._watch.look(now, signs) and not self._killed:
             self._killed = True
             self._log.warning(
                 "the fork server hangs and is killed", pid=self._fork_server.child.pid
             )
-            process.send_signal(self._fork_server.child, signal.SIGKILL)
+            self._fork_server.kill()
 
     def _start(self, now: float) -> None:
         if self._refused is not None:
-            if now < self._looked_at + LOOK_S:
+            if now < self._looked_at + FILES_INTERVAL_S:
                 return
             self._looked_at = now
             if build.files() == self._refused:
@@ -212,11 +214,11 @@ class Births:
         self._deaths = restart.remembered((*self._deaths, Exit(now, useful)), POLICY)
         self._died_at = now
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Process the fork server's messages."""
         while (made := self._fork_server) is not None:
             try:
-                message, pidfd = words.receive(made.end)
+                message, pidfd = messages.receive(made.end)
             except BlockingIOError:
                 return
             except (OSError, ValueError) as error:
@@ -225,24 +227,24 @@ class Births:
             if message is None:
                 self._lost()
                 return
-            self._take_in(made, message, pidfd)
+            self._handle(made, message, pidfd)
 
-    def _take_in(self, made: ForkServer, message: words.Message, pidfd: int | None) -> None:
+    def _handle(self, made: ForkServer, message: Message, pidfd: int | None) -> None:
         if isinstance(message, Ready):
             self._ready_at = time.monotonic()
         elif isinstance(message, Ended):
             self._codes[message.pid] = message.code
-        elif isinstance(message, Born):
-            self._asked = None
+        elif isinstance(message, Started):
+            self._request = None
             self._codes.pop(message.pid, None)  # of one that had the pid before
             if pidfd is None:  # for want of a descriptor; unknown as it is, the server ends
                 self._fail(errno.EMFILE)
                 return
-            self._has_borne = True
+            self._has_started_any = True
             pid, start = message.pid, message.start
-            self._born(Server(message.number, pid, start, pidfd, made.files, fork_server=made))
-        elif isinstance(message, NotBorn):
-            self._asked = None
+            self._started(Server(message.number, pid, start, pidfd, made.files, fork_server=made))
+        elif isinstance(message, NotStarted):
+            self._request = None
             self._fail(message.errno)
 
     def _fail(self, number: int) -> None:
@@ -253,7 +255,7 @@ class Births:
         assert self._fork_server is not None
         now = time.monotonic()
         lived = self._ready_at is not None and now - self._ready_at > USEFUL_S
-        useful, files = self._has_borne or lived, self._fork_server.files
+        useful, files = self._has_started_any or lived, self._fork_server.files
 
         def ended(code: int) -> None:
             now = time.monotonic()
@@ -278,30 +280,15 @@ class Births:
         self._codes.clear()
         self._selector.unregister(made.end)
         made.end.close()
-        process.send_signal(made.child, signal.SIGKILL)
-        try:
-            pidfd = os.pidfd_open(made.child.pid)
-        except OSError:  # no descriptor is free
-            ended(self._exit_code(made))
-            return
-        self._ending = _Ending(made, pidfd, time.monotonic(), ended)
-        self._selector.register(
-            pidfd, selectors.EVENT_READ, lambda _: self._end_ending(made.child.wait())
-        )
+        made.kill()
+        self._ending = _Ending(made, time.monotonic(), ended)
+        self._selector.register(made.pidfd, selectors.EVENT_READ, lambda _: self._end_ending())
 
-    def _end_ending(self, code: int) -> None:
+    def _end_ending(self, timeout_s: float = 0.0) -> None:
         assert self._ending is not None
         ending, self._ending = self._ending, None
-        self._selector.unregister(ending.pidfd)
-        os.close(ending.pidfd)
-        ending.ended(code)
-
-    @staticmethod
-    def _exit_code(made: ForkServer, timeout_s: float = 0.0) -> int:
-        """Return the exit code of a killed fork server; SIGKILL's if the kernel still blocks it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return made.child.wait(timeout_s)
-        return -signal.SIGKILL
+        self._selector.unregister(ending.made.pidfd)
+        ending.ended(ending.made.exit_code(timeout_s))
 
     def renew(self) -> None:
         """Replace a fork server whose build cannot serve the job by one of the current files."""
@@ -314,30 +301,30 @@ class Births:
         """The exit code of a server that is dead; None if nobody knows it."""
         if server.child is not None:
             return server.child.wait()
-        until = time.monotonic() + CODE_S
+        until = time.monotonic() + CODE_TIMEOUT_S
         while server.pid not in self._codes and server.fork_server is self._fork_server is not None:
             poll = select.poll()
             poll.register(self._fork_server.end, select.POLLIN)
             left_s = until - time.monotonic()
             if left_s <= 0 or not poll.poll(left_s * 1000):
                 break
-            self._hear()
+            self._receive()
         return self._codes.pop(server.pid, None)
 
     def end(self) -> None:
         """Kill the fork server, and a server of it that was not reported yet."""
-        self._asked = None
+        self._request = None
         if self._ending is not None:
-            self._end_ending(self._exit_code(self._ending.made, FORK_SERVER_KILL_S))
+            self._end_ending(FORK_SERVER_KILL_S)
         if self._fork_server is None:
             return
-        process.send_signal(self._fork_server.child, signal.SIGKILL)
-        self._exit_code(self._fork_server, FORK_SERVER_KILL_S)
+        self._fork_server.kill()
+        self._fork_server.exit_code(FORK_SERVER_KILL_S)
         with contextlib.suppress(OSError, ValueError):
-            while (heard := words.receive(self._fork_server.end))[0] is not None:
-                if heard[1] is not None:
-                    signal.pidfd_send_signal(heard[1], signal.SIGKILL)
-                    os.close(heard[1])
+            while (received := messages.receive(self._fork_server.end))[0] is not None:
+                if received[1] is not None:
+                    signal.pidfd_send_signal(received[1], signal.SIGKILL)
+                    os.close(received[1])
         self._selector.unregister(self._fork_server.end)
         self._fork_server.end.close()
         self._fork_server = None

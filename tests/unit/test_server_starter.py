@@ -16,20 +16,22 @@ from support import eventually
 
 from gadei_ps.machine import log, process
 from gadei_ps.memory import build
-from gadei_ps.watchdog import births, fork_server
-from gadei_ps.watchdog.births import Births
+from gadei_ps.watchdog import fork_server, server_starter
 from gadei_ps.watchdog.fork_server import ForkServer
+from gadei_ps.watchdog.server_starter import ServerStarter
 
 SAYS = "import socket, sys; end = socket.socket(fileno=int(sys.argv[1])); end.send({!r}); {}"
 READY = b'{"kind": "Ready"}'
 
 
 class Tries:
-    """Births whose fork servers are these programs, and how often one was started."""
+    """A starter whose fork servers are these programs, and how often one was started."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
-        self.births = Births(self.selector, log.get(), lambda _: None, lambda _: None, self.died)
+        self.starter = ServerStarter(
+            self.selector, log.get(), lambda _: None, lambda _: None, self.died
+        )
         self.started = self.deaths = 0
         self.program = ""
         self.error: OSError | None = None
@@ -48,7 +50,7 @@ class Tries:
                 pass_fds=[theirs.fileno()],
             )
         ours.setblocking(False)
-        return ForkServer(child, ours, build.files())
+        return ForkServer(child, os.pidfd_open(child.pid), ours, build.files())
 
     def hear(self) -> None:
         for key, mask in self.selector.select(0.05):
@@ -56,8 +58,8 @@ class Tries:
 
     def die(self, now: float) -> None:
         """Starts one at this time, and hears all until its end."""
-        self.births.look(now)
-        eventually(lambda: self.hear() or not (self.births.pid or self.births._ending))
+        self.starter.look(now)
+        eventually(lambda: self.hear() or not (self.starter.pid or self.starter._ending))
 
 
 @pytest.fixture
@@ -65,19 +67,19 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tries]:
     made = Tries()
     monkeypatch.setattr(fork_server, "start", made.start)
     yield made
-    made.births.end()
+    made.starter.end()
     made.selector.close()
 
 
-@pytest.mark.parametrize("says", [READY, b'{"kind": "Other"}', b"nonsense", b'{"kind": "Born"}'])
+@pytest.mark.parametrize("says", [READY, b'{"kind": "Other"}', b"nonsense", b'{"kind": "Started"}'])
 def test_one_that_is_of_no_use_is_started_ever_more_slowly(tries: Tries, says: bytes) -> None:
     tries.program = SAYS.format(says, "")
     tries.die(0.0)
-    at = tries.births._died_at
+    at = tries.starter._died_at
     tries.die(at)
-    at = tries.births._died_at
+    at = tries.starter._died_at
     for early in (0.1, 0.4):
-        tries.births.look(at + early)
+        tries.starter.look(at + early)
     assert tries.started == 2
     tries.die(at + 0.6)
     assert tries.started == tries.deaths == 3
@@ -86,15 +88,15 @@ def test_one_that_is_of_no_use_is_started_ever_more_slowly(tries: Tries, says: b
 def test_one_that_cannot_be_started_is_not_tried_at_each_look(tries: Tries) -> None:
     """Also not after one that was of use."""
     tries.program = SAYS.format(READY, "__import__('time').sleep(1000)")
-    tries.births.look(0.0)
-    eventually(lambda: tries.hear() or tries.births._ready_at is not None)
-    tries.births._has_borne = True
-    tries.births._fork_server.child.kill()  # type: ignore[union-attr]
-    eventually(lambda: tries.hear() or not (tries.births.pid or tries.births._ending))
+    tries.starter.look(0.0)
+    eventually(lambda: tries.hear() or tries.starter._ready_at is not None)
+    tries.starter._has_started_any = True
+    tries.starter._fork_server.child.kill()  # type: ignore[union-attr]
+    eventually(lambda: tries.hear() or not (tries.starter.pid or tries.starter._ending))
     tries.error = OSError(11, "none is available")
-    now = tries.births._died_at
+    now = tries.starter._died_at
     for tick in range(100):
-        tries.births.look(now + tick / 100)
+        tries.starter.look(now + tick / 100)
     assert tries.started <= 1 + 3
 
 
@@ -103,9 +105,9 @@ def test_one_of_another_build_is_tried_again_with_other_files(
 ) -> None:
     tries.program = f"raise SystemExit({build.REFUSED})"
     tries.die(0.0)
-    now = tries.births._died_at
+    now = tries.starter._died_at
     for tick in range(1, 50):
-        tries.births.look(now + tick)
+        tries.starter.look(now + tick)
     assert tries.started == 1
     monkeypatch.setattr(build, "files", lambda: frozenset({("other", 1, 1)}))
     tries.die(now + 60)
@@ -118,18 +120,18 @@ def test_one_that_the_kernel_does_not_end_blocks_nothing(
     """For the watchdog has one thread. It starts another one in the end."""
     monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
     monkeypatch.setattr(process, "send_signal", lambda child, number: None)
-    monkeypatch.setattr(births, "FORK_SERVER_KILL_S", 1000.0)
+    monkeypatch.setattr(server_starter, "FORK_SERVER_KILL_S", 1000.0)
     tries.program = SAYS.format(READY, "end.close(); __import__('time').sleep(1000)")
-    tries.births.look(0.0)
-    blocked = tries.births._fork_server.child  # type: ignore[union-attr]
-    eventually(lambda: tries.hear() or not tries.births.pid)
+    tries.starter.look(0.0)
+    blocked = tries.starter._fork_server.child  # type: ignore[union-attr]
+    eventually(lambda: tries.hear() or not tries.starter.pid)
     assert blocked.poll() is None
     now = time.monotonic()
-    tries.births.look(now + 500)
+    tries.starter.look(now + 500)
     assert tries.started == 1
-    tries.births.look(now + 2000)
+    tries.starter.look(now + 2000)
     assert (tries.started, tries.deaths) == (2, 1)
-    monkeypatch.setattr(births, "FORK_SERVER_KILL_S", 0.0)
-    for one in (blocked, tries.births._fork_server.child):  # type: ignore[union-attr]
+    monkeypatch.setattr(server_starter, "FORK_SERVER_KILL_S", 0.0)
+    for one in (blocked, tries.starter._fork_server.child):  # type: ignore[union-attr]
         os.kill(one.pid, signal.SIGKILL)
         one.wait()
