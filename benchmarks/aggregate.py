@@ -164,7 +164,7 @@ def compare(
 
 
 def measure(quick: bool) -> Report:
-    """Milliseconds of an aggregation, and the others' as a multiple of ours."""
+    """Return the times of an aggregation (ms), and the others' as a multiple of ours."""
     chosen = sizes("aggregate", quick)
     report = Report(["one aggregation, ms", OURS, *REACH])
     missing = [one for one in chosen["peers"] if importlib.util.find_spec(NEEDS[one]) is None]

@@ -137,7 +137,7 @@ class Job:
     # -- what is seen -------------------------------------------------------------------------
 
     def consumed(self) -> list[int]:
-        """Gradients that every shard has applied, by learner."""
+        """Return the number of gradients that every shard has applied, by learner."""
         return [min(map(_native.load, words)) for words in self._applied]
 
     def _has_moved_by(self, before: Sequence[int], count: int) -> bool:

@@ -47,7 +47,7 @@ def _train(
     reduce: Callable[[], object],
     counted: Callable[[], int],
 ) -> None:
-    """Steps for ever. reduce: after each gradient. counted: steps that count."""
+    """Step for ever. reduce: after each gradient. counted: steps that count."""
     line = np.memmap(file, LINE, mode="r+")[member]
     line["steps"] = 0
     line["began"] = 0.0

@@ -176,7 +176,7 @@ def contenders(gangs: Gangs, size: int, ray_bytes: int, threads: int) -> dict[st
 def rates(
     seconds: Mapping[str, Seconds], gangs: Gangs, size: int, call_s: float
 ) -> dict[str, Callable[[], float]]:
-    """Bytes a second by contender, in rounds of about call_s. Omits those that fail first."""
+    """Return bytes/s by contender, in rounds of about call_s; omit those that fail first."""
     found: dict[str, Callable[[], float]] = {}
     for name, measure in seconds.items():
         try:

@@ -59,7 +59,7 @@ class Team:
         self._gang.ask(order, timeout_s=START_S)
 
     def rate(self, seconds: float) -> float:
-        """Gradients a second of a round."""
+        """Return the gradients/s of a round."""
         order = {"active": self.learners, "seconds": seconds}
         return float(self._gang.ask(order, timeout_s=START_S)[0]["rate"])
 

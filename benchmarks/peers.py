@@ -28,7 +28,7 @@ def orders() -> Iterator[dict[str, Any]]:
 
 
 def answer(what: Mapping[str, Any]) -> None:
-    """Answers the last order."""
+    """Answer the last command."""
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 

@@ -226,7 +226,7 @@ def by_gadei_ps(job: str) -> Push:
 
 
 def timed(push: Push, times: int, pause_s: float) -> list[float]:
-    """Seconds of each push, in order."""
+    """Return the time (s) of each push, in order."""
     taken = []
     for number in range(WARM_UP + times):
         if pause_s:

@@ -47,7 +47,7 @@ class DataWorker:
         self.gradient = gradient(count)
 
     def compute_gradients(self, weights: Floats) -> Floats:
-        """Its gradient."""
+        """Return its gradient."""
         return self.gradient
 
 

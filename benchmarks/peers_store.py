@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def serve(member: Any) -> None:
-    """Answers orders with actors of this class."""
+    """Answer commands with actors of this class."""
     made: tuple[int, int] | None = None
     actors: list[Any] = []
     for order in orders():

@@ -57,7 +57,7 @@ NAMES = {
 
 
 def _drawn(name: str) -> Callable[[Drawing], Drawing]:
-    """Marks the function that draws the plot of this result file."""
+    """Register the function that draws the plot of this result file."""
 
     def keep(function: Drawing) -> Drawing:
         DRAWN[name] = function
@@ -94,7 +94,7 @@ def _legend(figure: Any, axes: Iterable[Any], columns: int = 4) -> None:
 
 @_drawn("nlc")
 def _nlc(result: Result, figure: Any) -> None:
-    """Bars by mini-batch; the thin lines are the spread of the rounds."""
+    """Draw bars by mini-batch; the thin lines are the spread of the rounds."""
     sets = list(dict.fromkeys(row["set"] for row in result["rows"]))
     learners = sorted({row["learners"] for row in result["rows"]})
     sizes = sorted({row["mini_batch"] for row in result["rows"]})
@@ -149,7 +149,7 @@ def _apply(result: Result, figure: Any) -> None:
 
 
 def _per_byte(rows: Iterable[Row]) -> list[Row]:
-    """Nanoseconds for each float32 of the weights."""
+    """Return the time for each float32 of the weights (ns)."""
     return [{**row, "median": row["median"] / row["bytes"] * 4e9} for row in rows]
 
 
@@ -168,7 +168,7 @@ def _ingest(result: Result, figure: Any) -> None:
 
 @_drawn("latency")
 def _latency(result: Result, figure: Any) -> None:
-    """Points, since lengths of bars mean nothing on a logarithmic axis."""
+    """Draw points, since lengths of bars mean nothing on a logarithmic axis."""
     axes = figure.subplots(1, 2)
     for axis, mode in zip(axes, ("spinning", "asleep"), strict=True):
         found = {

@@ -96,12 +96,12 @@ class Running:
         return self
 
     def _run(self, times: int) -> float:
-        """Seconds of one gradient if each learner pushes `times` gradients."""
+        """Return the time (s) of one gradient if each learner pushes `times` gradients."""
         taken = self.learners.seconds({"times": times, "copy": False})
         return taken / (times * self.point.learners)
 
     def seconds(self) -> float:
-        """Seconds of one gradient in a round."""
+        """Return the time (s) of one gradient in a round."""
         return self._run(self.times)
 
     def __exit__(self, *exc: object) -> None:

@@ -35,7 +35,7 @@ REACH = {NUMPY: 0.8, EMPTY: 8.0, "daemon ready": 2.0, "attach": 0.05}
 
 
 def first_gradient(command: Sequence[str], **env: str) -> float:
-    """Seconds from the start of a program of start_learner until its first gradient."""
+    """Return the time (s) from the start of a program of start_learner until its first gradient."""
     told = {name: one for name, one in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as scratch:
         note = Path(scratch) / "note"
@@ -76,7 +76,7 @@ def start(job_file: Path) -> tuple[subprocess.Popen[bytes], float]:
 
 
 def of_a_daemon(rounds: int) -> dict[str, list[float]]:
-    """Seconds until a daemon is ready, a learner attached, a push applied; one daemon a round."""
+    """Return the times (s) until a daemon is ready, a learner attached, a push applied."""
     seconds: dict[str, list[float]] = {"daemon ready": [], "attach": [], "4 KB push applied": []}
     with tempfile.TemporaryDirectory() as scratch:
         job_file = Path(scratch) / f"start-{os.getpid()}.toml"

@@ -48,7 +48,7 @@ def measure(quick: bool) -> Report:
 def _rates(
     teams: Mapping[tuple[str, int], Team], left: Sequence[str], batch: int, size: Mapping[str, Any]
 ) -> dict[tuple[str, int], list[float]]:
-    """Samples per second of the remaining contenders, with one learner and with two."""
+    """Return the samples/s of the remaining contenders, with one learner and with two."""
     keys = [(who, n) for who in left for n in LEARNERS]
     if not keys:
         return {}

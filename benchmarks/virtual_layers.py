@@ -57,7 +57,7 @@ def towers(shape: Shape) -> list[nn.Module]:
 
 
 def sample(shape: Shape, mini_batches: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of so many mini-batches together, for a mean squared error."""
+    """Return inputs and targets of so many mini-batches together, for a mean squared error."""
     source = torch.Generator().manual_seed(1)
     size = mini_batches * shape.samples, shape.width
     return torch.randn(size, generator=source), torch.randn(size, generator=source)

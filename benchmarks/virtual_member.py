@@ -123,7 +123,7 @@ def planned(
     limits: list[int] | None = None,
     seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """Plans the stages, trains, and counts the memory of each stage if there are limits.
+    """Plan the stages, train, and count the memory of each stage if there are limits.
 
     limits: bytes for each device. Returns {"refused": why} if no plan fits.
     """

@@ -87,7 +87,7 @@ def _all(options: argparse.Namespace) -> list[str]:
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    """This command's options, for the process of a part."""
+    """Return this command's options, for the process of a part."""
     flags = ["--device", options.device] + ["--quick"] * options.quick
     for name in ("out", "commit"):
         if (value := getattr(options, name)) is not None:

@@ -205,7 +205,7 @@ class OnGpu(_End):
         return self._taken(2 if way == BOTH else 1)
 
     def _taken(self, copies: int) -> float:
-        """Seconds from the first start to the last end of the last copies."""
+        """Return the time (s) from the first start to the last end of the last copies."""
         spans = self._timed.spans
         if len(spans) != copies:
             raise RuntimeError(f"{len(spans)} copies instead of {copies}")
@@ -274,13 +274,13 @@ def _compare(
 
 
 def _rate(once: Callable[[], float], moved: int, call_s: float) -> Callable[[], float]:
-    """Bytes a second, by the median of several transfers that together take about call_s."""
+    """Return the rate (bytes/s): the median of transfers that take about call_s together."""
     times = max(LEAST_TIMES, min(25, round(call_s / once())))
     return lambda: moved / sorted(once() for _ in range(times))[times // 2]
 
 
 def _whole_rate(seconds: Callable[[int], float], moved: int, call_s: float) -> Callable[[], float]:
-    """Bytes a second, over transfers in a row that together take about call_s."""
+    """Return the rate (bytes/s) over transfers in a row that together take about call_s."""
     seconds(1)
     times = max(LEAST_TIMES, round(call_s * LEAST_TIMES / seconds(LEAST_TIMES)))
     return lambda: moved * times / seconds(times)

@@ -70,7 +70,7 @@ def measure(target: Target) -> Report:
 def _in_process(
     target: Target, block: str, budget_s: float, env: dict[str, str]
 ) -> tuple[Figures, list[str]]:
-    """Figures and notes of learners_block. Raises DeviceError if it fails."""
+    """Return the figures and notes of learners_block. Raises DeviceError if it fails."""
     order = json.dumps([target.device, target.quick, block, budget_s])
     child = process.spawn(
         process.module_command("gadei_ps.benchmarks.gpu.learners_block", order),

@@ -77,7 +77,7 @@ class Block:
             self._taken = time.monotonic() - begin
 
     def _contenders(self) -> list[Contender]:
-        """Contenders of the block."""
+        """Return the contenders of the block."""
         count = self._size["peers"]
         if self._name == SPREAD:
             learners = [one for one in self._size["learners"] if one <= self._target.count()]

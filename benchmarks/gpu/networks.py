@@ -38,7 +38,7 @@ class Lstm(nn.Module):
         self.sparse = sparse
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 (B, classes), of word numbers (B, L)."""
+        """Return logits, float32 (B, classes), of word numbers (B, L)."""
         outputs, _ = self.lstm(embedding(tokens, self.embedding, PADDING, sparse=self.sparse))
         last = (tokens != PADDING).sum(1).clamp(min=1) - 1
         logits: torch.Tensor = self.output(outputs[torch.arange(len(tokens)), last])

@@ -99,7 +99,7 @@ def _parts(
     step: Callable[[torch.nn.Module], Step],
     size: dict[str, Any],
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of step(), and of the part before it, for each way of measuring."""
+    """Return the times (s) of step(), and of the part before it, for each way of measuring."""
     loss_of, count = step(network), size["steps"]
     _run(target, loss_of, optimizer, max(2, count // 10), 0.0)
     begin = time.perf_counter()
@@ -114,7 +114,7 @@ def _parts(
 
 
 def _of_pulls(found: Found) -> list[float]:
-    """Seconds of the steps in which newer weights arrived."""
+    """Return the times (s) of the steps in which newer weights arrived."""
     return [seconds for seconds, pulled in zip(found[1], found[3], strict=True) if pulled]
 
 

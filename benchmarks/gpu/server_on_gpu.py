@@ -100,7 +100,7 @@ def _at(
 
 
 def _rate(gang: Gang, call_s: float, learners: int) -> Callable[[], float]:
-    """Gradients a second of all learners together, in rounds of about call_s."""
+    """Return the gradients/s of all learners together, in rounds of about call_s."""
 
     def seconds(times: int) -> float:
         return gang.seconds({"times": times}, timeout_s=RUN_S)

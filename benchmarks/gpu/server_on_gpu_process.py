@@ -127,7 +127,7 @@ class Memory:
 
     @staticmethod
     def total(size: int, learners: int) -> int:
-        """Bytes of the block."""
+        """Return the size of the block (bytes)."""
         return _rounded(_rounded(size, 512) * (1 + SLOTS * learners), ALIGNED)
 
 
@@ -265,7 +265,7 @@ class Learner:
 
 
 def main() -> None:
-    """Orders: {"job"}, or {"bytes"} to the owner and then {"open"}; {"times"}: run.
+    """Carry out commands: {"job"}, or {"bytes"} to the owner and then {"open"}; {"times"}: run.
 
     The prototype ends by {"close"}, then {"free"} to the owner: memory must not be freed while
     others have it mapped.

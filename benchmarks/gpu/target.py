@@ -44,7 +44,7 @@ class Target:
         return "cuda:0" if self.on_gpu else "cpu"
 
     def sizes(self, part: str) -> dict[str, Any]:
-        """Sizes of a part."""
+        """Return the sizes of a part."""
         return (QUICK if self.quick or not self.on_gpu else FULL)[part]
 
     def learner_device(self) -> Device:
@@ -92,7 +92,7 @@ def why_not(device: str) -> str:
 
 
 def facts(target: Target) -> dict[str, Any]:
-    """Names and versions that figures of a GPU depend on."""
+    """Return the names and versions that figures of a GPU depend on."""
     if not target.on_gpu:
         return {"device": target.device}
     import cupy

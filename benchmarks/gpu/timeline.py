@@ -35,7 +35,7 @@ Span = tuple[float, float]
 
 
 def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
-    """Spans of each lane, sorted by begin. events: of a trace file ("traceEvents").
+    """Return the spans of each lane, sorted by begin. events: of a trace file ("traceEvents").
 
     The stream with the most kernels is the one that computes; copies on it (a mini-batch, weights
     that are copied on the device) belong to the computation.

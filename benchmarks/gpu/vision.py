@@ -101,7 +101,7 @@ def _gang(entries: tuple[str, ...]) -> Gang:
 
 
 def _rate(gang: Gang, setup: dict[str, Any], learners: int, window_s: float) -> Callable[[], float]:
-    """Samples a second of all processes together, in windows of about this length."""
+    """Return the samples/s of all processes together, in windows of about this length."""
     gang.seconds({"steps": 3}, timeout_s=STEPS_S)
     few = 5
     once = gang.seconds({"steps": few}, timeout_s=STEPS_S) / few

@@ -17,7 +17,7 @@ def _zipline_table(data: Data) -> str:
         for one in data["cells"]
     }
     shown = [
-        ", ".join(f"{name} {us[name, 10, R]:,.0f} us" for name in (*SCANS, "literal ZipLine"))
+        ", ".join(f"{name} {us[name, 10, R]:,.0f} µs" for name in (*SCANS, "literal ZipLine"))
         + f" with R = {R}"
         for R in (15, 150)
     ]

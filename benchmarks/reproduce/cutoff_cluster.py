@@ -154,11 +154,11 @@ paper's; how run times spread within a node is our guess. The model is trained o
 {RECORDED} iterations (about an hour) with several switches, which takes {trained.seconds:.0f} s on
 this machine, and tested on {TEST} iterations of other seeds. A predictor sees the run times only of
 the learners that it has waited for; in the first 20 iterations it waits for all. The share of an
-iteration is its throughput c / x_(c) divided by the oracle's, which knows the run times beforehand.
+iteration is its throughput c / x_(c) divided by the oracle's, which has the run times in advance.
 The best fixed cutoff is chosen with hindsight ({min(hindsight)} to {max(hindsight)}).
 
 In the rows on another node the third node is slow, which is never slow in the recording. There the
-paper's networks alone are no better than Elfving's formula. The learner's levels, an addition of
+paper's networks alone are not better than Elfving's formula. The learner's levels, an addition of
 ours (see gadei_ps.sync.run_time_model), make up for that.
 """
 
@@ -201,7 +201,7 @@ def _rows(
     settled = [int(np.argmax(one.share[SWITCH:] >= 0.95)) for one in runs["learned"]]
     rows.append(
         Row(
-            "iterations from the switch until the learned cutoff has 95 % of the oracle",
+            "iterations from the switch until the learned cutoff has 95% of the oracle",
             "a few, settled by the 25th",
             f"{min(settled)} to {max(settled)}",
         )

@@ -57,7 +57,7 @@ def run(quick: bool = False) -> Part:
         f"on throughput: a node of 40 is slow until iteration 60. wild: asp; cutoff: by the "
         f"learned model, which has not seen this run; order: by Elfving's formula; sync: bsp. Each "
         f"contender runs for {setting.iterations} iterations per learner on average, including "
-        f"those that were given up; stragglers give up at once. The loss is that of the test "
+        f"those that were dropped; stragglers drop theirs at once. The loss is that of the test "
         f"images.",
         _rows(runs),
         plots=["cutoff_loss.svg"],
@@ -66,7 +66,7 @@ def run(quick: bool = False) -> Part:
 
 
 def reached(curve: list[dict[str, float]], key: str, bound: float, above: bool) -> float | None:
-    """Seconds of the first point that reaches the bound; None if there is none."""
+    """Return the time (s) of the first point that reaches the bound; None if there is none."""
     for point in curve:
         if (point[key] >= bound) if above else (point[key] <= bound):
             return point["seconds"]
@@ -98,7 +98,7 @@ def _rows(runs: dict[str, dict[str, Any]]) -> list[Row]:
                 + f"; {last['loss']:.3f} at the end, {one['seconds']:.0f} s",
                 why.get(name, "")
                 + f"accuracy {last['accuracy']:.1%}; {one['gradients_per_s']:.0f} gradients/s, "
-                f"{one['oracle_share']:.0%} of the oracle; {one['dropped']:,} given up",
+                f"{one['oracle_share']:.0%} of the oracle; {one['dropped']:,} dropped",
             )
         )
     # The loss of every method when the first of them is done.

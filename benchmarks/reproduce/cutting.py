@@ -120,11 +120,11 @@ def predicted(
 
 def percent(values: FloatArray) -> str:
     """The mean of shares, as text."""
-    return f"{100 * float(np.mean(values)):.1f} %"
+    return f"{100 * float(np.mean(values)):.1f}%"
 
 
 def over(runs: Sequence[Driven], of: Callable[[Driven], FloatArray], begin: int, end: int) -> str:
     """The mean share of some iterations, with its range if there are several runs."""
     means = [100 * float(np.mean(of(run)[begin:end])) for run in runs]
-    text = f"{np.mean(means):.1f} %"
+    text = f"{np.mean(means):.1f}%"
     return text if len(means) == 1 else f"{text} ({min(means):.1f} to {max(means):.1f})"

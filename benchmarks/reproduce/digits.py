@@ -22,7 +22,7 @@ class Digits:
         self.samples = len(self._images.labels)
 
     def initial(self) -> mnist.FloatArray:
-        """Weights as mnist.start() gives them."""
+        """Return weights as mnist.start() gives them."""
         return np.concatenate([part.ravel() for part in mnist.start().values()])
 
     def gradient(self, weights: mnist.FloatArray, rows: Rows) -> mnist.FloatArray:

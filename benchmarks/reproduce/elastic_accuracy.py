@@ -104,7 +104,7 @@ def run(quick: bool = False) -> Part:
                 else "",
                 f"{one['seconds']:.1f} s, {one['accuracy']:.2%}",
                 f"{slowest['seconds'] / one['seconds']:.2f} x BSP's speed, "
-                + (f"95 % after {at:.1f} s" if at else "95 % not reached")
+                + (f"95% after {at:.1f} s" if at else "95% not reached")
                 + f", {one['updates']:,} updates",
             )
         )
@@ -113,7 +113,7 @@ def run(quick: bool = False) -> Part:
         f"Zhao et al. 2019 train AlexNet and ResNet-50 on CIFAR on 4 machines. Here 4 learner "
         f"processes train a network of {mnist.HIDDEN} hidden units on MNIST for {epochs} epochs, "
         f"by SGD with rate {RATE} and mini-batches of {BATCH}. Their iterations take "
-        f"{', '.join(f'{s * 1e3:.0f}' for s in SECONDS)} ms, with a deviation of 5 %; a learner "
+        f"{', '.join(f'{s * 1e3:.0f}' for s in SECONDS)} ms, with a deviation of 5%; a learner "
         "sleeps for the time that computing leaves. The table shows total time and test accuracy "
         "at the end. As in the paper all models have the same rate. BSP applies the mean of four "
         "gradients, so it updates the weights a quarter as often as the others.",

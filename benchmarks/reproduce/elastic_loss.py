@@ -48,12 +48,12 @@ def run(quick: bool = False) -> Part:
         "ElasticBSP: accuracy against time",
         f"Figure 4 of Zhao et al. 2019 in virtual time, with real gradients of a network with one "
         f"hidden layer of 64 units on MNIST for {epochs:g} epochs. {LEARNERS} learners do 1, 1.3, "
-        f"1.7 and 2.2 iterations a second, with a deviation of 5 %; mini-batches of {BATCH}, "
+        f"1.7 and 2.2 iterations a second, with a deviation of 5%; mini-batches of {BATCH}, "
         f"weight decay {DECAY}, plain SGD. The rate is {LR} for a gradient that is applied on "
         f"arrival and {LR * LEARNERS:g} for BSP's mean of {LEARNERS}, so that each gradient has "
         f"the same weight. The paper trains deep networks on equal machines; the last rows are "
         f"therefore of "
-        f"equal learners, with a deviation of 10 %. The paper's system has bottlenecks that are "
+        f"equal learners, with a deviation of 10%. The paper's system has bottlenecks that are "
         f"not simulated here: the server, and planning for large R, whose cost is in the section "
         f"on ZipLine.",
         [*_rows(runs), *_alike_rows(times)],
@@ -63,7 +63,7 @@ def run(quick: bool = False) -> Part:
 
 
 def _seconds(spec: str, setting: Setting) -> float:
-    """Seconds of all epochs, without training."""
+    """Return the time (s) of all epochs, without training."""
     return compare.run(compare.model(spec, LEARNERS), setting).seconds
 
 

@@ -125,14 +125,14 @@ def _rows(one: Measured) -> list[Row]:
     for name, found in one.calibration.items():
         tail = found.error[-max(1, one.cluster.learners // 20) :]
         rows.append(Row(f"error, {name}, {size}", "", cutting.percent(found.error)))
-        rows.append(Row(f"error of the largest 5 %, {name}, {size}", "", cutting.percent(tail)))
+        rows.append(Row(f"error of the largest 5%, {name}, {size}", "", cutting.percent(tail)))
     covered = one.calibration["learned"].covered
     rows.append(
         Row(
             f"coverage of two deviations, learned, {size}",
             "",
             cutting.percent(covered),
-            "should be 95.4 %; the model is too sure of the level that all learners share",
+            "should be 95.4%; the model is too sure of the level that all learners share",
         )
     )
     return rows

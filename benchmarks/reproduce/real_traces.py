@@ -135,7 +135,7 @@ are less alike than in the job itself. A model is trained on each job's first ha
 job. A missing time is replaced by the learner's previous one.
 
 With ten learners, dropping the slowest pays only if it is more than a ninth slower than the second
-slowest, which is rare here. Full synchronization has {min(whole):.1f} to {max(whole):.1f} % of the
+slowest, which is rare here. Full synchronization has {min(whole):.1f} to {max(whole):.1f}% of the
 oracle's throughput, so a cutoff can gain almost nothing; a predictor can only show that it does not
 drop without need. In all four tests together, the number of supersteps in which the learned model
 dropped a learner is {dropped}. Its predicted order statistics are about as good as those of the two

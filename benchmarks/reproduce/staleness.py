@@ -65,7 +65,7 @@ def run(quick: bool = False) -> Part:
             "8 learners of speeds 1, 1.5, 2, 4, twice, simulated",
             f"{law}, at most {_bound(UNEQUAL, LEARNERS, iterations)}",
             _told(found["unequal"]),
-            "the slow ones' gradients are the stale ones; the mean does not tell",
+            "the slow ones' gradients are the stale ones; the mean hides this",
         ),
         *_measured_rows(measured, law),
         *(
@@ -135,7 +135,7 @@ def _quantile(counts: Counts, part: float) -> int:
 
 def _told(counts: Counts) -> str:
     parts = [f"{_quantile(counts, part)}" for part in (0.5, 0.9, 0.99)]
-    return f"mean {_mean(counts):.2f}; 50, 90, 99 %: {', '.join(parts)}; at most {max(counts)}"
+    return f"mean {_mean(counts):.2f}; 50, 90, 99%: {', '.join(parts)}; at most {max(counts)}"
 
 
 # -- measured -----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ LONG_S = 30.0  # a cell that has taken this long gets no more trials
 
 
 def end_times(learners: int, ahead: int, seed: int) -> EndTimes:
-    """Speeds of learners differ by up to a factor of four, intervals of a learner by some 5 %."""
+    """Return end times; learners' speeds differ by a factor of four at most, a learner's by 5%."""
     chance = np.random.default_rng([seed, learners, ahead])
     speed = chance.uniform(1.0, 4.0, (learners, 1))
     return np.cumsum(speed * chance.normal(1.0, 0.05, (learners, ahead)).clip(0.5, 2), axis=1)
@@ -78,8 +78,8 @@ def run(quick: bool = False) -> Part:
         "and they take turns in each trial. The server uses `planner`. It gives exactly ZipLine's "
         "answer, but sorts the times by counting instead of comparing, and keeps the set Z so that "
         "it replaces a member without a search. The end times are those of learners whose speeds "
-        "differ by up to a factor of four; each iteration is within about 5 % of its learner's "
-        "mean. The paper does not say which times it uses.",
+        "differ by up to a factor of four; each iteration is within about 5% of its learner's "
+        "mean. The paper does not name the times it uses.",
         _rows(data),
         data={"cells": data},
     )
@@ -103,8 +103,8 @@ def _rows(data: list[dict[str, Any]]) -> list[Row]:
         rows.append(
             Row(
                 f"{cell['algorithm']}, {cell['learners']} learners, R = {cell['R']}",
-                "" if cell["paper_us"] is None else f"{cell['paper_us']:,} us",
-                f"{cell['mean_us']:,.0f} us",
+                "" if cell["paper_us"] is None else f"{cell['paper_us']:,} µs",
+                f"{cell['mean_us']:,.0f} µs",
                 why,
             )
         )

@@ -160,7 +160,7 @@ class _Chaos:
         return True
 
     def _missed(self) -> list[Role]:
-        """Roles not hit yet in the first round, which kills if the options contain KILL."""
+        """Return the roles not hit in the first round, which kills if the options contain KILL."""
         missed = [role for role in self.options.targets if not self.hits[role, self._round_number]]
         # A job can do without its fork server, and does not wait for it.
         return [

@@ -171,7 +171,7 @@ class Observer(threading.Thread):
 
 
 def spread(seconds: list[float]) -> dict[str, float | int | None]:
-    """Percentiles in milliseconds; None if nothing was measured."""
+    """Return percentiles (ms); None if nothing was measured."""
     told: dict[str, float | int | None] = {"p50": None, "p99": None, "max": None}
     if seconds:
         ms = np.array(seconds) * 1e3

@@ -121,7 +121,7 @@ class Progress:
 
 
 def sources(rows: Sequence[Row], passes: int) -> list[int]:
-    """Machines that can give the weights of the run, the best one first.
+    """Return the machines that can give the weights of the run, the best one first.
 
     Members of their groups come before those that are about to join; and those whose weights have
     so many passes in them before the others.

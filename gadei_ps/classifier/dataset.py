@@ -171,7 +171,7 @@ def _dataset(
 def _labelled(
     path: str | PathLike[str], text_column: str | None, label_column: str | None
 ) -> tuple[list[_Labelled], tuple[str, ...], list[str]]:
-    """Rows that have a text and a label; notices; warnings."""
+    """Return the rows that have a text and a label; notices; warnings."""
     opened = _Opened(path, {TEXT: text_column, LABEL: label_column})
     text_at, label_at = opened.columns.text, opened.columns.label
     assert label_at is not None
@@ -208,7 +208,7 @@ class _Opened:
         """Rows that have been left out because they repeat the header."""
 
     def notices(self) -> tuple[str, ...]:
-        """Notes on how the file is read, if it is not as usual."""
+        """Return notes on how the file is read, if it is not as usual."""
         told = [", ".join(self.records.form), self.columns.notice]
         text = "; ".join(part for part in told if part)
         return (f"{place(self.path)}: {text}",) if text else ()

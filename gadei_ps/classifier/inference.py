@@ -82,7 +82,7 @@ class Classifier(NamedTuple):
     tensors: Mapping[str, Floats]
 
     def probabilities(self, tokens: NDArray[np.int32], batch_size: int = BATCH) -> Floats:
-        """Probabilities (n, classes) of sentences (n, width) with trailing PADDING."""
+        """Return the probabilities (n, classes) of sentences (n, width) with trailing PADDING."""
         found = np.empty((len(tokens), self.sizes.classes), np.float32)
         for rows, batch in batches(tokens, batch_size):
             logits = self.logits(batch)
@@ -91,7 +91,7 @@ class Classifier(NamedTuple):
         return found
 
     def logits(self, tokens: NDArray[np.int32]) -> Floats:
-        """Logits (B, classes) of word numbers (B, L); `SentenceClassifier.forward` explains it."""
+        """Return logits (B, classes) for word numbers (B, L); see `SentenceClassifier.forward`."""
         count, length = tokens.shape
         taps = self.sizes.tap_features
         words = self.tensors["embedding"][tokens].reshape(count * length, -1)

@@ -176,7 +176,7 @@ class Measuring:
         return True
 
     def secure(self, job: str) -> None:
-        """Has the best model on the disk before its job ends, if not where it was to be.
+        """Save the best model before its job ends, in another place if its own cannot be written.
 
         Raises ModelDirectoryError, and JobFailed if there is none.
         """

@@ -123,7 +123,7 @@ class SentenceClassifier(torch.nn.Module):
         self.output_bias = torch.nn.Parameter(torch.zeros(classes))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 (B, classes), of word numbers (B, L), int32 or int64. L is at least 1.
+        """Return logits, float32 (B, classes), for word numbers (B, L), int32 or int64; L >= 1.
 
         Each sentence is treated as surrounded by endless padding, so its logits do not depend on
         the padding of its row. The result equals one convolution for each width, zero-padded by

@@ -40,7 +40,7 @@ class Plan:
         )
 
     def tell(self, display: Display, learners: str) -> None:
-        """Says what is trained. learners: how many there are, in words."""
+        """Print what is trained. learners: their number, in words."""
         corpus, settings = self.corpus, self.settings
         for notice in corpus.notices:
             display.event(notice)

@@ -61,7 +61,7 @@ class Predictor:
         ]
 
     def stream(self, lines: Iterable[str], chunk: int = CHUNK) -> Iterator[Prediction]:
-        """Predictions in the order of the lines. Reads `chunk` lines before the first."""
+        """Yield predictions in the order of the lines. Read `chunk` lines before the first."""
         rest = iter(lines)
         while texts := list(islice(rest, chunk)):
             yield from self._predicted(texts)

@@ -345,7 +345,7 @@ def _loaded(path: str | PathLike[str], line: int, text: str) -> Any:
 def _named(
     path: str | PathLike[str], values: Iterator[tuple[int, Any]], names: list[str]
 ) -> Iterator[Row]:
-    """Rows of objects. Adds to `names` the keys that it meets."""
+    """Yield the rows of objects, and add their keys to `names`."""
     at: dict[str, int] = {}
     for line, value in values:
         if not isinstance(value, dict):

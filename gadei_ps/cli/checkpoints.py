@@ -102,6 +102,6 @@ def export(
 
 
 def _warn(problems: Iterable[str]) -> None:
-    """Names the checkpoints that cannot be used; an older one is used instead."""
+    """Print the checkpoints that cannot be used; an older one is used instead."""
     for problem in problems:
         say(f"gadei-ps: warning: {problem}")

@@ -266,7 +266,7 @@ def predict(
 def _predict_table(
     directory: Path, csv: Path, text_column: str | None, out: Path | None, as_json: bool
 ) -> tuple[list[Prediction], dict[str, Any]]:
-    """Predictions for a file, and what the result has on them; writes them unless as_json."""
+    """Predict a file, and measure the result on it; write the predictions unless as_json."""
     from gadei_ps.classifier import dataset
     from gadei_ps.classifier.predict import Predictor, compare, write_csv
 
@@ -288,7 +288,7 @@ def _predict_table(
 
 
 def _predict_lines(predictor: Predictor, as_json: bool) -> list[Prediction]:
-    """Predictions for the lines of standard input; printed unless as_json."""
+    """Predict the lines of standard input; print the predictions unless as_json."""
     from gadei_ps.classifier.predict import sentences
 
     typed = sys.stdin.isatty()

@@ -97,7 +97,7 @@ def unseen(job: str) -> str | None:
 
 
 def elsewhere() -> list[str]:
-    """Jobs that this runtime directory does not show, a line for each place: how to see them."""
+    """Return one line for each place with jobs outside this runtime directory: how to list them."""
     places: dict[tuple[int, Path | None], list[str]] = {}
     for job, uids in sorted(_others("*").items()):
         for uid in sorted(uids):

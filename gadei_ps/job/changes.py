@@ -154,7 +154,7 @@ def _read(name: str, text: str) -> Any:
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the right type. Whether they go together, OptimizerConfig.spec() finds out."""
+    """Return values of the right type. OptimizerConfig.spec() checks whether they fit together."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name in FLAGS:

@@ -128,7 +128,7 @@ def _limit(group: Path, name: str, names: _Names) -> Limit | None:
 
 
 def _cached(group: Path, names: _Names) -> int:
-    """Bytes of files that the group is charged for. Those of tmpfs are not among them."""
+    """Return the memory of files that the group is charged for (bytes), without those of tmpfs."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
         counts = dict(line.split() for line in lines)
@@ -138,7 +138,7 @@ def _cached(group: Path, names: _Names) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """This process' groups that memory may be charged to, and all above them."""
+    """Return this process' groups that memory may be charged to, and all above them."""
     try:
         memberships = _lines(root / "proc/self/cgroup")
         mounts = _lines(root / "proc/self/mountinfo")
@@ -159,7 +159,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Names in it may be any bytes: every user may mount something with FUSE."""
+    """Return the lines of a file; names may be any bytes, as every user may mount with FUSE."""
     return [line for line in os.fsdecode(file.read_bytes()).split("\n") if line]
 
 

@@ -234,7 +234,7 @@ class Learners:
         return [child.pid for child, _ in self._running.values()]
 
     def ended(self) -> list[Ended]:
-        """Learners that have ended since the last call."""
+        """Return the learners that have ended since the last call."""
         gone = []
         for index, (child, since) in list(self._running.items()):
             if not process.has_ended(child):

@@ -32,7 +32,7 @@ class Lines:
             os.set_blocking(fd, False)
 
     def receive(self) -> Iterator[bytes]:
-        """Yield the lines that have arrived, without their ends. What is no whole line is lost."""
+        """Yield the lines that have arrived, without their ends. An incomplete line is lost."""
         while not self.has_ended:
             try:
                 read = os.read(self._receives, READ_BYTES)

@@ -16,7 +16,7 @@ CORE_LIST = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def parse(text: str) -> list[int]:
-    """Cores of a list as the kernel writes them, '0-3,8'. Raises ValueError."""
+    """Return the cores of a list as the kernel writes them, '0-3,8'. Raises ValueError."""
     if not CORE_LIST.fullmatch(text):
         raise ValueError(f"{text!r} is not a list of cores: write it as 0-3,8")
     found: list[int] = []
@@ -29,7 +29,7 @@ def parse(text: str) -> list[int]:
 
 
 def nodes(root: Path = NODES) -> dict[int, set[int]]:
-    """Cores by node of the machine; {} where the kernel does not say."""
+    """Return the cores by node of the machine; {} if the kernel does not list them."""
     found = {}
     for path in root.glob("node[0-9]*"):
         try:

@@ -26,7 +26,7 @@ PIDFD_SIGNAL_PROCESS_GROUP = 4  # of pidfd_send_signal(), Linux 6.9
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Return the cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -54,7 +54,7 @@ def cpu_s(pid: int) -> float:
 
 
 def private_bytes(pid: int) -> int:
-    """Bytes of memory that the process alone has; 0 if there is no such process.
+    """Return the private memory of a process (bytes); 0 if there is no such process.
 
     What forks share until one of them writes to it is not private.
     """
@@ -145,7 +145,7 @@ def maps(pid: int, device: int, inode: int) -> bool:
 
 
 def _status(pid: int, field: str) -> list[str]:
-    """Values of a line of /proc/PID/status; none if there is no such process or line."""
+    """Return the values of a line of /proc/PID/status; none if there is no such process or line."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
@@ -161,7 +161,7 @@ def gone(pidfd: int, timeout_s: float) -> bool:
 
 
 def forbid_core_dump() -> None:
-    """This process writes no core if it crashes: its death would be known only once that is done.
+    """Disable this process' core dump, which would delay the detection of its death.
 
     The limit is 1 byte: at 0 the kernel still starts a program that core dumps are piped to.
     """

@@ -102,7 +102,7 @@ class DeepMarkovModel(nn.Module):
         return self.run_time(hidden), _std(self.run_time_std(hidden))
 
     def infer(self, windows: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws of the states, given whole windows, and the states' means and deviations.
+        """Draw the states, given whole windows, and the states' means and deviations.
 
         windows: (m, lag, learners). noise: (lag, m, latent). Returns (m, lag, latent) three times.
         """

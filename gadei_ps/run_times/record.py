@@ -71,7 +71,7 @@ class Recorder:
         return int(self._view["phase"]) >= Phase.STOPPED
 
     def read(self) -> list[str]:
-        """Lines of the trace for the run times since the last call, learner by learner."""
+        """Return the trace's lines for the run times since the last call, learner by learner."""
         roster = self._view["roster"]
         lines: list[str] = []
         begin = self._last + 1

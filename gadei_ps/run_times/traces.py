@@ -84,7 +84,7 @@ class Trace:
         )
 
     def part(self, begin: int, end: int) -> Trace:
-        """Iterations `begin` to `end` - 1, counted from the start of the trace."""
+        """Return iterations `begin` to `end` - 1, counted from the start of the trace."""
         return Trace(self.times[begin:end], self.censored[begin:end], self.learners)
 
 

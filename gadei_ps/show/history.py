@@ -64,7 +64,7 @@ def with_speed(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def speed_of(points: Sequence[Line]) -> tuple[str, str]:
-    """Samples/s, or gradients/s if no samples are reported; and the field that has it."""
+    """Return samples/s, or gradients/s if no samples are reported; and the field that has it."""
     if any(one.get("samples") for one in points):
         return "samples/s", "samples_per_s"
     return "gradients/s", "gradients_per_s"
@@ -197,7 +197,7 @@ def _draw(
 
 
 def _scale(lines: Sequence[Line]) -> float:
-    """Seconds of the unit in which the whole of it is a number to be read."""
+    """Return the length (s) of the unit in which this duration is a readable number."""
     times = [one["time"] for one in lines]
     took = max(times) - min(times)
     return 1.0 if took < 300 else 60.0 if took < 4 * 3600 else 3600.0

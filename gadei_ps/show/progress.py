@@ -46,7 +46,7 @@ class Lines:
         self._said = ""
 
     def __call__(self, note: Mapping[str, Any]) -> None:
-        """Says how far it is, unless it has just been said."""
+        """Print the progress, unless it has just been printed."""
         now = time.monotonic()
         if self._next is None:
             self._next = now + LINE_S
@@ -75,7 +75,7 @@ class Training:
         self._told = False  # that no loss is reported
 
     def __call__(self, report: Mapping[str, Any], now: float, width: int = WIDTH) -> list[str]:
-        """Lines that are due. report: a status. now: seconds of a clock. width: of a line."""
+        """Return the lines that are due. report: a status. now: a clock (s). width: of a line."""
         if report["watchdog_pid"] is None or not report["gradients_applied"]:
             return []
         here = now, int(report["samples"]), int(report["gradients_applied"])

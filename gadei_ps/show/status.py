@@ -144,8 +144,8 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             style="yellow",
         )
     if stands := [one for one in status["learners"] if one.get("others_stand_still")]:
-        told = f"learner {stands[0]['row']} (pid {stands[0]['pid']}): all others stand still"
-        rows["stands for"] = Text(told, style="yellow")
+        told = f"learner {stands[0]['row']} (pid {stands[0]['pid']}): all others are paused"
+        rows["paused for"] = Text(told, style="yellow")
     if slow := [one for one in status["learners"] if (one.get("holds_up_s") or 0) >= SHOWN_S]:
         rows["waits for"] = Text("; ".join(map(_slow, slow)), style="yellow")
     rows["memory"] = f"{size(status['shared_bytes'])} shared" + (
@@ -157,7 +157,7 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
 
 
 def counters(status: Mapping[str, Any]) -> dict[str, str]:
-    """Lines of metrics by name; a line without a number above 0 is omitted, except `gradients`."""
+    """Return the lines of metrics by name; lines of zeros are omitted, except `gradients`."""
     lines: dict[str, list[tuple[int, Shown]]] = {}
     for one in metrics.JOB:
         if (shown := one.shown) is not None:
@@ -219,7 +219,7 @@ def learner_table(status: Mapping[str, Any], rates: Mapping[int, float] | None =
 
 
 def histogram(counts: Sequence[int]) -> Fitting:
-    """Gradients by staleness. counts: by bins, of which 0 to 15 are single, then powers of two."""
+    """Return gradients by staleness. counts: by bins; 0 to 15 are single, then powers of two."""
     made = table("staleness", "gradients", "share", "", right=("staleness", "gradients", "share"))
     bins = list(_bins(len(counts)))
     sums = [sum(counts[first:last]) for first, last in bins]
@@ -238,7 +238,7 @@ def histogram(counts: Sequence[int]) -> Fitting:
 
 
 def _bins(count: int) -> Sequence[tuple[int, int]]:
-    """Lines of the table: each is the bins from its first to before its last."""
+    """Return the lines of the table: each is the bins from its first to before its last."""
     firsts = [*SHOWN_BINS, *range(SINGLE_BINS + 1, count)]
     return list(zip(firsts, [*firsts[1:], count], strict=True))
 

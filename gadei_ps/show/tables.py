@@ -125,7 +125,7 @@ class Fitting:
 
 
 def _shared(bounds: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Widths between these bounds that fill the room; empty if even the least do not fit."""
+    """Return widths between these bounds that fill the space; empty if the least do not fit."""
     widths = [least for least, _ in bounds]
     left = room - sum(widths)
     if left < 0:
@@ -143,7 +143,7 @@ def table(*columns: str, right: Iterable[str] = ()) -> Fitting:
 
 
 def facts(rows: Mapping[str, str | Text]) -> Table:
-    """Names and values, one a line."""
+    """Return names and values, one a line."""
     made = Table(box=None, pad_edge=False, show_header=False)
     made.add_column(style="dim")
     made.add_column(overflow="fold")
@@ -180,7 +180,7 @@ def age(since: float) -> str:
 
 
 def alike(values: Sequence[float | None]) -> list[str]:
-    """Numbers of a column in one format, with enough digits for the least; empty for None."""
+    """Format the numbers of a column alike, with enough digits for the least; empty for None."""
     sizes = [abs(one) for one in values if one]
     form = ",.4f" if all(1e-3 <= one < 1e7 for one in sizes) else ".3e"
     return ["" if one is None else format(one, form) for one in values]

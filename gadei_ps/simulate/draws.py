@@ -43,7 +43,7 @@ def words(seed: int, stream: Stream, learners: IntArray, iterations: IntArray) -
 
 
 def uniform(seed: int, stream: Stream, learners: IntArray, iterations: IntArray) -> FloatArray:
-    """Numbers in (0, 1), neither end included."""
+    """Draw numbers in (0, 1), neither end included."""
     high = words(seed, stream, learners, iterations) >> np.uint64(11)
     return (high.astype(np.float64) + 0.5) * 2.0**-53
 

@@ -118,7 +118,7 @@ class GroupSimulator:
     # -- a round ----------------------------------------------------------------------------------
 
     def _begin(self, group: _Group, now: float) -> None:
-        """Works out when the round that begins now ends, and for whom."""
+        """Compute when the round that begins now ends, and for whom."""
         self._join(group, now)
         group.begun += 1
         machines = group.machines
@@ -171,14 +171,14 @@ class GroupSimulator:
         self._broadcasts.send(group.number, now, group.rounds, times, weights)
 
     def _exchange(self, machines: np.ndarray) -> float:
-        """Seconds of an aggregation among these machines, in two steps."""
+        """Return the duration (s) of an aggregation among these machines, in two steps."""
         if len(machines) < 2:
             return 0.0
         sent = self._aggregation(len(machines)) / self._speeds[machines]
         return 2 * self._setting.links.latency_s + float(sent.max())
 
     def _seconds(self, group: _Group) -> FloatArray:
-        """Seconds of all machines of the group for the k mini-batches of its next round."""
+        """Return each machine's time (s) for the k mini-batches of the group's next round."""
         place = group.rounds - group.first_drawn
         if place >= group.drawn.shape[1]:
             k, size = self._setting.k, len(group.numbers)
@@ -207,7 +207,7 @@ class GroupSimulator:
     def _deaths(
         self, group: _Group, now: float, arrivals: FloatArray, end: float
     ) -> dict[int, float]:
-        """Machines that die in this round, and when."""
+        """Return the machines that die in this round, and when."""
         deaths = self._setting.deaths
         dying: dict[int, float] = {}
         if deaths.share:

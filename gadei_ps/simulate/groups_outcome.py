@@ -54,7 +54,7 @@ class GroupOutcome:
         self.samples += self._setting.k * self._setting.batch * len(seconds)
 
     def exchanged(self, aggregated: IntArray, broadcast: FloatArray, members: int) -> None:
-        """Bytes that each of the members has sent in a round."""
+        """Count the bytes that each of the members has sent in a round."""
         self._machine_rounds += members
         self._aggregated += float(aggregated.sum())
         self._broadcast += float(broadcast.sum())
@@ -66,7 +66,7 @@ class GroupOutcome:
         self.lost_s += after_s
 
     def take(self, taken: Sequence[Taken], now: float, rounds: Sequence[int]) -> None:
-        """Models that a group has taken. rounds: those that their senders have ended by now."""
+        """Count the models that a group has taken. rounds: those that the senders have ended."""
         for one, ended in zip(taken, rounds, strict=True):
             self.staleness.add(ended - one.round)
             self._age_s += now - one.made

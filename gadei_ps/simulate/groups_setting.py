@@ -90,7 +90,7 @@ class GroupSetting:
 
 
 def sizes(text: str, machines: int | None) -> tuple[int, ...]:
-    """Groups as `4`, over which the machines are divided, or as their sizes, `3,5,2`.
+    """Parse groups given as `4`, over which the machines are divided, or as sizes, `3,5,2`.
 
     machines: None: two in each group. Raises UsageError.
     """

@@ -40,7 +40,7 @@ class Problem(Protocol):
         """The gradient of the mean loss of these samples, shape (weights,)."""
 
     def loss(self, weights: Weights) -> dict[str, float]:
-        """Values by name on held-out samples: `loss`, the mean loss, and perhaps others to plot."""
+        """Return values by name on held-out samples: `loss`, the mean, and others to plot."""
 
 
 class Logistic:
@@ -62,7 +62,7 @@ class Logistic:
         self._labels, self._held_labels = labels[:samples], labels[samples:]
 
     def initial(self) -> FloatArray:
-        """Zeros."""
+        """Return zeros."""
         return np.zeros(self._inputs.shape[1])
 
     def gradient(self, weights: FloatArray, rows: Rows) -> FloatArray:

@@ -34,7 +34,7 @@ class RunTimes(ABC):
 
     @abstractmethod
     def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        """Seconds, above 0, for each pair of learner and iteration. The arrays broadcast."""
+        """Return the time (s), above 0, of each pair of learner and iteration; arrays broadcast."""
 
 
 class Normal(RunTimes):

@@ -235,7 +235,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def found(directory: Path) -> list[Found]:
-    """Checkpoints, newest first, by their names only; none where there is no directory.
+    """Return the checkpoints, newest first, by their names only; none without a directory.
 
     Raises CheckpointError if the directory cannot be read.
     """

@@ -171,7 +171,7 @@ class HistoryFile:
         self._open()
 
     def close(self) -> None:
-        """Others may write it."""
+        """Release the file; other processes may then write it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -75,7 +75,7 @@ class History:
 
 
 def checked(times: FloatArray, censored: BoolArray) -> tuple[FloatArray, BoolArray]:
-    """Copies of the arguments of `observe`. Raises ValueError for other shapes.
+    """Copy the arguments of `observe`. Raises ValueError for other shapes.
 
     An invalid time (negative or infinite) becomes NaN: one broken clock must not end a job.
     """
@@ -88,7 +88,7 @@ def checked(times: FloatArray, censored: BoolArray) -> tuple[FloatArray, BoolArr
 
 
 def inverse_normal(probabilities: FloatArray) -> FloatArray:
-    """Quantiles of the standard normal, of any shape. Each probability must be in (0, 1)."""
+    """Return quantiles of the standard normal, of any shape. Each probability must be in (0, 1)."""
     quantile = NormalDist().inv_cdf
     flat = [quantile(p) for p in probabilities.ravel().tolist()]
     return np.array(flat, np.float64).reshape(probabilities.shape)

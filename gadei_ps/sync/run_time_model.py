@@ -66,7 +66,7 @@ class Network:
         }
 
     def predict(self, window: Floats, noise: Floats) -> tuple[Floats, Floats]:
-        """Means and deviations of the next superstep's run times, one row for each draw.
+        """Return means and deviations of the next superstep's run times, one row for each draw.
 
         window: (lag, learners), normalised. noise: standard normal, (lag + 1, draws, latent).
         Returns (draws, learners) twice, normalised.
@@ -76,7 +76,7 @@ class Network:
         return self._layer("run_time", hidden), _std(self._layer("run_time_std", hidden))
 
     def _last_states(self, window: Floats, noise: Floats) -> Floats:
-        """Draws of z_lag from the inference network: (draws, latent)."""
+        """Draw z_lag from the inference network: (draws, latent)."""
         context = self._recurrence("left", window) + self._recurrence("right", window[::-1])[::-1]
         states = np.broadcast_to(self._weights["start"], noise.shape[1:])
         for seen, random in zip(context, noise, strict=True):
@@ -206,7 +206,7 @@ class RunTimeModel:
         return self._history.rows * (self.scale or 1.0)
 
     def _predicted(self) -> tuple[Floats, Floats]:
-        """Means and deviations of the next superstep, (draws, learners), computed once each."""
+        """Return means and deviations (draws, learners) of the next superstep, computed once."""
         if self._prediction is None:
             shape = self.lag + 1, self._draws, self._latent
             noise = self._generator.standard_normal(shape, np.float32)

@@ -22,7 +22,7 @@ Times = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int32]
 
 CROWDED = 16
-"""If more times than this share a part of the timeline on average, merging is faster."""
+"""Number of times in a part of the timeline, on average, above which merging is faster."""
 
 
 @inner
@@ -230,5 +230,5 @@ SIGNATURE = types.int64(
 
 
 def source(name: str) -> tuple[Any, Callable[..., int]]:
-    """What the unit is compiled from."""
+    """Return the source that the unit is compiled from."""
     return SIGNATURE, _search

@@ -33,7 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 MARK = re.compile(r"^<!-- figures: (.+?) -->\n(.*?)(?=\n\n|\Z)", re.M | re.S)
 NUMBER = re.compile(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
-UNITS = r"(?:ns|us|ms|s|seconds|minutes|%|times|x|MB|GB|MB/s|GB/s|samples/s)"
+UNITS = r"(?:ns|µs|ms|s|seconds|minutes|%|times|x|MB|GB|MB/s|GB/s|samples/s)"
 PROCESSOR = r"(?:EPYC|Xeon) \d+/\d+"
 MEASURED = re.compile(rf"(?<![\w.,-])\d+(?:,\d{{3}})*(?:\.\d+)?\s*{UNITS}(?!\w)")
 
@@ -307,7 +307,7 @@ def test_what_is_wrong_is_found() -> None:
     assert unmarked("It takes 14 ms, 2 cores.\n\n<!-- figures: x.json, y -->\nNow 15 ms.\n") == [
         "14 ms"
     ]
-    assert shown("of 2,735 `x 4` at [a](b-5.md), 3.1 us; bfloat16, TREC-6") == ["2,735", "3.1"]
+    assert shown("of 2,735 `x 4` at [a](b-5.md), 3.1 µs; bfloat16, TREC-6") == ["2,735", "3.1"]
     with pytest.raises(AssertionError):
         row("start.json", contender="nobody")
 
