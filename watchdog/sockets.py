@@ -180,7 +180,9 @@ class ControlServer:
         try:
             if mask & selectors.EVENT_WRITE:
                 self._flush(client)
-            if mask & selectors.EVENT_READ:
+            if _has_request(client):
+                self._serve(client)
+            elif mask & selectors.EVENT_READ:
                 self._read(client)
         except (OSError, ValueError, GadeiError):
             self.close(client)
@@ -207,7 +209,8 @@ class ControlServer:
         self._serve(client)
 
     def _serve(self, client: Client) -> None:
-        while not client.waiting and len(client.received) >= control.LENGTH.size:
+        """Serve one request, if it has come. Others that came with it wait for their turns."""
+        if not client.waiting and len(client.received) >= control.LENGTH.size:
             (length,) = control.LENGTH.unpack_from(client.received)
             if length > control.MAX_REQUEST:
                 # Where the next message begins is unknown: the connection ends with the reply.
@@ -215,8 +218,6 @@ class ControlServer:
                 raise ValueError("message too long")
             end = control.LENGTH.size + length
             if len(client.received) < end:
-                if len(client.received) > control.MAX_REQUEST + control.LENGTH.size:
-                    raise ValueError("more than a message")
                 return
             raw = bytes(client.received[control.LENGTH.size : end])
             del client.received[:end]
@@ -250,6 +251,7 @@ class ControlServer:
     def reply(self, client: Client, message: dict[str, Any]) -> None:
         """Queue a reply; a client that does not read them is dropped."""
         client.waiting = False
+        client.since = time.monotonic()  # of what came while it waited
         self.note(client, message)
 
     def note(self, client: Client, message: dict[str, Any]) -> None:
@@ -272,7 +274,9 @@ class ControlServer:
                 del client.unsent[:sent]
             except BlockingIOError:
                 pass
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
+        # A request that came while the client waited is served when the socket can take its reply.
+        writes = client.unsent or _has_request(client)
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
         key = self._selector.get_key(client.socket)
         if key.events != mask:
             self._selector.modify(client.socket, mask, key.data)
@@ -341,6 +345,11 @@ def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
     return listener, status
 
 
+def _has_request(client: Client) -> bool:
+    """Return whether a whole request is there, or one too long, that may be served now."""
+    return not client.waiting and _missing(client.received) <= 0
+
+
 def _missing(received: bytearray) -> int:
     """Return the bytes to the end of the message that has begun.
 
@@ -349,7 +358,9 @@ def _missing(received: bytearray) -> int:
     if len(received) < control.LENGTH.size:
         return control.LENGTH.size - len(received)
     length: int = control.LENGTH.unpack_from(received)[0]
-    return max(1, control.LENGTH.size + length - len(received))
+    if length > control.MAX_REQUEST:
+        return 0
+    return control.LENGTH.size + length - len(received)
 
 
 def _files() -> int:
