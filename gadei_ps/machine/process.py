@@ -255,6 +255,10 @@ def die_with_parent(parent: int, how: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+_Start = tuple[Future[Any], Callable[[], Any], set[int]]
+"""A start that a thread waits for: its result, the call, the signals that the thread blocks."""
+
+
 class _Starter:
     """A thread that starts children for other threads, and ends with its process.
 
@@ -263,16 +267,18 @@ class _Starter:
 
     def __init__(self) -> None:
         self._pid = 0
-        self._lock = threading.Lock()
-        self._wanted: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
+        self._locks: dict[int, threading.Lock] = {}  # by process: a fork may copy one that is held
+        self._wanted: queue.SimpleQueue[_Start]
 
     def call(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-        """Call `start` in the thread; raise what it raises."""
+        """Call `start` in the thread; raise what it raises.
+
+        The child blocks the signals that the caller blocks.
+        """
         future: Future[subprocess.Popen[bytes]] = Future()
-        with self._lock:
+        with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._pid != os.getpid():  # a fork has no other threads than its first one
-                wanted: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
-                wanted = queue.SimpleQueue()
+                wanted: queue.SimpleQueue[_Start] = queue.SimpleQueue()
                 thread = threading.Thread(
                     target=self._run, args=(wanted,), name="starter", daemon=True
                 )
@@ -281,13 +287,16 @@ class _Starter:
                 except RuntimeError as error:
                     raise OSError(errno.EAGAIN, str(error)) from None
                 self._pid, self._wanted = os.getpid(), wanted
-        self._wanted.put((future, start))
+        self._wanted.put((future, start, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
         return future.result()
 
     @staticmethod
-    def _run(wanted: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
+    def _run(wanted: queue.SimpleQueue[_Start]) -> None:
         while True:
-            future, start = wanted.get()
+            # A signal that all other threads block must not be handled here.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            future, start, blocked = wanted.get()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             try:
                 future.set_result(start())
             except BaseException as error:

@@ -264,6 +264,60 @@ def test_a_thread_that_cannot_be_started_stops_one_start_only(
     assert starter.call(lambda: subprocess.Popen(["true"])).wait() == 0
 
 
+def test_a_child_has_the_signal_mask_of_its_caller() -> None:
+    """Whichever caller was the first one, and whatever it had blocked."""
+    starter = process._Starter()
+    show = "import signal; print([int(one) for one in signal.pthread_sigmask(0, [])])"
+    shown: list[str] = []
+
+    def start(blocked: set[int]) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        child = starter.call(
+            lambda: subprocess.Popen([sys.executable, "-c", show], stdout=subprocess.PIPE)
+        )
+        shown.append(child.communicate()[0].decode().strip())
+
+    for blocked in ({signal.SIGTERM}, set[int](), {signal.SIGUSR1}):
+        thread = threading.Thread(target=start, args=(blocked,))
+        thread.start()
+        thread.join()
+    assert shown == [f"[{int(signal.SIGTERM)}]", "[]", f"[{int(signal.SIGUSR1)}]"]
+
+
+def test_a_fork_beside_a_start_can_start_children() -> None:
+    """The fork has a lock that another thread held, and not the thread that would release it."""
+    begun, released = threading.Event(), threading.Event()
+
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            begun.set()
+            released.wait(20)
+            super().start()
+
+    starter = process._Starter()
+    first = Slow(target=lambda: starter.call(lambda: subprocess.Popen(["true"])).wait())
+    with pytest.MonkeyPatch.context() as slowly:
+        slowly.setattr(process.threading, "Thread", Slow)
+        threading.Thread.start(first)
+        assert begun.wait(20)
+    if (pid := os.fork()) == 0:
+        try:
+            os._exit(starter.call(lambda: subprocess.Popen(["true"])).wait())
+        finally:
+            os._exit(1)
+    pidfd = os.pidfd_open(pid)
+    try:
+        ended = process.gone(pidfd, 20.0)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        assert ended, "it waits for a lock that nobody releases"
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        os.close(pidfd)
+        released.set()
+        first.join()
+
+
 def test_a_signal_to_a_child_that_the_kernel_has_reaped() -> None:
     """As for all children of a program whose caller ignores SIGCHLD."""
     program = (
