@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -13,8 +14,9 @@ import pytest
 import support
 from shell import Cli, program
 
+from gadei_ps import _native
 from gadei_ps.commands import doctor
-from gadei_ps.commands.doctor import graphics, memory
+from gadei_ps.commands.doctor import graphics, kernel, memory
 from gadei_ps.kernels import cache
 from gadei_ps.machine import gpus
 
@@ -26,6 +28,18 @@ def test_healthy_machine(cli: Cli) -> None:
     assert checks.keys() == doctor.CHECKS.keys()
     assert result.json["ok"]
     assert all(one["remedy"] for one in checks.values() if one["level"] != "ok")
+
+
+def test_a_lease_that_is_taken_without_news_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread's list of leases must not lead into memory that is unmapped."""
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    monkeypatch.setattr(kernel.mmap, "mmap", lambda *_: page)
+    monkeypatch.setattr(kernel.threading.Thread, "start", lambda _: None)
+    monkeypatch.setattr(kernel.threading.Thread, "join", lambda _: None)
+    level, found, _ = kernel.robust_mutex()
+    assert (level, "no news of it" in found) == ("error", True)
+    assert _native.lease_take(_native.address(page), 0) == 0
+    _native.lease_release(_native.address(page))
 
 
 def test_errors_are_exit_code_1(cli: Cli) -> None:

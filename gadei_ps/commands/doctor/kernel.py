@@ -69,11 +69,12 @@ def robust_mutex() -> Found:
         owner.join()
         # Python's join does not wait for the kernel's end of the thread.
         found = _native.lease_take(lease, OWNER_DIES_WITHIN_NS)
+        if found != _native.PS_TIMEOUT:
+            _native.lease_release(lease)  # before its memory is unmapped
         reason = "" if found == DIED else "no news of it"
     except OSError as error:
         reason = str(error.strerror)
     if not reason:
-        _native.lease_release(lease)
         return Level.OK, "work", ""
     return (
         Level.ERROR,
