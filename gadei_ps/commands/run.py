@@ -61,6 +61,7 @@ from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 POLL_S = 0.05
 STAY_S = 0.2
 REPORT_S = 1.0
+SILENT_S = 0.5  # longest wait without a line
 ENDED = "the learners of its run have ended"
 NEVER_JOINED = (
     "no learner joined job {!r}: does the script make a gadei_ps Optimizer or Client, without the "
@@ -197,8 +198,11 @@ def joining(report: Mapping[str, Any], wanted: Launch) -> str:
 
 def _await_end(job: str) -> None:
     """Wait while a job starts or ends, such as one whose launcher was just killed."""
-    until = time.monotonic() + ENDING_S
-    while _starts_or_ends(job) and time.monotonic() < until:
+    begin, told = time.monotonic(), False
+    while _starts_or_ends(job) and (now := time.monotonic()) < begin + ENDING_S:
+        if not told and now > begin + SILENT_S:
+            told = True
+            _say(f"waiting up to {ENDING_S:g} s: job {job!r} is starting or ending")
         time.sleep(POLL_S)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import re
@@ -22,6 +23,7 @@ from gadei_ps.cli.app import app
 from gadei_ps.cli.switches import separated
 from gadei_ps.commands import jobs, run
 from gadei_ps.errors import UsageError
+from gadei_ps.job import paths
 from gadei_ps.machine import gpus, process
 from gadei_ps.watchdog.restart import Policy
 
@@ -439,6 +441,24 @@ def test_launcher_killed(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert again.signal(signal.SIGTERM).code == 128 + signal.SIGTERM
     assert (cli.directory / "w.npz").exists()
     assert not support.segments(job_name)
+
+
+def test_it_says_that_it_waits_for_another_watchdog(
+    cli: Cli, job_name: str, learner: list[str]
+) -> None:
+    """One that starts, or ends, has its lock and does not answer."""
+    path = paths.lock_path(job_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = paths.open_lock(path, create=True)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        running = cli.start("run", job_name, "--", *learner, 1)
+        text = f"waiting up to 20 s: job '{job_name}' is starting or ending"
+        support.eventually(lambda: text in running.err, what=lambda: running.err)
+    finally:
+        os.close(fd)
+    assert running.wait().code == 0
+    assert running.err.count("waiting") == 1
 
 
 @pytest.mark.parametrize("drain", [(), ("--drain",)])
