@@ -30,13 +30,13 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import making, model, script
+from gadei_ps.watchdog.batches import Batches
 from gadei_ps.watchdog.maker import Maker, Task
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.roster import Coming, Roster
 from gadei_ps.watchdog.script import Script
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
-from gadei_ps.watchdog.start import Start
 from gadei_ps.watchdog.stopping import Stopping
 
 SAY_S = 0.3  # between two notes to those who wait
@@ -81,7 +81,7 @@ def _in_words(tensors: Sequence[Tensor]) -> str:
 
 
 class Admission:
-    """Offers and attaches of one job. learners: how many rings must fit beside the model."""
+    """Offers and attaches of one job."""
 
     def __init__(
         self,
@@ -90,17 +90,15 @@ class Admission:
         roster: Roster,
         stopping: Stopping,
         maker: Maker,
-        start: Start,
-        learners: int,
+        batches: Batches,
         log: Any,
     ) -> None:
-        self._start = start
+        self._batches = batches
         self._sockets = sockets
         self._memory = memory
         self._roster = roster
         self._stopping = stopping
         self._maker = maker
-        self._learners = learners
         self._log = log
         self._coming: tuple[Task, Model] | None = None
         self._waiting: list[Waiting] = []  # for the model
@@ -172,7 +170,7 @@ class Admission:
         if self._coming is not None:
             self._wait(client, lambda: self._offer(client, offered, says, file))
             return None
-        if early and self._start.awaits_first:
+        if early and self._batches.awaits_first:
             again = Waiting(client, lambda: self._offer(client, offered, says, file))
             self._early.append((time.monotonic(), again))
             return None
@@ -184,7 +182,7 @@ class Admission:
 
         def make(progress: Progress) -> tuple[Segment, Segment]:
             try:
-                return self._memory.make_model(first, self._learners, progress)
+                return self._memory.make_model(first, progress)
             finally:
                 file.close()
 
@@ -364,8 +362,8 @@ class Admission:
             if self._stopping.begun or (not is_model and client not in self._sockets):
                 task.progress.cancel()
         if self._early:
-            none = self._stopping.begun or not self._start.awaits_first
-            self._hear_early(lambda since: none or self._start.is_late(since))
+            none = self._stopping.begun or not self._batches.awaits_first
+            self._hear_early(lambda since: none or self._batches.is_late(since))
             if now >= self._noted_at + SAY_S:
                 self._noted_at = now
                 for _, one in self._early:

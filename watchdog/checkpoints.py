@@ -266,7 +266,8 @@ class Checkpoints:
             self._checkpoint_writer = Child(
                 self.selector,
                 process.module_command("gadei_ps.watchdog.checkpoint_writer"),
-                *(self._heard_line, self._ended),
+                self._heard_line,
+                self._ended,
                 stdin=file,
                 pass_fds=list(self.memory.files.values()),
             )

@@ -21,7 +21,7 @@ from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
 from gadei_ps.memory import layout, totals
 from gadei_ps.storage.history import line
-from gadei_ps.watchdog import changing, settings
+from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.durations import HISTORY_END_S, HISTORY_KILL_S
 from gadei_ps.watchdog.memory import JobMemory
 
@@ -102,10 +102,10 @@ class History:
     def _in_force(self) -> dict[str, Any]:
         control = self._memory.control
         text = modes.text(control, modes.done(control))
-        return settings.fields(changing.wanted(self._memory)) | {"sync": text}
+        return settings.fields(self._memory.specs) | {"sync": text}
 
     def _note_changes(self) -> None:
-        if not changing.is_settled(self._memory):
+        if not self._memory.is_settled:
             return
         before, now = self._settings, self._in_force()
         changed = {name: [before[name], now[name]] for name in now if now[name] != before[name]}
@@ -199,7 +199,8 @@ class History:
             self._writer = Child(
                 self._selector,
                 process.module_command("gadei_ps.watchdog.history_writer", path, fresh),
-                *(self._heard, self._ended),
+                self._heard,
+                self._ended,
                 how=None,  # it ends with its input, once all of that is written
             )
         except OSError as error:

@@ -11,6 +11,10 @@ The next watchdog of a job adopts the memory that a dead one has left if all of 
 - weights and state carry the job's id;
 - the fields settings.ADOPTED of the job file have the same digests as when the memory was made.
 
+If the job's processes were in another pid namespace, for example in a container that is gone, its
+pids mean nothing here: they may be other processes', even with the same start times. So only the
+kernel's evidence is used: locks on the control segment, and whether a ring is open for writing.
+
 Nothing else of the job file is compared. The synchronization model stays the one in memory. A ring
 is adopted if the roster's row holds a learner and the ring is of the same generation.
 """
@@ -22,6 +26,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -33,27 +38,41 @@ from gadei_ps.errors import (
     OtherVersion,
     SegmentError,
 )
-from gadei_ps.job import modes, paths
+from gadei_ps.job import changes, modes, numbers, paths
 from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
+from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.machine import process
-from gadei_ps.memory import build, holds, layout, presence, reserve, segment, shm, weights
+from gadei_ps.memory import (
+    build,
+    holds,
+    layout,
+    presence,
+    reserve,
+    segment,
+    shm,
+    totals,
+    weights,
+)
 from gadei_ps.memory import ring as shared
 from gadei_ps.memory.holds import Hold
-from gadei_ps.memory.layout import Phase, SegmentKind, Stop
+from gadei_ps.memory.layout import Phase, SegmentKind, ServerState, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
+from gadei_ps.storage.snapshot import Snapshot
 from gadei_ps.sync import SyncModel
-from gadei_ps.watchdog import elsewhere, making, recorded, restored, script, settings
+from gadei_ps.watchdog import making, recorded, script, settings
 from gadei_ps.watchdog.dead import differs, name_taken
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.script import Script
 
 OWN_FILE = "start it with the job file or the options that it had, or drop it with --fresh"
 OWN_BUILD = "start it with its own gadei-ps, or drop it with --fresh"
-LOOK_S = 0.001
+LOCK_INTERVAL_S = 0.001  # between two tries to take a lock
+NOWHERE = 0  # no namespace has this number: pids in the memory mean nothing to any process
+ELSEWHERE_END_S = 15.0  # for a server that has lost its watchdog while it started
 
 
 @dataclass(eq=False)
@@ -61,6 +80,8 @@ class JobMemory:
     """All segments of a job, as the watchdog sees them."""
 
     config: JobConfig
+    learners: int = 1
+    """Number of learners to come, whose rings must fit beside the model."""
     job_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     model: Model | None = None
     script: Script = field(default_factory=Script)
@@ -126,7 +147,7 @@ class JobMemory:
                 return hold
             if not segment.is_named(made):
                 return None
-            time.sleep(LOOK_S)
+            time.sleep(LOCK_INTERVAL_S)
 
     def _own(self) -> None:
         """Enter this process as the job's watchdog and as the owner of its segments."""
@@ -201,7 +222,7 @@ class JobMemory:
         control = found.view(layout.CONTROL)
         here = presence.is_here(found.header)
         if not here:
-            elsewhere.check_dead(self.config.name, control)
+            check_dead_elsewhere(self.config.name, control)
         elif process.alive(int(control["watchdog_pid"]), int(control["watchdog_start"])):
             raise JobInUse(self._who_holds())
         if int(control["phase"]) == Phase.STOPPED or not int(control["model_ready"]):
@@ -231,7 +252,7 @@ class JobMemory:
         # In this order: until no server lives elsewhere, the memory must not say that it is of this
         # namespace. The next watchdog would ask pids then, and not look at the servers' locks.
         if not here:
-            elsewhere.take_over(self.config.name, control)
+            take_from_elsewhere(self.config.name, control)
         self.control, self.adopted = found, True
         self.enter_settings()
         self._open_files()
@@ -288,18 +309,16 @@ class JobMemory:
         """Optimizer slots."""
         return optimizers.slots(self.effective.optimizer.spec(first.script.settings).kind)
 
-    def needs(self, model: Model, streams: int, learners: int) -> dict[str, int]:
-        """Bytes of each segment of a job with that model, optimizer slots and so many learners."""
+    def needs(self, model: Model, streams: int) -> dict[str, int]:
+        """Bytes of each segment of a job with that model and optimizer slots."""
         ring = making.ring_shape(model, self.config.slots).bytes
         return {
             "weights": weights.segment_bytes(model),
             "optimizer": making.state_bytes(model, streams),
-            "ring" if learners == 1 else f"{learners} rings": learners * ring,
+            "ring" if self.learners == 1 else f"{self.learners} rings": self.learners * ring,
         }
 
-    def make_model(
-        self, first: First, learners: int = 1, progress: Progress | None = None
-    ) -> tuple[Segment, Segment]:
+    def make_model(self, first: First, progress: Progress | None = None) -> tuple[Segment, Segment]:
         """Make weights and state; any thread. Room for the learners' rings must be there, too.
 
         Raises NoSharedMemory, reserve.Cancelled and what first.values raises; then nothing of it is
@@ -307,7 +326,7 @@ class JobMemory:
         """
         name = self.config.name
         streams = self._streams(first)
-        needs = self.needs(first.model, streams, learners)
+        needs = self.needs(first.model, streams)
         reserve.check(needs, f"job {name!r}")
         if progress is not None:
             progress.total = needs["weights"] + needs["optimizer"]
@@ -335,7 +354,7 @@ class JobMemory:
         control = self.control.view(layout.CONTROL)
         control["shards"] = self.config.resolved_shards(first.model.elements)
         if first.snapshot is not None:
-            restored.enter(control, self.state.view(layout.STATE), first.snapshot)
+            restore(control, self.state.view(layout.STATE), first.snapshot)
             self.changes = first.changes
         self.enter_script(first.script)
         self.weights.publish()
@@ -364,6 +383,38 @@ class JobMemory:
         """
         begins = self.model is None or self.script.is_open
         settings.enter(self.control, self.config, self.script, self.changes, begins=begins)
+
+    @property
+    def specs(self) -> list[OptimizerSpec]:
+        """Resulting settings of each group of parameters, and at last of the others."""
+        return settings.specs_of(self.config, self.script, self.changes)
+
+    def change_settings(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Apply the request of `gadei-ps set`; return the changed fields, each with both values.
+
+        The change is first recorded in memory. From then on this watchdog, or the next one, asks
+        the servers for it until it is in force (job/numbers.py). Raises UsageError, and changes
+        nothing, for settings that the job's optimizer cannot have.
+        """
+        before = self.specs
+        values = changes.checked(values, before[-1].kind.name.lower(), len(before) - 1)
+        new = self.changes.with_(values, self.config)
+        after = settings.specs_of(self.config, self.script, new)
+        if new != self.changes:
+            self.changes = new
+            self.enter_settings()
+        was, now = settings.fields(before), settings.fields(after)
+        return {name: [was[name], now[name]] for name in values if was[name] != now[name]}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the servers apply gradients with the resulting settings."""
+        return numbers.are_in_force(self.control, settings.packed(self.specs))
+
+    def ask_for_settings(self) -> None:
+        """Ask for what is not in force yet: a change may have come amid another one. Every tick."""
+        if self.model is not None and not self.is_settled:
+            numbers.ask(self.control, settings.packed(self.specs))
 
     @property
     def effective(self) -> JobConfig:
@@ -455,3 +506,70 @@ class JobMemory:
         if self._hold is not None:
             self._hold.release()
             self._hold = None
+
+
+def check_dead_elsewhere(job: str, control: np.void) -> None:
+    """Raise JobInUse if a server or a learner of the job lives. The caller holds the watchdog's
+    lock."""
+    if presence.living(job).servers:
+        raise JobInUse(presence.elsewhere(job))
+    roster = control["roster"]
+    for row in np.flatnonzero(roster["generation"] != roster["retired"]).tolist():
+        try:
+            written = holds.is_written(shm.segment_name(job, f"ring.{row}"))
+        except (FileNotFoundError, NotOurs):
+            continue
+        if written:
+            raise JobInUse(
+                f"learner {row} of job {job!r} is running elsewhere (in another container or pid "
+                "namespace): end it there first"
+            )
+
+
+def take_from_elsewhere(job: str, control: np.void) -> None:
+    """Ensure, after check_dead_elsewhere(), that no server of the job begins to serve there.
+
+    One may just have been starting when its watchdog died. It takes its lock, then looks whether it
+    is still named; here the names are removed first, and then the locks are looked at. The memory
+    is of no namespace meanwhile: if this fails, or its process is killed, every next watchdog looks
+    at the locks again, in whichever namespace it starts. Raises JobInUse.
+    """
+    # First, so that nobody reads pids that are removed as those of the dead.
+    control["header"]["owner_namespace"] = NOWHERE
+    _forget_processes(control)
+    _wait_for_servers(job)
+    # Again: a server that had its lock may have entered itself until it ended.
+    _forget_processes(control)
+
+
+def _forget_processes(control: np.void) -> None:
+    """Clear the pids of the dead, before the job's pids are those of this namespace."""
+    control["watchdog_pid"] = control["lease_pid"] = control["fork_server_pid"] = 0
+    control["server"]["pid"] = 0
+    control["server"]["state"] = ServerState.NONE
+    control["roster"]["pid"] = 0
+
+
+def _wait_for_servers(job: str) -> None:
+    """Wait until no server has a lock: one that is not named any more ends. Raises JobInUse."""
+    until = time.monotonic() + ELSEWHERE_END_S
+    while presence.living(job).servers:
+        if time.monotonic() > until:
+            raise JobInUse(presence.elsewhere(job))
+        time.sleep(0.01)
+
+
+def restore(control: np.void, state: np.void, snapshot: Snapshot) -> None:
+    """Enter a checkpoint's counts and batch ledger into new memory."""
+    state["record"]["steps"] = snapshot.steps
+    state["record"]["supersteps"] = snapshot.supersteps
+    control["superstep"] = control["supersteps_done"] = snapshot.supersteps
+    state["record"]["gradients"] = snapshot.version
+    control["version"] = snapshot.version
+    control["checkpoint_version"] = snapshot.version
+    for field_ in ("batches", "epochs", "seed", "next", "epochs_done"):
+        control[field_] = snapshot.work[field_]
+    control["requeue"][: snapshot.requeue.size] = snapshot.requeue
+    control["requeued"] = snapshot.requeue.size
+    totals.restore(control, snapshot.counts)
+    control["work"] = snapshot.work["state"]

@@ -6,15 +6,16 @@ another synchronization model, and the end.
 
 from __future__ import annotations
 
+import math
 import selectors
-from pathlib import Path
+from functools import singledispatchmethod
 from typing import Any
 
 import numpy as np
 
 from gadei_ps import sync
 from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, NotSaved, in_words
-from gadei_ps.job import control, modes
+from gadei_ps.job import control, modes, paths
 from gadei_ps.job.config import check_room
 from gadei_ps.job.control import (
     Attach,
@@ -36,10 +37,12 @@ from gadei_ps.job.control import (
     Status,
     StopJob,
 )
-from gadei_ps.memory import layout
-from gadei_ps.memory.layout import Work
-from gadei_ps.watchdog import changing, owning, settings, status
+from gadei_ps.machine import log
+from gadei_ps.memory import layout, owned, totals
+from gadei_ps.memory.layout import Phase, Reason, Work
+from gadei_ps.watchdog import script, settings
 from gadei_ps.watchdog.admission import Admission
+from gadei_ps.watchdog.batches import Batches
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.launches import Launches
@@ -51,8 +54,10 @@ from gadei_ps.watchdog.refusals import Refusals
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
-from gadei_ps.watchdog.start import Start
 from gadei_ps.watchdog.stopping import Stopping
+
+Reply = dict[str, Any] | None
+"""Reply to a request; None if it comes later."""
 
 
 class Requests:
@@ -60,7 +65,6 @@ class Requests:
 
     def __init__(
         self,
-        path: Path,
         selector: selectors.BaseSelector,
         memory: JobMemory,
         roster: Roster,
@@ -69,30 +73,27 @@ class Requests:
         stopping: Stopping,
         maker: Maker,
         history: History,
-        learners: int,
-        log: Any,
     ) -> None:
-        """Listen at `path`. Raises ControlError.
-
-        learners: how many of their rings must fit beside a model.
-        """
+        """Listen at the job's path. Raises ControlError."""
         self._memory = memory
         self._roster = roster
         self._servers = servers
         self._checkpoints = checkpoints
         self._stopping = stopping
-        self._log = log
+        self._log = log.get(job=memory.config.name)
         self._maker = maker
         self._history = history
         self._unreachable = ""  # why nobody can connect
-        self._sockets = ControlServer(path, selector, self._handle, self._closed)
-        self._start = Start(memory, learners)
-        self._refusals = Refusals(memory, log)
-        self._loading = Loading(memory, log)
+        self._sockets = ControlServer(
+            paths.socket_path(memory.config.name), selector, self._dispatch, self._closed
+        )
+        self._batches = Batches(memory, memory.learners)
+        self._refusals = Refusals(memory, self._log)
+        self._loading = Loading(memory, self._log)
         own = memory.config.learners
         self._launches = Launches(own.count if own is not None else 0)
         self._admission = Admission(
-            self._sockets, memory, roster, stopping, maker, self._start, learners, log
+            self._sockets, memory, roster, stopping, maker, self._batches, self._log
         )
 
     @property
@@ -105,9 +106,9 @@ class Requests:
     def look(self, now: float) -> None:
         """Do the work between two requests. Every tick."""
         self._admission.look(now)
-        self._start.hand_out(self._stopping.begun)
+        self._batches.hand_out(self._stopping.begun)
         self._refusals.look(now)
-        changing.look(self._memory)
+        self._memory.ask_for_settings()
         self._loading.look()
 
     def expire(self, lock: NameLock | None) -> None:
@@ -147,59 +148,78 @@ class Requests:
                 self._sockets.reply(client, final)
         self._sockets.shut_down()
 
-    def _handle(self, client: Client, request: control.Request) -> dict[str, Any] | None:
-        match request:
-            case Status():
-                return self.report()
-            case Offer():
-                return self._admission.offer(client, request)
-            case Attach():
-                return self._admission.attach(client, request)
-            case FirstBatch():
-                return self._admission.first_batch(client, request)
-            case Detach():
-                return self._detach(client, request)
-            case Measured():
-                self._history.note(request.values)
-                return {}
-            case Reload():
-                return self._reload(request)
-            case SetOptimizer():
-                return self._set_optimizer(request)
-            case SetSync():
-                return self._set_sync(request)
-            case SetWork():
-                return self._set_work(request)
-            case Launch():
-                return self._launches.reserve(client.pid, request, self._roster.rows)
-            case LeaveOut():
-                return self._leave_out(request)
-            case Checkpoint():
-                self._checkpoint(client)
-                return None
-            case Copy():
-                self._copy(client, request)
-                return None
-            case Own():
-                self._stopping.refuse()
-                return owning.own(self._memory, request)
-            case Load():
-                self._stopping.refuse()
-                return {"answer": self._loading.ask(request)}
-            case Discard():
-                self._discard(client)
-                return None
-            case StopJob():
-                self._stopping.asked = True
-                self._stopping.begin(request.drain, request.timeout_s, request.reason)
-                if not request.wait:
-                    return {}
-                self._stopping.waiting.append(client)
-                return None
+    def _dispatch(self, client: Client, request: control.Request) -> Reply:
+        return self._handle(request, client)
+
+    @singledispatchmethod
+    def _handle(self, request: control.Request, client: Client) -> Reply:
+        """Handle a request by the method that is registered for its class."""
+        raise NotImplementedError(type(request))
+
+    @_handle.register
+    def _status(self, request: Status, client: Client) -> Reply:
+        return self.report()
+
+    @_handle.register
+    def _offer(self, request: Offer, client: Client) -> Reply:
+        return self._admission.offer(client, request)
+
+    @_handle.register
+    def _attach(self, request: Attach, client: Client) -> Reply:
+        return self._admission.attach(client, request)
+
+    @_handle.register
+    def _first_batch(self, request: FirstBatch, client: Client) -> Reply:
+        return self._admission.first_batch(client, request)
+
+    @_handle.register
+    def _detach(self, request: Detach, client: Client) -> Reply:
+        self._roster.detach(client.pid, request.row, request.generation)
+        return {}
+
+    @_handle.register
+    def _measured(self, request: Measured, client: Client) -> Reply:
+        self._history.note(request.values)
+        return {}
+
+    @_handle.register
+    def _launch(self, request: Launch, client: Client) -> Reply:
+        return self._launches.reserve(client.pid, request, self._roster.rows)
+
+    @_handle.register
+    def _leave_out(self, request: LeaveOut, client: Client) -> Reply:
+        """Exclude ended learners. A launcher's do not count if the job file has learners."""
+        if self._memory.config.learners is None:
+            self._batches.leave_out(request.number)
+        return {}
+
+    @_handle.register
+    def _own(self, request: Own, client: Client) -> Reply:
+        self._stopping.refuse()
+        return self._batches.assign(request)
+
+    @_handle.register
+    def _set_work(self, request: SetWork, client: Client) -> Reply:
+        self._stopping.refuse()
+        return self._batches.set_work(request)
+
+    @_handle.register
+    def _load(self, request: Load, client: Client) -> Reply:
+        self._stopping.refuse()
+        return {"answer": self._loading.ask(request)}
+
+    @_handle.register
+    def _stop(self, request: StopJob, client: Client) -> Reply:
+        self._stopping.asked = True
+        self._stopping.begin(request.drain, request.timeout_s, request.reason)
+        if not request.wait:
+            return {}
+        self._stopping.waiting.append(client)
+        return None
 
     def report(self) -> dict[str, Any]:
         """The job's status."""
-        report = status.report(self._memory)
+        report = job_status(self._memory)
         for one in report["learners"]:
             standing = self._roster.standing.get(one["row"])
             one["holds_up_s"] = standing.stands_s if standing else None
@@ -217,10 +237,11 @@ class Requests:
         report["stop_reason"] = self._stopping.reason or None
         report["saves_on_stop"] = self._stopping.saves
         report["making"] = self._maker.facts
-        report["start"] = self._start.report()
+        report["start"] = self._batches.report()
         return report
 
-    def _checkpoint(self, client: Client) -> None:
+    @_handle.register
+    def _checkpoint(self, request: Checkpoint, client: Client) -> Reply:
         """The reply comes when the checkpoint is on the disk, or is not."""
         self._stopping.refuse()
         if coming := self._admission.model_coming:
@@ -232,8 +253,10 @@ class Requests:
             self._sockets.reply(client, failure(error) if failed else outcome)
 
         self._checkpoints.ask(heard)
+        return None
 
-    def _copy(self, client: Client, request: Copy) -> None:
+    @_handle.register
+    def _copy(self, request: Copy, client: Client) -> Reply:
         """The reply comes when the copy is in the client's file, or is not."""
         if not client.fds:
             raise ControlError("copy: no file came with the request")
@@ -244,8 +267,10 @@ class Requests:
             self._sockets.reply(client, failure(error) if failed else outcome)
 
         self._checkpoints.ask(heard, client.fds.pop(0), slots=request.slots)
+        return None
 
-    def _discard(self, client: Client) -> None:
+    @_handle.register
+    def _discard(self, request: Discard, client: Client) -> Reply:
         """Raise ControlError if no checkpoint is newer: a stop must not lose anything.
 
         Raises JobStopped if a stop that saves has begun.
@@ -257,18 +282,10 @@ class Requests:
         self._stopping.asked = True
         self._stopping.begin(drain=False, timeout_s=1.0)
         self._stopping.waiting.append(client)
+        return None
 
-    def _detach(self, client: Client, request: Detach) -> dict[str, Any]:
-        self._roster.detach(client.pid, request.row, request.generation)
-        return {}
-
-    def _leave_out(self, request: LeaveOut) -> dict[str, Any]:
-        """Exclude ended learners. A launcher's do not count if the job file has learners."""
-        if self._memory.config.learners is None:
-            self._start.leave_out(request.number)
-        return {}
-
-    def _reload(self, request: Reload) -> dict[str, Any]:
+    @_handle.register
+    def _reload(self, request: Reload, client: Client) -> Reply:
         self._stopping.refuse()
         memory = self._memory
         new, changed = settings.changed(
@@ -284,14 +301,16 @@ class Requests:
             self._log.info("the job file has changed", **changed)
         return {"changed": changed}
 
-    def _set_optimizer(self, request: SetOptimizer) -> dict[str, Any]:
+    @_handle.register
+    def _set_optimizer(self, request: SetOptimizer, client: Client) -> Reply:
         self._stopping.refuse()
-        changed = changing.change(self._memory, request)
+        changed = self._memory.change_settings(request.values)
         if changed:
             self._log.info("changing the optimizer's numbers", **changed)
         return {"changed": changed}
 
-    def _set_sync(self, request: SetSync) -> dict[str, Any]:
+    @_handle.register
+    def _set_sync(self, request: SetSync, client: Client) -> Reply:
         self._stopping.refuse()
         job = self._memory.config.name
         attached = len(self._roster.rows)
@@ -330,32 +349,82 @@ class Requests:
         self._memory.ring_bells()
         return {"changes": True, "sync": str(wanted)}
 
-    def _set_work(self, request: SetWork) -> dict[str, Any]:
-        self._stopping.refuse()
-        control_ = self._control
-        wanted = (request.batches, request.epochs, request.seed)
-        if int(control_["work"]) != Work.NONE or int(control_["batches"]):
-            have = tuple(int(control_[name]) for name in ("batches", "epochs", "seed"))
-            if have != wanted:
-                raise ControlError(
-                    "the job hands out work already: batches, epochs, seed are "
-                    f"{have}, not {wanted}"
-                )
-            if request.ahead > int(control_["ahead"]):
-                control_["ahead"] = request.ahead
-                self._memory.ring_bells()
-            return {"set": False}
-        memory = self._memory.control
-        if modes.wanted(memory) != modes.done(memory):
-            coming = sync.parse(modes.text(memory, modes.wanted(memory)))
-            if coming.wave != int(control_["wave"]):
-                raise ControlError(
-                    f"the job is just changing to {coming}, with waves of {coming.wave}; ask again"
-                )
-        control_["ahead"] = max(int(control_["ahead"]), request.ahead)
-        control_["next"] = 0
-        control_["epochs_done"] = 0
-        control_["epochs"], control_["seed"] = wanted[1:]
-        control_["batches"] = wanted[0]  # last: with it the next watchdog continues from here
-        self._start.hand_out(stopping=False)
-        return {"set": True}
+
+def job_status(memory: JobMemory) -> dict[str, Any]:
+    """Return what the segments of a job say of it; counters only ever grow."""
+    control = memory.control.view(layout.CONTROL)
+    state = memory.state.view(layout.STATE) if memory.state is not None else None
+    told = script.report(memory.config, memory.script, memory.changes, memory.model)
+    in_force, wanted = modes.done(memory.control), modes.wanted(memory.control)
+    learners = [_learner(memory, row) for row in sorted(memory.rings)]
+    return {
+        "job": memory.config.name,
+        "job_id": memory.job_id.hex(),
+        "phase": Phase(int(control["phase"])).name.lower(),
+        "sync": modes.text(memory.control, in_force),
+        "sync_wanted": modes.text(memory.control, wanted) if wanted != in_force else None,
+        "optimizer": told["kind"],
+        "settings": told,
+        "history": str(memory.config.history_file()) if memory.config.history else None,
+        "settings_pending": not memory.is_settled,
+        "when_idle": memory.config.when_idle,
+        **totals.of_job(control, state),
+        "failovers": max(0, int(control["lease_generation"]) - 1),
+        "learners_attached": len(learners),
+        "work": {
+            "state": Work(int(control["work"])).name.lower(),
+            "batches": int(control["batches"]),
+            "epochs": int(control["epochs"]),
+            "seed": int(control["seed"]),
+            "epoch": int(control["next"]) >> 32,
+            "next": int(control["next"]) & 0xFFFFFFFF,
+            "epochs_done": int(control["epochs_done"]),
+            "waits": owned.waits(control),
+        },
+        "learners": learners,
+        "model": _model(memory),
+        "watchdog_pid": int(control["watchdog_pid"]),
+        "server_pid": int(control["lease_pid"]),
+        "fork_server_pid": int(control["fork_server_pid"]),
+        "shared_bytes": sum(
+            part.size
+            for part in (memory.control, memory.weights, memory.state, *memory.rings.values())
+            if part is not None
+        ),
+    }
+
+
+def _model(memory: JobMemory) -> dict[str, int] | None:
+    if memory.model is None:
+        return None
+    return {
+        "tensors": len(memory.model.tensors),
+        "values": memory.model.values,
+        "bytes": memory.model.elements * 4,
+    }
+
+
+def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
+    control = memory.control.view(layout.CONTROL)
+    entry = control["roster"][row]
+    ring = memory.rings[row].view(layout.RING)
+    shards = int(control["shards"])  # the ring's own words may be anything
+    applied = int(entry["applied"])
+    return {
+        "row": row,
+        "generation": int(entry["generation"]),
+        "name": entry["name"].decode(errors="replace"),
+        "pid": int(entry["pid"]),
+        "leaving": int(entry["wanted"]) != int(entry["generation"]),
+        "published": int(ring["head"]),
+        **totals.of_learner(entry),
+        "refused_because": layout.REASON_TEXT[Reason(int(entry["reason"]))],
+        "gradient_norm": float(entry["norm"]) if applied and math.isfinite(entry["norm"]) else None,
+        "loss": float(entry["loss"]) if applied and math.isfinite(entry["loss"]) else None,
+        "queue": max(0, int(ring["head"]) - int(ring["tail"]["value"][:shards].min())),
+        "staleness_mean": int(entry["staleness_sum"]) / applied if applied else 0.0,
+        "staleness_histogram": [int(count) for count in entry["histogram"]],
+        "outstanding": int((entry["outstanding"] != layout.NO_BATCH).sum()),
+        "paused": bool(int(ring["wants"]) & layout.WANTS_PAUSE),
+        "others_stand_still": int(entry["stand"]) != 0,
+    }

@@ -67,7 +67,7 @@ class Running:
 class Servers:
     """Both servers of a job.
 
-    failed: called if the job fails. learners: how many are to come.
+    failed: called if the job fails.
     """
 
     memory: JobMemory
@@ -75,7 +75,6 @@ class Servers:
     log: Any
     failed: Callable[[str], None]
     options: Options = field(default_factory=Options)
-    learners: int = 0
     hang_s: float = field(init=False)
     policy: Policy = field(default_factory=Policy, init=False)
     running: dict[int, Running] = field(default_factory=dict, init=False)
@@ -300,7 +299,12 @@ class Servers:
         """Return the arguments of gadei_ps.server.manager."""
         config = self.memory.config
         given = [config.name, str(number), str(config.orphan_s), *self.options.flags]
-        given += ["--learners", str(self.learners), "--patience", str(config.learner_timeout_s)]
+        given += [
+            "--learners",
+            str(self.memory.learners),
+            "--patience",
+            str(config.learner_timeout_s),
+        ]
         if config.cores:
             given += ["--cores", config.cores]
         return [*given, "--core-dumps"] if config.core_dumps else given

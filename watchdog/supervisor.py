@@ -17,6 +17,7 @@ import os
 import selectors
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class Supervisor:
     ) -> None:
         self.config = config
         self.options = options or Options()
-        self.memory = JobMemory(config)
+        self.memory = JobMemory(config, config.learners_to_come(self.options.learners))
         self._notify = notify or Notify()
         self._log = log.get(job=config.name)
         self._selector = selectors.DefaultSelector()
@@ -84,7 +85,6 @@ class Supervisor:
             self._log,
             self._fail,
             self.options,
-            self._rings,
         )
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
         self._history = History(self.memory, self._selector, self._log)
@@ -180,7 +180,6 @@ class Supervisor:
         self._wait_until_serving()
         path = paths.socket_path(self.config.name)
         self._requests = Requests(
-            path,
             self._selector,
             self.memory,
             self._roster,
@@ -189,8 +188,6 @@ class Supervisor:
             self._stopping,
             self._maker,
             self._history,
-            self._rings,
-            self._log,
         )
         if self.config.learners is not None:
             self._learners = JobLearners(self.config.learners, self.memory, str(path), self._log)
@@ -198,6 +195,14 @@ class Supervisor:
                 self._learners.adopt()
         self._wanted.look()  # before units of learners that wait for this one
         self._notify.ready()
+        self._log_start(path)
+        if stop != Stop.GO:
+            self._log.warning("finishing the stop that another watchdog had begun")
+            self._stopping.begin(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
+        elif self.options.finish:
+            self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
+
+    def _log_start(self, path: Path) -> None:
         self._log.info(
             "adopted" if self.memory.adopted else "ready",
             socket=str(path),
@@ -213,16 +218,6 @@ class Supervisor:
         if self._sync != file:
             kept = "the job keeps the synchronization model that it has; gadei-ps set changes it"
             self._log.warning(kept, sync=self._sync, file=file)
-        if stop != Stop.GO:
-            self._log.warning("finishing the stop that another watchdog had begun")
-            self._stopping.begin(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
-        elif self.options.finish:
-            self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
-
-    @property
-    def _rings(self) -> int:
-        """Return the number of learners' rings that must fit beside the model."""
-        return self.config.learners_to_come(self.options.learners)
 
     def _make_first_model(self) -> None:
         """Make the model of a checkpoint or the job file; else the first learner brings it."""
@@ -236,7 +231,7 @@ class Supervisor:
             first = first or model.configured(self.config)
             if first is None:
                 return None
-            return first, self.memory.make_model(first, self._rings, progress)
+            return first, self.memory.make_model(first, progress)
 
         outcome: list[tuple[Any, BaseException | None]] = []
         task = self._maker.ask("the model", make, lambda *made: outcome.append(made))

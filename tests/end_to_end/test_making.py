@@ -226,7 +226,7 @@ def test_a_ring_made_in_vain_has_no_name_when_it_is_dropped(job_name: str) -> No
     maker.drop = lambda held: named.append(segment.is_named(held))
     memory = mock.Mock(config=config(job_name))
     admission = Admission(
-        mock.Mock(), memory, mock.Mock(), stopping, maker, mock.Mock(), 1, mock.Mock()
+        mock.Mock(), memory, mock.Mock(), stopping, maker, mock.Mock(), mock.Mock()
     )
     client = mock.Mock()
     admission._asked[client] = mock.Mock()

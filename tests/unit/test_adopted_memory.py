@@ -17,7 +17,7 @@ from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import CONTROL, Phase, ServerState, Stop
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import elsewhere, memory
+from gadei_ps.watchdog import memory
 from gadei_ps.watchdog.memory import JobMemory
 
 THERE = 1  # another pid namespace
@@ -162,7 +162,7 @@ def test_pids_of_another_namespace(left: JobMemory) -> None:
         now = words(control)
         seen.append((now.get("header.owner_namespace"), {n: now.get(n) for n in names}))
 
-    with at_each_line(look, elsewhere):
+    with at_each_line(look, memory):
         made = adopted(left)
     assert seen[-1] == (process.namespace(), dict.fromkeys(names) | {"watchdog_pid": os.getpid()})
     whole = {name: before[name] for name in names}

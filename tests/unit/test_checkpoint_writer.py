@@ -16,7 +16,8 @@ from gadei_ps import _native, sync
 from gadei_ps.job.control import SetWork
 from gadei_ps.memory.layout import CONTROL, Work
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import requests, start
+from gadei_ps.watchdog import batches
+from gadei_ps.watchdog.batches import Batches
 from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
 from gadei_ps.watchdog.memory import JobMemory
 
@@ -55,24 +56,20 @@ class FirstWork:
             control[word] = 0
         self._at_store, self._may_store = threading.Semaphore(0), threading.Semaphore(0)
         self._left = STORES
-        watchdog = SimpleNamespace(
-            _stopping=SimpleNamespace(refuse=lambda: None),
-            _control=Words(control, before_store=self._stop),
-            _memory=memory,
-            _start=start.Start(memory, 0),
-        )
+        words = Words(control, before_store=self._stop)
+        monkeypatch.setattr(Batches, "_control", words)
 
         def store32(address: int, value: int) -> None:
             self._stop()
             _native.store32(address, value)
 
-        monkeypatch.setattr(start, "_native", SimpleNamespace(store32=store32))
-        self._thread = threading.Thread(target=self._run, args=(watchdog,))
+        monkeypatch.setattr(batches, "_native", SimpleNamespace(store32=store32))
+        self._thread = threading.Thread(target=self._run, args=(memory,))
         self._thread.start()
         self._at_store.acquire()
 
-    def _run(self, watchdog: Any) -> None:
-        requests.Requests._set_work(watchdog, SetWork(batches=10, epochs=3, seed=7))
+    def _run(self, memory: JobMemory) -> None:
+        Batches(memory, 0).set_work(SetWork(batches=10, epochs=3, seed=7))
         self._at_store.release()
 
     def _stop(self) -> None:

@@ -46,6 +46,7 @@ from gadei_ps.job.control import (
     pack,
     parse_request,
 )
+from gadei_ps.watchdog.requests import Requests
 
 OFFER = Offer(tensors=[TensorOffer(name="w", shape=[2, 3])])
 MESSAGES = [
@@ -88,6 +89,11 @@ def test_every_request_is_tested() -> None:
     assert {message.op for message in MESSAGES} == {
         kind.model_fields["op"].default for kind in control._Message.__subclasses__()
     }
+
+
+def test_every_request_has_a_handler() -> None:
+    handlers = Requests.__dict__["_handle"].dispatcher.registry.keys()
+    assert {type(message) for message in MESSAGES} == handlers - {object}
 
 
 @given(st.binary(max_size=200))

@@ -13,7 +13,7 @@ from gadei_ps.learners import client
 from gadei_ps.machine import launch
 from gadei_ps.server import loading, manager, shard, shards
 from gadei_ps.storage import checkpoint
-from gadei_ps.watchdog import checkpoint_writer, elsewhere, servers, sockets, supervisor
+from gadei_ps.watchdog import checkpoint_writer, memory, servers, sockets, supervisor
 from gadei_ps.watchdog import durations as watchdog
 
 ORDER = {
@@ -33,7 +33,7 @@ ORDER = {
     "a server without a name, another watchdog's patience": (
         manager.ORPHAN_LOOK_S,
         manager.UNNAMED_S,
-        elsewhere.LET_GO_S,
+        memory.ELSEWHERE_END_S,
     ),
     "orphaned servers, the next run of the job": (
         manager.ORPHAN_LOOK_S,

@@ -21,7 +21,7 @@ from gadei_ps import sync
 from gadei_ps.machine import process
 from gadei_ps.memory import holds, layout
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import elsewhere
+from gadei_ps.watchdog import memory as watchdog_memory
 from gadei_ps.watchdog.memory import JobMemory
 
 HERE = process.namespace()
@@ -69,7 +69,7 @@ def serve(pipe: Connection, job: str, namespace: int, *, reign: bool) -> None:
 def adopt(pipe: Connection, job: str, namespace: int, *, pauses: bool) -> None:
     """A watchdog's adoption. pauses: after its look at locks, until it is told to go on."""
     process.namespace = lambda: namespace  # of this child alone
-    look = elsewhere.check_dead
+    look = watchdog_memory.check_dead_elsewhere
 
     def pausing(*what: object) -> None:
         look(*what)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def adopt(pipe: Connection, job: str, namespace: int, *, pauses: bool) -> None:
         pipe.recv()
 
     if pauses:
-        elsewhere.check_dead = pausing  # type: ignore[assignment]
+        watchdog_memory.check_dead_elsewhere = pausing  # type: ignore[assignment]
     try:
         pipe.send(JobMemory(support.config(job)).adopt())
     except Exception as error:
@@ -141,7 +141,7 @@ def test_a_stopped_server_keeps_its_job(
     job: Job, namespace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the next watchdog too, in its own namespace, in the adopting one, or in a third."""
-    monkeypatch.setattr(elsewhere, "LET_GO_S", 0.1)
+    monkeypatch.setattr(watchdog_memory, "ELSEWHERE_END_S", 0.1)
     server = job.server(THERE)
     first = job.adopted_while(server)
     with support.Stopped(server.pid):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,11 +21,10 @@ from gadei_ps.memory.layout import CONTROL, RING, STATE, WEIGHTS, Mode, Role, Se
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog import making, model, requests, script, settings, start
+from gadei_ps.watchdog import batches, making, model, script, settings
+from gadei_ps.watchdog.batches import Batches
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.requests import Requests
-from gadei_ps.watchdog.start import Start
 
 MODEL = place([Tensor("w", (3000, 2)), Tensor("b", (5,)), Tensor("mean", (7,), Role.BUFFER)])
 VALUES = {
@@ -212,19 +210,17 @@ def test_work_begins_at_its_begin(memory: JobMemory) -> None:
         seen.append({name: int(control[name]) for name in ("work", *wanted)})
 
     wanted = {"next": 0, "epochs_done": 0, "epochs": 3, "seed": 7, "batches": 10}
-    asked = Requests.__new__(Requests)
-    asked._memory, asked._start = memory, Start(memory, 0)
-    asked._stopping = mock.Mock(refuse=lambda: None)
+    made = Batches(memory, 0)
     request = SetWork(batches=10, epochs=3, seed=7)
-    with at_each_line(look, requests, start):
-        assert asked._set_work(request) == {"set": True}
+    with at_each_line(look, batches):
+        assert made.set_work(request) == {"set": True}
     assert seen[-1] == wanted | {"work": Work.WORKING}
     for one in seen:
         if one["batches"]:  # the next watchdog hands out what is there
             assert one | {"work": 0} == wanted | {"work": 0}
         if one["work"]:
             assert one["batches"]
-    assert asked._set_work(request) == {"set": False}
+    assert made.set_work(request) == {"set": False}
 
 
 def test_the_job_file_changes(memory: JobMemory) -> None:

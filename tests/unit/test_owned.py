@@ -23,7 +23,7 @@ from gadei_ps.job.control import Own
 from gadei_ps.memory import layout, owned
 from gadei_ps.memory.layout import CONTROL, NO_BATCH, Work, batch_id
 from gadei_ps.server import ledger
-from gadei_ps.watchdog import owning
+from gadei_ps.watchdog.batches import Batches
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -52,7 +52,8 @@ class Memory:
         pass
 
     def own(self, number: int, **asked: object) -> int:
-        return int(owning.own(self, Own(number=number, **asked))["given"])  # type: ignore[arg-type]
+        batches = Batches(self, 1)  # type: ignore[arg-type]
+        return int(batches.assign(Own(number=number, **asked))["given"])  # type: ignore[arg-type]
 
 
 class Owner(RuleBasedStateMachine):

@@ -140,18 +140,18 @@ def test_the_least_room_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_all_of_a_job_is_counted_before_anything_is_made(
     job_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    memory = JobMemory(config(job_name))
+    memory = JobMemory(config(job_name), learners=2)
     memory.create_control(parse("asp"))
     try:
         first = First(place([Tensor("w", (1 << 18,))]), None)
-        needs = memory.needs(first.model, 0, 2)
+        needs = memory.needs(first.model, 0)
         assert list(needs) == ["weights", "optimizer", "2 rings"]
         scarce(monkeypatch, tmp_path, 1 << 40, sum(needs.values()) - 4096)
         with pytest.raises(NoSharedMemory, match=f"job '{job_name}' needs"):
-            memory.make_model(first, learners=2)
+            memory.make_model(first)
         assert segments(job_name) == [memory.control.name]
         scarce(monkeypatch, tmp_path, 1 << 40, sum(needs.values()))
-        memory.enter_model(first, memory.make_model(first, learners=2))
+        memory.enter_model(first, memory.make_model(first))
         made = [create_ring(memory, row, row + 1).size for row in range(2)]
         assert memory.weights and memory.state
         assert [memory.weights.size, memory.state.size, sum(made)] == [

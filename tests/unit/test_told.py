@@ -25,7 +25,7 @@ from gadei_ps.learners.attach import Place
 from gadei_ps.machine import log, process
 from gadei_ps.memory.layout import CONTROL, RING, Gone, Phase, ServerState, Stop
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import checkpoints, dead, status, stopping, supervisor
+from gadei_ps.watchdog import checkpoints, dead, requests, stopping, supervisor
 from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.memory import JobMemory
@@ -169,9 +169,9 @@ def test_a_learner_leaves_that_no_watchdog_hears(memory: JobMemory) -> None:
 
 def test_who_is_told_to_be_leaving(memory: JobMemory) -> None:
     entry = memory.control.view(CONTROL)["roster"][0]
-    assert [one["leaving"] for one in status.report(memory)["learners"]] == [False]
+    assert [one["leaving"] for one in requests.job_status(memory)["learners"]] == [False]
     entry["wanted"] = 0
-    assert [one["leaving"] for one in status.report(memory)["learners"]] == [True]
+    assert [one["leaving"] for one in requests.job_status(memory)["learners"]] == [True]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
