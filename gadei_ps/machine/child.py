@@ -15,9 +15,9 @@ from gadei_ps.machine.lines import Lines
 class Child:
     """A process whose lines and whose end arrive through a selector.
 
-    on_line: called with each line that it prints on standard output. on_end: called with the exit
-    code when it has ended, after its last line. stdin: a descriptor for its standard input; None:
-    that reads the lines that are sent. how: as for process.spawn(). Raises OSError.
+    on_line: called with each whole line that it prints on standard output. on_end: called with the
+    exit code when it has ended, after its last line. stdin: a descriptor for its standard input;
+    None: that reads the lines that are sent. how: as for process.spawn(). Raises OSError.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class Child:
     def end(self, grace_s: float, kill_s: float) -> None:
         """End it without reports: close its input, kill it after `grace_s`, wait `kill_s` for that.
 
-        The kernel may block it for longer: then it is left behind.
+        The kernel may block it for longer: then it is left behind. May be called by `on_line`.
         """
+        if self._pidfd < 0:
+            return
         self._lines.close_sending()
         if not (grace_s and process.gone(self._pidfd, grace_s)):
             self.kill()
@@ -87,6 +89,8 @@ class Child:
             return
         for line in self._lines.receive():
             self._on_line(line)
+            if self._receives < 0:  # by end()
+                return
         if self._lines.has_ended and self._receives >= 0:
             self._unregister()
 
@@ -96,8 +100,9 @@ class Child:
 
     def _ended(self) -> None:
         self._receive()
-        self._close()
-        self._on_end(self._process.wait())
+        if self._pidfd >= 0:  # else end() was called
+            self._close()
+            self._on_end(self._process.wait())
 
     def _close(self) -> None:
         if self._receives >= 0:
@@ -105,3 +110,4 @@ class Child:
         self._lines.close()
         self._selector.unregister(self._pidfd)
         os.close(self._pidfd)
+        self._pidfd = -1

@@ -113,6 +113,24 @@ def test_a_child_is_ended_without_a_report(loop: Loop, grace_s: float) -> None:
     assert not loop.codes
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_child_is_ended_by_what_it_says(loop: Loop, *, dies: bool) -> None:
+    """Nothing of it is reported after that, even if it has said more or has died by itself."""
+    rest = "" if dies else "; __import__('time').sleep(1000)"
+    child = loop.start(f"print('a\\nb\\nc', end='', flush=True){rest}")
+
+    def on_line(line: bytes) -> None:
+        loop.lines.append(line)
+        child.end(0.0, 5.0)
+
+    child._on_line = on_line
+    if dies:
+        assert process.gone(child._pidfd, 5.0)
+    eventually(lambda: loop.hear() or not loop.selector.get_map())
+    assert (loop.lines, loop.codes) == ([b"a"], [])
+    child.end(0.0, 0.0)
+
+
 def test_a_child_that_cannot_be_started_leaves_nothing(loop: Loop) -> None:
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(FileNotFoundError):
