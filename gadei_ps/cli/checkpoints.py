@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from gadei_ps.cli.options import Details, JobArgument, Json, JsonLog, tell
+from gadei_ps.cli.options import Details, JobArgument, Json, JsonLog, argument, option, tell
 from gadei_ps.cli.serving import serve_job
 from gadei_ps.show.plain import say
 
@@ -26,23 +24,20 @@ def checkpoint(job: JobArgument, as_json: Json = False) -> int:
 def restore(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="CHECKPOINT|JOB.toml",
-            help="A checkpoint, a directory of checkpoints, a job file, or a job's name.",
+        argument(
+            "CHECKPOINT|JOB.toml",
+            "A checkpoint, a directory of checkpoints, a job file, or a job's name.",
         ),
     ],
     version: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Version to take, if there are several.", show_default="newest"
-        ),
+        int | None, option("N", "Version to take, if there are several.", "newest")
     ] = None,
     job_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="JOB.toml",
-            help="Job file to serve the checkpoint with.",
-            show_default="no learners, and checkpoints beside this one",
+        option(
+            "JOB.toml",
+            "Job file to serve the checkpoint with.",
+            "no learners, and checkpoints beside this one",
             readable=False,
         ),
     ] = None,
@@ -69,23 +64,18 @@ def restore(
 def export(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="JOB|CHECKPOINT",
-            help="A job's name, a checkpoint, a directory of checkpoints, or a job file.",
+        argument(
+            "JOB|CHECKPOINT",
+            "A job's name, a checkpoint, a directory of checkpoints, or a job file.",
         ),
     ],
     out: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT", help="File to write; ends in .safetensors, .npz or .pt (needs PyTorch)."
-        ),
+        Path, argument("OUT", "File to write; ends in .safetensors, .npz or .pt (needs PyTorch).")
     ],
     version: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Version of the checkpoint to take.",
-            show_default="a job's memory, or its newest checkpoint",
+        option(
+            "N", "Version of the checkpoint to take.", "a job's memory, or its newest checkpoint"
         ),
     ] = None,
     as_json: Json = False,

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
-from gadei_ps.cli.options import JobArgument, Json, OptimizerName, Verbose, running_jobs, tell
+from gadei_ps.cli.options import (
+    JobArgument,
+    Json,
+    OptimizerName,
+    Verbose,
+    argument,
+    option,
+    running_jobs,
+    switch,
+    tell,
+)
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import say
 
@@ -14,20 +22,16 @@ from gadei_ps.show.plain import say
 def kill(
     job: JobArgument,
     learner: Annotated[
-        int | None,
-        typer.Option(metavar="K", min=0, help="The learner that gadei-ps status shows as K."),
+        int | None, option("K", "The learner that gadei-ps status shows as K.", min=0)
     ] = None,
-    server: Annotated[bool, typer.Option("--server", help="The active server.")] = False,
-    standby: Annotated[bool, typer.Option("--standby", help="The standby server.")] = False,
-    watchdog: Annotated[bool, typer.Option("--watchdog", help="The watchdog.")] = False,
+    server: Annotated[bool, switch("--server", "The active server.")] = False,
+    standby: Annotated[bool, switch("--standby", "The standby server.")] = False,
+    watchdog: Annotated[bool, switch("--watchdog", "The watchdog.")] = False,
     fork_server: Annotated[
-        bool, typer.Option("--fork-server", help="The process that forks the servers.")
+        bool, switch("--fork-server", "The process that forks the servers.")
     ] = False,
     name: Annotated[
-        str,
-        typer.Option(
-            "--signal", metavar="NAME", help="Signal to send: KILL, STOP, CONT, TERM, SEGV, ..."
-        ),
+        str, option("NAME", "Signal to send: KILL, STOP, CONT, TERM, SEGV, ...", name="--signal")
     ] = "KILL",
     as_json: Json = False,
 ) -> int:
@@ -56,63 +60,49 @@ def kill(
 def chaos(
     job: Annotated[
         str | None,
-        typer.Argument(
-            metavar="JOB",
-            help="The running job's name, or the path of its socket.",
-            show_default="a job of its own",
+        argument(
+            "JOB",
+            "The running job's name, or the path of its socket.",
+            "a job of its own",
             autocompletion=running_jobs,
         ),
     ] = None,
     time_: Annotated[
-        str,
-        typer.Option("--for", metavar="TIME", help="How long it lasts, such as 500ms, 60s or 2m."),
+        str, option("TIME", "How long it lasts, such as 500ms, 60s or 2m.", name="--for")
     ] = "60s",
     targets: Annotated[
         str | None,
-        typer.Option(
-            metavar="ROLE,...",
-            help="Processes to hit: server, learner, standby, watchdog, fork-server.",
-            show_default="all; in a running JOB server,learner",
+        option(
+            "ROLE,...",
+            "Processes to hit: server, learner, standby, watchdog, fork-server.",
+            "all; in a running JOB server,learner",
         ),
     ] = None,
-    every: Annotated[
-        str, typer.Option(metavar="TIME", help="Mean time between two faults.")
-    ] = "0.5s",
-    signals: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Signals to send: KILL or KILL,STOP.")
-    ] = "KILL",
-    seed: Annotated[
-        int | None, typer.Option(help="Seed for the choice of victims.", show_default="random")
-    ] = None,
+    every: Annotated[str, option("TIME", "Mean time between two faults.")] = "0.5s",
+    signals: Annotated[str, option("NAME,...", "Signals to send: KILL or KILL,STOP.")] = "KILL",
+    seed: Annotated[int | None, option(None, "Seed for the choice of victims.", "random")] = None,
     learners: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, max=64, help="Learners. Only without JOB.", show_default="2"
-        ),
+        int | None, option("N", "Learners. Only without JOB.", "2", min=1, max=64)
     ] = None,
     optimizer: Annotated[
-        OptimizerName | None, typer.Option(help="Optimizer. Only without JOB.", show_default="sgd")
+        OptimizerName | None, option(None, "Optimizer. Only without JOB.", "sgd")
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="Size of the weights, such as 64K, 2M or 100M. Only without JOB.",
-            show_default="2M",
-        ),
+        option("BYTES", "Size of the weights, such as 64K, 2M or 100M. Only without JOB.", "2M"),
     ] = None,
     shards: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
+        option(
+            "N",
+            "Shards of the server, each with a thread. Only without JOB.",
+            "by cores",
             min=0,
             max=64,
-            help="Shards of the server, each with a thread. Only without JOB.",
-            show_default="by cores",
         ),
     ] = None,
     impatient: Annotated[
-        bool, typer.Option("--impatient", help="Kill the server even while there is no standby.")
+        bool, switch("--impatient", "Kill the server even while there is no standby.")
     ] = False,
     verbose: Verbose = False,
     as_json: Json = False,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from gadei_ps.cli import results
-from gadei_ps.cli.options import Json, recorded_jobs, tell
+from gadei_ps.cli.options import Json, argument, option, recorded_jobs, tell
 
 HELP = "The job's name, even after it has ended; its job file, or the file of its history."
 RUNS = 20  # that are listed without --last
@@ -16,18 +14,15 @@ RUNS = 20  # that are listed without --last
 
 def history(
     job: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="JOB", help=HELP, show_default="list all runs", autocompletion=recorded_jobs
-        ),
+        str | None, argument("JOB", HELP, "list all runs", autocompletion=recorded_jobs)
     ] = None,
     last: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
+        option(
+            "N",
+            "Only the last N lines of a job; without a job, only the newest N runs.",
+            f"all lines; {RUNS} runs",
             min=1,
-            help="Only the last N lines of a job; without a job, only the newest N runs.",
-            show_default=f"all lines; {RUNS} runs",
         ),
     ] = None,
     as_json: Json = False,
@@ -48,12 +43,9 @@ def history(
 
 
 def plot(
-    job: Annotated[str, typer.Argument(metavar="JOB", help=HELP, autocompletion=recorded_jobs)],
+    job: Annotated[str, argument("JOB", HELP, autocompletion=recorded_jobs)],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.svg", help="File for the picture.", show_default="JOB-history.svg"
-        ),
+        Path | None, option("FILE.svg", "File for the picture.", "JOB-history.svg")
     ] = None,
     as_json: Json = False,
 ) -> int:

@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from gadei_ps.cli import results
 from gadei_ps.cli.options import (
     MODELS,
@@ -17,13 +15,18 @@ from gadei_ps.cli.options import (
     Device,
     DeviceName,
     DevicesPerLearner,
+    DryRun,
     Gpus,
     JobArgument,
     Json,
     OptimizerName,
+    Quiet,
     Verbose,
+    argument,
     limits,
+    option,
     running_jobs,
+    switch,
     tell,
 )
 from gadei_ps.cli.outcome import print_json
@@ -37,85 +40,70 @@ MOST_SILENT = 3  # --watch fails after more unanswered requests in a row
 def run(
     job: Annotated[
         str,
-        typer.Argument(
-            metavar="JOB",
-            help="A running job; a job file (.toml) or a new name is served while learners run.",
+        argument(
+            "JOB",
+            "A running job; a job file (.toml) or a new name is served while learners run.",
             autocompletion=running_jobs,
         ),
     ],
     command: Command,
-    learners: Annotated[
-        int, typer.Option(metavar="N", min=1, max=256, help="Number of learners to start.")
-    ] = 1,
+    learners: Annotated[int, option("N", "Number of learners to start.", min=1, max=256)] = 1,
     restart: Annotated[
         int | None,
-        typer.Option(
-            metavar="K",
+        option(
+            "K",
+            "Restart learners that are killed by a signal, at most K times in all.",
+            "until one dies early 10 times, or by a fault",
             min=0,
-            help="Restart learners that are killed by a signal, at most K times in all.",
-            show_default="until one dies early 10 times, or by a fault",
         ),
     ] = None,
     optimizer: Annotated[
         OptimizerName | None,
-        typer.Option(
-            help=f"Rule by which gradients change the weights. {SERVED}",
-            show_default="the job file's, the script's, or sgd",
+        option(
+            None,
+            f"Rule by which gradients change the weights. {SERVED}",
+            "the job file's, the script's, or sgd",
         ),
     ] = None,
     lr: Annotated[
         float | None,
-        typer.Option(
-            metavar="RATE",
-            help=f"Learning rate. {SERVED}",
-            show_default="the job file's, the script's, or 0.01; 1 for add",
+        option(
+            "RATE", f"Learning rate. {SERVED}", "the job file's, the script's, or 0.01; 1 for add"
         ),
     ] = None,
     sync: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help=f"{SERVED} Synchronization model: {MODELS}",
-            show_default="the job file's, or asp",
-        ),
+        option("MODEL", f"{SERVED} Synchronization model: {MODELS}", "the job file's, or asp"),
     ] = None,
     stop_after: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="WHAT=N",
-            help=f"End the job after N gradients, samples or epochs of batches(). {SERVED}",
+        option(
+            "WHAT=N", f"End the job after N gradients, samples or epochs of batches(). {SERVED}"
         ),
     ] = None,
     join: Annotated[
-        bool,
-        typer.Option("--join", help="Join a running job whose learners run another program."),
+        bool, switch("--join", "Join a running job whose learners run another program.")
     ] = False,
     fresh: Annotated[
         bool,
-        typer.Option(
-            "--fresh",
-            help=f"Start from zero: ignore memory of a dead job and checkpoints. {SERVED}",
+        switch(
+            "--fresh", f"Start from zero: ignore memory of a dead job and checkpoints. {SERVED}"
         ),
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File for the weights at the end: .safetensors, .npz or .pt (needs PyTorch).",
+        option(
+            "FILE", "File for the weights at the end: .safetensors, .npz or .pt (needs PyTorch)."
         ),
     ] = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory for the learners' output: a file learner-N.log of each."
-        ),
+        option("DIR", "Directory for the learners' output: a file learner-N.log of each."),
     ] = None,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
     devices_per_learner: DevicesPerLearner = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="In a terminal, print no lines on how training goes.")
-    ] = False,
+    quiet: Quiet = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> int:
@@ -194,19 +182,16 @@ def attach(
 def status(
     job: Annotated[
         str | None,
-        typer.Argument(
-            metavar="JOB",
-            help="The job's name, or the path of its socket.",
-            show_default="all jobs",
+        argument(
+            "JOB",
+            "The job's name, or the path of its socket.",
+            "all jobs",
             autocompletion=running_jobs,
         ),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, switch("--watch", "Refresh every second until Ctrl-C.")] = False,
     svg: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.svg", help="Write a picture of the status to this file."),
+        Path | None, option("FILE.svg", "Write a picture of the status to this file.")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -293,19 +278,16 @@ def _watch(job: str | None) -> None:
 def stop(
     job: JobArgument,
     drain: Annotated[
-        bool, typer.Option("--drain", help="Let learners finish the batches they have begun.")
+        bool, switch("--drain", "Let learners finish the batches they have begun.")
     ] = False,
     timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="S", min=0.1, max=3600, help="With --drain: seconds that learners have."
-        ),
+        float, option("S", "With --drain: seconds that learners have.", min=0.1, max=3600)
     ] = 30.0,
     discard: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--discard",
-            help="If the job has lost its watchdog, or a checkpoint is newer than its memory: stop "
+            "If the job has lost its watchdog, or a checkpoint is newer than its memory: stop "
             "it although gradients since the last checkpoint are lost.",
         ),
     ] = False,
@@ -348,20 +330,10 @@ def _tell_where(nothing: bool, as_json: bool) -> None:
 
 
 def gc(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="JOB", help="Names of jobs.", show_default="all dead jobs"),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
-    ] = False,
+    names: Annotated[list[str] | None, argument("JOB", "Names of jobs.", "all dead jobs")] = None,
+    dry_run: DryRun = False,
     history_days: Annotated[
-        float,
-        typer.Option(
-            metavar="D",
-            min=0,
-            help="Also remove histories of ended jobs that are older than D days.",
-        ),
+        float, option("D", "Also remove histories of ended jobs that are older than D days.", min=0)
     ] = 30,
     as_json: Json = False,
 ) -> int:

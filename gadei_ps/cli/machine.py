@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gadei_ps.cli.options import Json, tell
+from gadei_ps.cli.options import DryRun, Json, argument, option, switch, tell
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import say
@@ -33,21 +33,13 @@ def doctor(as_json: Json = False) -> int:
 
 
 def bench(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="Benchmarks to run.", show_default="list them"),
-    ] = None,
+    names: Annotated[list[str] | None, argument("NAME", "Benchmarks to run.", "list them")] = None,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="Run small and short, to see that it works; the figures mean nothing."
-        ),
+        switch("--quick", "Run small and short, to see that it works; the figures mean nothing."),
     ] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory for the results: NAME.json for each benchmark."
-        ),
+        Path | None, option("DIR", "Directory for the results: NAME.json for each benchmark.")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -77,12 +69,8 @@ def bench(
     return 0
 
 
-User = Annotated[
-    bool, typer.Option("--user", help="For your own jobs; the default unless you are root.")
-]
-System = Annotated[
-    bool, typer.Option("--system", help="For jobs of the whole machine; the default for root.")
-]
+User = Annotated[bool, switch("--user", "For your own jobs; the default unless you are root.")]
+System = Annotated[bool, switch("--system", "For jobs of the whole machine; the default for root.")]
 
 
 def _scope(user: bool, system: bool) -> Scope:
@@ -107,25 +95,23 @@ def install_unit(
     system: System = False,
     run_as: Annotated[
         str | None,
-        typer.Option(
-            metavar="USER",
-            help="With --system: user that runs the jobs.",
-            show_default="that of the units that are there, or gadei-ps",
+        option(
+            "USER",
+            "With --system: user that runs the jobs.",
+            "that of the units that are there, or gadei-ps",
         ),
     ] = None,
     job: Annotated[
         str | None,
-        typer.Option(
-            metavar="JOB",
-            help="Also write a job file for this job, unless it has one.",
-            show_default="demo, if there is no job file",
+        option(
+            "JOB",
+            "Also write a job file for this job, unless it has one.",
+            "demo, if there is no job file",
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Also replace units that were edited.")
-    ] = False,
+    force: Annotated[bool, switch("--force", "Also replace units that were edited.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "--print", help="Print the units and write nothing.")
+        bool, switch("--dry-run", "Print the units and write nothing.", "--print")
     ] = False,
     as_json: Json = False,
 ) -> int:
@@ -154,12 +140,8 @@ def uninstall_unit(
     context: typer.Context,
     user: User = False,
     system: System = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Even if jobs are enabled or running.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
-    ] = False,
+    force: Annotated[bool, switch("--force", "Even if jobs are enabled or running.")] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
     """Remove what install-unit has written; job files and checkpoints stay."""

@@ -48,9 +48,27 @@ class DeviceName(StrEnum):
     HOST = "host"
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-JsonLog = Annotated[bool, typer.Option("--json-log", help="Log one JSON object a line.")]
-Details = Annotated[bool, typer.Option("--verbose", help="Log details.")]
+def option(
+    metavar: str | None, text: str, shown: bool | str = True, name: str = "", **how: Any
+) -> Any:
+    """Return an option with a value. text: its help. shown: its default, in words."""
+    names = [name] if name else []
+    return typer.Option(*names, metavar=metavar, help=text, show_default=shown, **how)
+
+
+def argument(metavar: str, text: str, shown: bool | str = True, **how: Any) -> Any:
+    """Return an argument. text: its help. shown: its default, in words."""
+    return typer.Argument(metavar=metavar, help=text, show_default=shown, **how)
+
+
+def switch(name: str, text: str, *names: str) -> Any:
+    """Return an option without a value. text: its help. names: other names of it."""
+    return typer.Option(name, *names, help=text)
+
+
+Json = Annotated[bool, switch("--json", "Print the result as one JSON object.")]
+JsonLog = Annotated[bool, switch("--json-log", "Log one JSON object a line.")]
+Details = Annotated[bool, switch("--verbose", "Log details.")]
 
 
 def running_jobs(incomplete: str) -> list[str]:
@@ -71,52 +89,46 @@ def recorded_jobs(incomplete: str) -> list[str]:
 
 
 JobArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="JOB",
-        help="The job's name, or the path of its socket.",
-        autocompletion=running_jobs,
-    ),
+    str, argument("JOB", "The job's name, or the path of its socket.", autocompletion=running_jobs)
 ]
 Command = Annotated[
     list[str],
-    typer.Argument(
-        metavar="COMMAND", help="The learner's program and its arguments; -- before it is optional."
-    ),
+    argument("COMMAND", "The learner's program and its arguments; -- before it is optional."),
 ]
 Device = Annotated[
     DeviceName,
-    typer.Option(
-        "--device",
+    option(
+        None,
+        "What learners compute on; auto takes CUDA if it can be used, and the host otherwise.",
+        name="--device",
         envvar=DEVICE_VARIABLE,
-        help="What learners compute on; auto takes CUDA if it can be used, and the host otherwise.",
     ),
 ]
 Gpus = Annotated[
     str | None,
-    typer.Option(
-        "--gpus",
-        metavar="K,...",
-        help="Deal these GPUs out to the learners in turn: numbers of nvidia-smi, UUIDs "
+    option(
+        "K,...",
+        "Deal these GPUs out to the learners in turn: numbers of nvidia-smi, UUIDs "
         "(also of MIG parts), or positions in CUDA_VISIBLE_DEVICES if that is set.",
-        show_default="all GPUs",
+        "all GPUs",
+        name="--gpus",
     ),
 ]
 DevicesPerLearner = Annotated[
     int | None,
-    typer.Option(
-        "--devices-per-learner",
-        metavar="N",
+    option(
+        "N",
+        "Devices of each learner, for the stages of a virtual worker: N GPUs, or N parts of "
+        "its share of the cores.",
+        "one",
+        name="--devices-per-learner",
         min=1,
         max=256,
-        help="Devices of each learner, for the stages of a virtual worker: N GPUs, or N parts of "
-        "its share of the cores.",
-        show_default="one",
     ),
 ]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Print the log of the job's watchdog and servers.")
-]
+Quiet = Annotated[bool, switch("--quiet", "In a terminal, print no lines on how training goes.")]
+DryRun = Annotated[bool, switch("--dry-run", "List what would be removed, and remove nothing.")]
+Verbose = Annotated[bool, switch("--verbose", "Print the log of the job's watchdog and servers.")]
 
 
 def limits(given: Sequence[str]) -> dict[str, str]:

@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from gadei_ps.cli import results
-from gadei_ps.cli.options import Json, tell
+from gadei_ps.cli.options import Json, argument, option, tell
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import say
 
@@ -21,62 +19,57 @@ SYNC = "wsp:D=1,s_local=3"
 def partition(
     layers: Annotated[
         str,
-        typer.Argument(
-            metavar="MODULE:NAME",
-            help="The layers: a list or an nn.Sequential in a Python module, or a function that "
+        argument(
+            "MODULE:NAME",
+            "The layers: a list or an nn.Sequential in a Python module, or a function that "
             "returns one.",
         ),
     ],
     sample: Annotated[
         str,
-        typer.Option(
-            metavar="MODULE:NAME",
-            help="A mini-batch: (inputs, targets, loss_function), or a function that returns it.",
+        option(
+            "MODULE:NAME",
+            "A mini-batch: (inputs, targets, loss_function), or a function that returns it.",
         ),
     ],
     devices: Annotated[
         str,
-        typer.Option(
-            metavar="DEVICE,...",
-            help="At most 8 devices for the stages, in any order: host, host:CORES or cuda:NUMBER.",
+        option(
+            "DEVICE,...",
+            "At most 8 devices for the stages, in any order: host, host:CORES or cuda:NUMBER.",
         ),
     ],
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE,...",
-            help="Memory that a stage may take on each device, such as 512MB or 2GB.",
-            show_default="what is free, in equal shares",
+        option(
+            "SIZE,...",
+            "Memory that a stage may take on each device, such as 512MB or 2GB.",
+            "what is free, in equal shares",
         ),
     ] = None,
     sync: Annotated[
         str,
-        typer.Option(
-            metavar="MODEL",
-            help="The job's synchronization model; of WSP, s_local + 1 mini-batches are in flight, "
+        option(
+            "MODEL",
+            "The job's synchronization model; of WSP, s_local + 1 mini-batches are in flight, "
             "of others one.",
         ),
     ] = SYNC,
     optimizer: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="The worker's optimizer: sgd, momentum, adagrad, adam, adamw, rmsprop, "
+        option(
+            "NAME",
+            "The worker's optimizer: sgd, momentum, adagrad, adam, adamw, rmsprop, "
             "MODULE:NAME of a function that makes it, or none if the job's server has it.",
         ),
     ] = "sgd",
-    repeats: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Measure each layer N times.")
-    ] = REPEATS,
+    repeats: Annotated[int, option("N", "Measure each layer N times.", min=1)] = REPEATS,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.json", help="Write the plan to this file; VirtualWorker(plan=) reads it."
-        ),
+        option("FILE.json", "Write the plan to this file; VirtualWorker(plan=) reads it."),
     ] = None,
     svg: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.svg", help="Write a picture of what is shown to this file."),
+        Path | None, option("FILE.svg", "Write a picture of what is shown to this file.")
     ] = None,
     as_json: Json = False,
 ) -> int:

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from gadei_ps.cli.options import Json, argument, option
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
@@ -36,23 +35,15 @@ def _group() -> None:
 
 @app.command()
 def train(
-    trace: Annotated[
-        Path,
-        typer.Argument(metavar="TRACE", help="Run times that gadei-ps trace has recorded (CSV)."),
-    ],
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="File that the model is written to.")
-    ] = DEFAULT_OUT,
+    trace: Annotated[Path, argument("TRACE", "Run times that gadei-ps trace has recorded (CSV).")],
+    out: Annotated[Path, option("FILE", "File that the model is written to.")] = DEFAULT_OUT,
     epochs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Number of epochs, each of 40 mini-batches.")
+        int, option("N", "Number of epochs, each of 40 mini-batches.", min=1)
     ] = DEFAULT_EPOCHS,
     seed: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Seed for the first weights and the mini-batches."),
+        int, option("N", "Seed for the first weights and the mini-batches.", min=0)
     ] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as one JSON object.")
-    ] = False,
+    as_json: Json = False,
 ) -> int:
     """Train a model of run times from a trace.
 

@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from gadei_ps.cli.options import Details, Json, JsonLog
+from gadei_ps.cli.options import Details, Json, JsonLog, argument, option, switch
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.show.plain import say
@@ -22,15 +20,13 @@ if TYPE_CHECKING:
     from gadei_ps.watchdog.options import Options
 
 # Whether it can be read is looked at by what reads it: `--finish` does without the file.
-JobFile = Annotated[
-    Path, typer.Argument(metavar="JOB.toml", help="The job's configuration.", readable=False)
-]
+JobFile = Annotated[Path, argument("JOB.toml", "The job's configuration.", readable=False)]
 Name = Annotated[
     str | None,
-    typer.Option(
-        metavar="JOB",
-        help="The job's name; an error if the file gives another one.",
-        show_default="as in the file, or its name without .toml",
+    option(
+        "JOB",
+        "The job's name; an error if the file gives another one.",
+        "as in the file, or its name without .toml",
     ),
 ]
 
@@ -38,23 +34,20 @@ Name = Annotated[
 def serve(
     file: JobFile,
     fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh", help="Start from zero: ignore memory of a dead job and checkpoints."
-        ),
+        bool, switch("--fresh", "Start from zero: ignore memory of a dead job and checkpoints.")
     ] = False,
     finish: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--finish",
-            help="Serve nothing: end a job that has lost its watchdog, with its last checkpoint.",
+            "Serve nothing: end a job that has lost its watchdog, with its last checkpoint.",
         ),
     ] = False,
     keep_memory: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--keep-memory",
-            help="With --finish: make no checkpoint; end the servers at once and keep the memory.",
+            "With --finish: make no checkpoint; end the servers at once and keep the memory.",
         ),
     ] = False,
     name: Name = None,

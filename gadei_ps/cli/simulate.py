@@ -7,8 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from gadei_ps.cli.options import Json, argument, option
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import say
@@ -30,116 +29,80 @@ class ProblemName(StrEnum):
 def simulate(
     models: Annotated[
         list[str],
-        typer.Argument(
-            metavar="MODEL",
-            help="Models to compare, such as bsp, asp, ssp:3, elastic-bsp, cutoff:6.",
-        ),
+        argument("MODEL", "Models to compare, such as bsp, asp, ssp:3, elastic-bsp, cutoff:6."),
     ],
     learners: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of learners, 2 to 100000.",
-            show_default="8, or those of the trace",
-        ),
+        int | None, option("N", "Number of learners, 2 to 100000.", "8, or those of the trace")
     ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(
-            metavar="I",
-            help="End when the learners have done I times N iterations in all.",
-            show_default="100, unless --gradients or --time is given",
+        option(
+            "I",
+            "End when the learners have done I times N iterations in all.",
+            "100, unless --gradients or --time is given",
         ),
     ] = None,
-    gradients: Annotated[
-        int | None, typer.Option(metavar="G", help="End when G gradients are applied.")
-    ] = None,
+    gradients: Annotated[int | None, option("G", "End when G gradients are applied.")] = None,
     time_: Annotated[
         str | None,
-        typer.Option(
-            "--time", metavar="TIME", help="End at this virtual time, such as 60s, 2m or 1h."
-        ),
+        option("TIME", "End at this virtual time, such as 60s, 2m or 1h.", name="--time"),
     ] = None,
     times: Annotated[
         str,
-        typer.Option(
-            metavar="SPEC",
-            help="Run times of iterations: normal:mean=1,std=0.2, lognormal:..., heavy:..., "
+        option(
+            "SPEC",
+            "Run times of iterations: normal:mean=1,std=0.2, lognormal:..., heavy:..., "
             "groups:... (slow together), switch:slow=40,..., speeds:1,1.5,2,4, or a trace, "
             "FILE.csv.",
         ),
     ] = "normal:mean=1,std=0.2",
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed for everything that is drawn at random.")
-    ] = 0,
+    seed: Annotated[int, option(None, "Seed for everything that is drawn at random.", min=0)] = 0,
     server_time: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Time that the server needs for a gradient.",
-            show_default="none",
-        ),
+        str | None, option("TIME", "Time that the server needs for a gradient.", "none")
     ] = None,
-    slots: Annotated[
-        int, typer.Option(metavar="S", help="Gradients that the ring of a learner holds.")
-    ] = 2,
+    slots: Annotated[int, option("S", "Gradients that the ring of a learner holds.")] = 2,
     give_up_after: Annotated[
         str,
-        typer.Option(
-            metavar="TIME",
-            help="When a straggler abandons its iteration: this long after the cutoff, after a "
+        option(
+            "TIME",
+            "When a straggler abandons its iteration: this long after the cutoff, after a "
             "share of its run time (such as 10%), or never.",
         ),
     ] = "0",
-    deaths: Annotated[
-        float, typer.Option(metavar="P", help="Probability that a learner dies in an iteration.")
-    ] = 0.0,
+    deaths: Annotated[float, option("P", "Probability that a learner dies in an iteration.")] = 0.0,
     die: Annotated[
-        list[str] | None,
-        typer.Option(metavar="K@TIME", help="Learner K dies at this time; may be repeated."),
+        list[str] | None, option("K@TIME", "Learner K dies at this time; may be repeated.")
     ] = None,
     join: Annotated[
-        list[str] | None,
-        typer.Option(metavar="K@TIME", help="Learner K joins at this time; may be repeated."),
+        list[str] | None, option("K@TIME", "Learner K joins at this time; may be repeated.")
     ] = None,
     return_after: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Time after which a dead learner is replaced.",
-            show_default="never",
-        ),
+        str | None, option("TIME", "Time after which a dead learner is replaced.", "never")
     ] = None,
     loss: Annotated[
-        ProblemName | None,
-        typer.Option(help="Also train this problem, and show its loss against time."),
+        ProblemName | None, option(None, "Also train this problem, and show its loss against time.")
     ] = None,
-    batch: Annotated[
-        int, typer.Option(metavar="B", min=1, help="With --loss: samples in a mini-batch.")
-    ] = 32,
+    batch: Annotated[int, option("B", "With --loss: samples in a mini-batch.", min=1)] = 32,
     lr: Annotated[
         float | None,
-        typer.Option(
-            metavar="RATE",
-            help="With --loss: learning rate for models that apply means of gradients.",
-            show_default="by problem",
+        option(
+            "RATE",
+            "With --loss: learning rate for models that apply means of gradients.",
+            "by problem",
         ),
     ] = None,
     lr_on_arrival: Annotated[
         float | None,
-        typer.Option(
-            metavar="RATE",
-            help="With --loss: learning rate for models that apply single gradients.",
-            show_default="--lr divided by N",
+        option(
+            "RATE",
+            "With --loss: learning rate for models that apply single gradients.",
+            "--lr divided by N",
         ),
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.svg", help="Write a plot to this file; needs matplotlib."),
+        Path | None, option("FILE.svg", "Write a plot to this file; needs matplotlib.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as one JSON object.")
-    ] = False,
+    as_json: Json = False,
 ) -> int:
     """Compare synchronization models in virtual time, all with the same run times."""
     from gadei_ps.commands import quantities

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from gadei_ps.cli.options import MODELS, JobArgument, Json, running_jobs, tell
+from gadei_ps.cli.options import MODELS, JobArgument, Json, argument, option, running_jobs, tell
 from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import say
@@ -18,15 +16,14 @@ def set_job(
     job: JobArgument,
     settings: Annotated[
         list[str],
-        typer.Argument(
-            metavar="FIELD=VALUE...",
-            help="Fields of the optimizer, as lr=0.01 schedule=step step_size=1000; of a group of "
+        argument(
+            "FIELD=VALUE...",
+            "Fields of the optimizer, as lr=0.01 schedule=step step_size=1000; of a group of "
             f"parameters, as groups.0.lr=0.01; or sync=MODEL, alone: {MODELS}",
         ),
     ],
     timeout: Annotated[
-        float,
-        typer.Option(metavar="S", min=0.1, help="Seconds to wait until the change takes effect."),
+        float, option("S", "Seconds to wait until the change takes effect.", min=0.1)
     ] = 60.0,
     as_json: Json = False,
 ) -> int:
@@ -60,22 +57,17 @@ def set_job(
 
 
 def trace(
-    job: Annotated[
-        str, typer.Argument(metavar="JOB", help="The job's name.", autocompletion=running_jobs)
-    ],
+    job: Annotated[str, argument("JOB", "The job's name.", autocompletion=running_jobs)],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.csv", help="File for the run times.", show_default="JOB-trace.csv"
-        ),
+        Path | None, option("FILE.csv", "File for the run times.", "JOB-trace.csv")
     ] = None,
     time_: Annotated[
         str | None,
-        typer.Option(
-            "--for",
-            metavar="TIME",
-            help="How long to record, such as 500ms, 60s or 2m.",
-            show_default="until the job ends",
+        option(
+            "TIME",
+            "How long to record, such as 500ms, 60s or 2m.",
+            "until the job ends",
+            name="--for",
         ),
     ] = None,
     as_json: Json = False,

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from gadei_ps.cli.options import (
     MODELS,
     Device,
@@ -18,6 +16,9 @@ from gadei_ps.cli.options import (
     OptimizerName,
     Verbose,
     Wire,
+    argument,
+    option,
+    switch,
     tell,
 )
 from gadei_ps.cli.outcome import print_json
@@ -31,122 +32,80 @@ if TYPE_CHECKING:
 
 def train(
     file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE.csv", help="Sentences with labels: CSV, JSON lines or Parquet."
-        ),
+        Path, argument("FILE.csv", "Sentences with labels: CSV, JSON lines or Parquet.")
     ],
     test: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.csv", help="Sentences on which the finished model is measured."),
+        Path | None, option("FILE.csv", "Sentences on which the finished model is measured.")
     ] = None,
     learners: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of learner processes; with --groups, on each machine.",
-            show_default="2",
-        ),
+        int | None, option("N", "Number of learner processes; with --groups, on each machine.", "2")
     ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(metavar="E", help="Most passes over the data.", show_default="200")
-    ] = None,
+    epochs: Annotated[int | None, option("E", "Most passes over the data.", "200")] = None,
     batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="B", help="Sentences in a mini-batch.", show_default="2, 4 or 32, by rows"
-        ),
+        int | None, option("B", "Sentences in a mini-batch.", "2, 4 or 32, by rows")
     ] = None,
     optimizer: Annotated[
         OptimizerName | None,
-        typer.Option(
-            help="The rule by which gradients change the weights.", show_default="adagrad"
-        ),
+        option(None, "The rule by which gradients change the weights.", "adagrad"),
     ] = None,
     lr: Annotated[
         float | None,
-        typer.Option(
-            metavar="RATE",
-            help="Learning rate.",
-            show_default="0.01; of several machines with adagrad, up to 0.04",
-        ),
+        option("RATE", "Learning rate.", "0.01; of several machines with adagrad, up to 0.04"),
     ] = None,
-    sync: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help=f"Synchronization model: {MODELS}", show_default="asp"),
-    ] = None,
+    sync: Annotated[str | None, option("MODEL", f"Synchronization model: {MODELS}", "asp")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory that the model is written to.",
-            show_default="model-1, model-2 and so on",
-        ),
+        option("DIR", "Directory that the model is written to.", "model-1, model-2 and so on"),
     ] = None,
     overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace an earlier model in the directory of --out."),
+        bool, switch("--overwrite", "Replace an earlier model in the directory of --out.")
     ] = False,
     patience: Annotated[
-        int,
-        typer.Option(
-            metavar="E",
-            help="Stop after E epochs without a better held-out accuracy or loss.",
-        ),
+        int, option("E", "Stop after E epochs without a better held-out accuracy or loss.")
     ] = 5,
-    dropout: Annotated[
-        float, typer.Option(metavar="P", help="Probability with which dropout zeroes a unit.")
-    ] = 0.5,
+    dropout: Annotated[float, option("P", "Probability with which dropout zeroes a unit.")] = 0.5,
     seed: Annotated[
-        int,
-        typer.Option(
-            help="Seed for the held-out rows, the first weights and the order of samples."
-        ),
+        int, option(None, "Seed for the held-out rows, the first weights and the order of samples.")
     ] = 0,
     wire: Annotated[
-        Wire, typer.Option(help="Number format in which gradients are sent.")
+        Wire, option(None, "Number format in which gradients are sent.")
     ] = Wire.FLOAT32,
     error_feedback: Annotated[
-        bool,
-        typer.Option(
-            "--error-feedback", help="Add what rounding to 16 bits loses to the next gradient."
-        ),
+        bool, switch("--error-feedback", "Add what rounding to 16 bits loses to the next gradient.")
     ] = False,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
     text_column: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Column that holds the sentences: its name, or its number from 1.",
-            show_default="text, or a usual name",
+        option(
+            "NAME",
+            "Column that holds the sentences: its name, or its number from 1.",
+            "text, or a usual name",
         ),
     ] = None,
     label_column: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Column that holds the labels: its name, or its number from 1.",
-            show_default="label, or a usual name",
+        option(
+            "NAME",
+            "Column that holds the labels: its name, or its number from 1.",
+            "label, or a usual name",
         ),
     ] = None,
-    job: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the job.", show_default="train-PID")
-    ] = None,
+    job: Annotated[str | None, option("NAME", "Name of the job.", "train-PID")] = None,
     groups: Annotated[
         Path | None,
-        typer.Option(
-            metavar="GROUPS.toml",
-            help="Train on the machines of this file, as gadei-ps group run does.",
-            show_default="this machine",
+        option(
+            "GROUPS.toml",
+            "Train on the machines of this file, as gadei-ps group run does.",
+            "this machine",
         ),
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="With --groups: a Ray cluster that runs; this host is one of its nodes.",
-            show_default="a cluster of this host's own",
+        option(
+            "HOST:PORT",
+            "With --groups: a Ray cluster that runs; this host is one of its nodes.",
+            "a cluster of this host's own",
         ),
     ] = None,
     verbose: Verbose = False,
@@ -207,30 +166,20 @@ def train(
 
 def predict(
     directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="Directory of a model that gadei-ps train has written."),
+        Path, argument("DIR", "Directory of a model that gadei-ps train has written.")
     ],
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TEXT", help="Sentences.", show_default="lines of stdin"),
-    ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="Label the rows of this file.")
-    ] = None,
+    texts: Annotated[list[str] | None, argument("TEXT", "Sentences.", "lines of stdin")] = None,
+    csv: Annotated[Path | None, option("FILE.csv", "Label the rows of this file.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.csv",
-            help="With --csv: file for the rows with label and probability.",
-            show_default="stdout",
-        ),
+        option("FILE.csv", "With --csv: file for the rows with label and probability.", "stdout"),
     ] = None,
     text_column: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="With --csv: column that holds the sentences, by its name or number.",
-            show_default="text, or a usual name",
+        option(
+            "NAME",
+            "With --csv: column that holds the sentences, by its name or number.",
+            "text, or a usual name",
         ),
     ] = None,
     as_json: Json = False,
