@@ -26,9 +26,10 @@ from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.kernels import cpu, optimizers
 from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind, OptimizerSpec
 from gadei_ps.memory import layout
+from gadei_ps.server.apply import apply_dense
 from gadei_ps.server.chunks import COEFFICIENTS_AT, Walk, prepare
 from gadei_ps.server.context import Shard, shard_of
-from gadei_ps.server.dense import apply_dense
+from gadei_ps.server.kinds import DENSE
 from gadei_ps.server.record import lock, unlock
 from gadei_ps.server.structs import BOARD, PART
 from gadei_ps.server.symbols import address, doubles, floats
@@ -52,6 +53,7 @@ def with_log(part: Part, payload: int, times: int) -> None:
     s = shard_of(address(part))
     s.hands[0].payload = payload
     s.hands[0].dtype = FLOAT32
+    s.hands[0].kind = DENSE
     s.hands[0].scale = 1.0
     for _ in range(times):
         prepare(s)

@@ -1,25 +1,318 @@
-"""Application of a shard's current frames, whatever their kind.
+"""Application of a shard's current frames: the walks over their payloads.
 
-A frame is dense (dense.py) or of rows (rows.py); a mean may have frames of both kinds. An
-assignment has the blocks of a frame of rows, and is alone. This is the only file that chooses.
+A payload is dense or has blocks (blocks.py); a mean may have frames of both. Rows that no current
+frame names do not change, and neither does their optimizer state ("lazily": a row of momentum does
+not decay while no gradient names it, as with torch.optim.SparseAdam). Compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
 
+from gadei_ps.kernels import cpu
 from gadei_ps.kernels.compiled import inner
-from gadei_ps.server.chunks import Walk, prepare
-from gadei_ps.server.constants import APPLY, ASSIGN, MAX_LEARNERS, ONE, ROWS
-from gadei_ps.server.context import GENERATION, Shard, is_there, shard_of
-from gadei_ps.server.dense import apply_dense
+from gadei_ps.server.blocks import (
+    BLOCK_BYTES,
+    count_blocks,
+    fits,
+    payload_bytes_of,
+    read_block,
+    rows_of,
+    tensor_of,
+)
+from gadei_ps.server.chunks import Span, Walk, move_span, prepare
+from gadei_ps.server.constants import APPLY, BFLOAT16, CHUNK, FLOAT16, MAX_LEARNERS, ONE
+from gadei_ps.server.context import (
+    GENERATION,
+    PAYLOAD_AT,
+    Shard,
+    among,
+    integer,
+    is_lost,
+    is_there,
+    shard_of,
+)
+from gadei_ps.server.kinds import BLOCKS, BUFFERS, DENSE, ROWS
+from gadei_ps.server.payload import (
+    BFLOAT16_FORM,
+    FLOAT32_FORM,
+    MEAN,
+    SCRATCH,
+    as_float32,
+    mean_at,
+    scale_of,
+    size_of,
+)
 from gadei_ps.server.record import lock, note_torn, unlock
-from gadei_ps.server.rows import apply_rows
-from gadei_ps.server.symbols import call
+from gadei_ps.server.structs import WINDOW
+from gadei_ps.server.symbols import call, floats, words
+
+STRETCH = 1 << 16
+"""Values of a frame that is read in place, between two looks whether it was lost; whole chunks."""
+ABSENT = 0  # no block of a frame names the tensor
+NO_ROW = 2**62
+WHOLE = -1  # instead of a row: the tensor is given whole
+
+
+# -- dense payloads -------------------------------------------------------------------------------
+
+
+@inner
+def apply_dense(s: Shard, walk: Walk) -> None:
+    """Apply the current frames, all of which are dense.
+
+    They move parameters, group by group. Each group begins at a chunk, so the pieces are the
+    shard's chunks. A single frame that is lost on the way is left as it is then.
+    """
+    payload, dtype = s.hands[0].payload, s.hands[0].dtype
+    # Several frames, or a clipped one, are worked out window by window before they are applied.
+    mixed = walk.members > 1 or scale_of(s, 0) != 1.0
+    start = walk.start
+    group = 0
+    high = min(s.high, integer(s.part[0].parameters))
+    while start < high:
+        if walk.members == 1 and is_lost(s):
+            return
+        while start >= s.part[0].group_end[group]:
+            group += 1  # the last group ends with the parameters
+        end = min(high, s.part[0].group_end[group])
+        end = min(end, start + (WINDOW if mixed or dtype == FLOAT16 else STRETCH))
+        count = end - start
+        piece = walk.first + -(-(start - walk.start) // CHUNK)
+        span = Span(piece, start, end)
+        if not mixed and dtype == BFLOAT16:
+            g = payload + np.uint64(start * 2)
+            move_span(s, group, BFLOAT16_FORM, g, span)
+        else:
+            if mixed:
+                mean = mean_at(s.here + MEAN, count)
+                for k in range(walk.members):
+                    hand = s.hands[k]
+                    one = as_float32(hand.payload, hand.dtype, start, count, s.here + SCRATCH)
+                    cpu.accumulate(mean, floats(one, count), scale_of(s, k))
+                cpu.scale(mean, 1.0 / walk.members)
+                g = s.here + MEAN
+            else:
+                g = as_float32(payload, dtype, start, count, s.here + SCRATCH)
+            move_span(s, group, FLOAT32_FORM, g, span)
+        start = end
+
+
+# -- payloads with blocks -------------------------------------------------------------------------
+
+
+class Stretch(NamedTuple):
+    """Values low to high, of one row or of rows that follow each other in a single frame."""
+
+    row: int
+    """The first one; WHOLE."""
+    shift: int
+    """Distance of a single frame's values from their place in a tensor given whole."""
+    low: int
+    high: int
+
+
+@inner
+def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
+    """Move to the next tensor in each frame: DENSE if one gives all of it, ROWS, or ABSENT."""
+    met = ABSENT
+    for m in range(members):
+        hand = s.hands[m]
+        size = size_of(hand.dtype)
+        if not among(BLOCKS, hand.kind):
+            hand.form = DENSE
+            hand.values = hand.payload + np.uint64(integer(tensor[0].start) * size)
+            met = DENSE
+            continue
+        hand.form = ABSENT
+        slot = hand.payload - PAYLOAD_AT
+        payload_bytes = payload_bytes_of(slot, s.part)
+        if hand.next >= count_blocks(slot) or (hand.next + 1) * BLOCK_BYTES > payload_bytes:
+            continue
+        block = read_block(slot, hand.next)
+        if block.tensor != number:
+            continue
+        hand.next += 1
+        if not fits(block, tensor, size, payload_bytes):
+            continue
+        hand.form = block.form
+        hand.values = hand.payload + block.values_at
+        if block.form == ROWS:
+            hand.indices = hand.payload + block.indices_at
+            hand.count = block.rows
+            hand.at = -1
+            _next_row(s, m, tensor)
+            if met == ABSENT:
+                met = ROWS
+        else:
+            met = DENSE
+    return met
+
+
+@inner
+def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
+    """Move to the next row that a frame lists."""
+    hand = s.hands[m]
+    hand.at += 1
+    hand.row = NO_ROW
+    if hand.at < hand.count:
+        row = words(hand.indices, hand.count)[hand.at]
+        if row < np.uint64(rows_of(tensor)):
+            hand.row = integer(row)
+
+
+@inner
+def _next_gap(s: Shard, tensor: np.ndarray) -> int:
+    """Skip the rows that follow the current one without a gap; return the one after them."""
+    after: int = s.hands[0].row + 1
+    _next_row(s, 0, tensor)
+    while s.hands[0].row == after:
+        after += 1
+        _next_row(s, 0, tensor)
+    return after
+
+
+@inner
+def _add_row(s: Shard, m: int, mean: np.ndarray, tensor: np.ndarray, start: int, end: int) -> None:
+    """Add the part of a frame's row at hand that lies in values start to end of the weights."""
+    hand = s.hands[m]
+    width = integer(tensor[0].count) // rows_of(tensor)
+    row_start = integer(tensor[0].start) + hand.row * width
+    low, high = max(start, row_start), min(end, row_start + width)
+    if low >= high:
+        return
+    row = hand.values + np.uint64(hand.at * width * size_of(hand.dtype))
+    g = as_float32(row, hand.dtype, low - row_start, high - low, s.here + SCRATCH)
+    scale = scale_of(s, m)
+    cpu.accumulate(mean[low - start : high - start], floats(g, high - low), scale)
+
+
+@inner
+def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end: int) -> np.uint64:
+    """Address of the mean gradient of values start to end. row: at hand; WHOLE."""
+    mean = mean_at(s.here + MEAN, end - start)
+    first = integer(tensor[0].start)
+    width = integer(tensor[0].count) // rows_of(tensor)
+    for m in range(members):
+        hand = s.hands[m]
+        if hand.form == DENSE:
+            g = as_float32(hand.values, hand.dtype, start - first, end - start, s.here + SCRATCH)
+            scale = scale_of(s, m)
+            cpu.accumulate(mean, floats(g, end - start), scale)
+        elif hand.form == ROWS and row != WHOLE:
+            if hand.row == row:
+                _add_row(s, m, mean, tensor, start, end)
+        elif hand.form == ROWS:
+            while hand.row != NO_ROW and first + hand.row * width < end:
+                _add_row(s, m, mean, tensor, start, end)
+                if first + (hand.row + 1) * width > end:
+                    break
+                _next_row(s, m, tensor)
+    cpu.scale(mean, 1.0 / members)
+    return s.here + MEAN
+
+
+@inner
+def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, piece: int) -> int:
+    """Change the values of a stretch, the piece-th piece and on; the next piece's number.
+
+    Values before walk.start are done already.
+    """
+    high = stretch.high
+    at = max(stretch.low, walk.start)
+    if at >= high:
+        return piece
+    group = integer(tensor[0].group)
+    start = integer(tensor[0].start)
+    single = walk.members == 1
+    scale = scale_of(s, 0)
+    values, dtype = s.hands[0].values, s.hands[0].dtype
+    in_place = single and scale == 1.0 and dtype != FLOAT16
+    while at < high:
+        end = high if in_place else min(high, at + WINDOW)
+        skip = at - start + stretch.shift
+        span = Span(piece, at, end)
+        if in_place and dtype == BFLOAT16:
+            g = values + np.uint64(skip * 2)
+            move_span(s, group, BFLOAT16_FORM, g, span)
+        else:
+            if single:
+                g = as_float32(values, dtype, skip, end - at, s.here + SCRATCH)
+            else:
+                g = _mean(s, walk.members, tensor, stretch.row, at, end)
+            if single and scale != 1.0:
+                cpu.accumulate(mean_at(s.here + MEAN, end - at), floats(g, end - at), scale)
+                g = s.here + MEAN
+            move_span(s, group, FLOAT32_FORM, g, span)
+        piece += -(-(end - at) // CHUNK)
+        at = end
+    return piece
+
+
+@inner
+def _least_row(s: Shard, members: int) -> int:
+    """The first row at hand in any frame; NO_ROW after the last."""
+    row = NO_ROW
+    for m in range(members):
+        if s.hands[m].form == ROWS:
+            row = min(row, s.hands[m].row)
+    return row
+
+
+@inner
+def apply_rows(s: Shard, walk: Walk) -> None:
+    """Apply the current frames, at least one of which has blocks.
+
+    The walk goes by tensor and row and cuts each row, or dense tensor, into pieces of at most CHUNK
+    values within the shard; a single frame's rows that follow each other are cut as one. The pieces
+    are numbered like the chunks of a dense gradient, and the cursor and the undo log serve them in
+    the same way. The walk goes up through the weights, so recovery continues from the place of the
+    piece that was open.
+
+    A single frame that is lost on the way is left as it is then.
+    """
+    piece = walk.first
+    single = walk.members == 1  # and nothing else: recovery must cut the same pieces
+    most = s.high
+    if not among(BUFFERS, s.hands[0].kind):
+        most = min(most, integer(s.part[0].parameters))
+    for member in range(walk.members):
+        s.hands[member].next = 0
+    for number in range(integer(s.part[0].tensors)):
+        tensor = tensor_of(s.part, number)
+        met = _meet(s, walk.members, number, tensor)
+        start = integer(tensor[0].start)
+        end = start + integer(tensor[0].count)
+        if met == ABSENT or max(start, s.low) >= min(end, most):
+            continue
+        width = (end - start) // rows_of(tensor)
+        row = WHOLE if met == DENSE else _least_row(s, walk.members)
+        while row != NO_ROW:
+            if single and is_lost(s):
+                return
+            shift, low, high = 0, start, end
+            if row != WHOLE:
+                after = row + 1
+                if single:
+                    shift = (s.hands[0].at - row) * width
+                    after = _next_gap(s, tensor)
+                low, high = start + row * width, start + after * width
+            low, high = max(low, s.low), min(high, s.high)
+            if low < high:
+                piece = _move_stretch(s, walk, tensor, Stretch(row, shift, low, high), piece)
+            if row == WHOLE:
+                break
+            for member in range(0 if single else walk.members):
+                if s.hands[member].form == ROWS and s.hands[member].row == row:
+                    _next_row(s, member, tensor)
+            row = _least_row(s, walk.members)
+
+
+# -- all current frames ---------------------------------------------------------------------------
 
 
 @inner
@@ -49,12 +342,12 @@ def _apply(part: int, members: int, first: int, start: int) -> None:
     """Do what apply_frames() does, as a C function. part: address."""
     s = shard_of(np.uint64(part))
     walk = Walk(members, first, start)
-    has_rows = False
+    has_blocks = False
     for m in range(members):
-        has_rows = has_rows or s.hands[m].kind == ROWS or s.hands[m].kind == ASSIGN
+        has_blocks = has_blocks or among(BLOCKS, s.hands[m].kind)
     prepare(s)
     lock(s)
-    if has_rows:
+    if has_blocks:
         apply_rows(s, walk)
     else:
         apply_dense(s, walk)

@@ -31,9 +31,8 @@ from gadei_ps.server.context import (
     mark_broken,
     read_frame,
     shard_of,
-    take,
 )
-from gadei_ps.server.frames import check_frame
+from gadei_ps.server.frames import check_frame, take
 from gadei_ps.server.known import (
     HEAD,
     consume,

@@ -1,8 +1,8 @@
-"""The blocks of a frame of rows: what its payload says, and whether that can be.
+"""The blocks of a payload, as its learner wrote them, and their check.
 
-Such a frame has a block for each tensor that it moves: all of it, or the rows that it lists. A
-learner may write over a frame at any time. So whatever decides where a store goes is read once and
-checked where it is used; a block that does not fit moves nothing. Compiled.
+Such a payload has a block for each tensor that the frame changes: all of it, or the rows that it
+lists. A learner may write over a frame at any time. So whatever decides where a store goes is read
+once and checked where it is used; a block that does not fit moves nothing. Compiled.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import numpy as np
 
 from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
-from gadei_ps.server.constants import BAD_ROWS, BAD_SIZE, DENSE, OK, ROWS
+from gadei_ps.server.constants import BAD_ROWS, BAD_SIZE, OK
 from gadei_ps.server.context import PAYLOAD_AT, integer
+from gadei_ps.server.kinds import DENSE, ROWS
 from gadei_ps.server.symbols import get, get32, structs, words
 
 TENSOR_BYTES = np.uint64(layout.TENSOR.itemsize)
@@ -99,12 +100,12 @@ def count_blocks(header: np.uint64) -> int:
 
 @inner
 def check_rows(
-    header: np.uint64, slot: np.uint64, size: int, part: np.ndarray, assigns: bool
+    header: np.uint64, slot: np.uint64, size: int, part: np.ndarray, buffers: bool
 ) -> int:
     """Return why the frame of rows in this slot must not be applied; OK if it may.
 
     header: address of a copy of its header. size: bytes of a value. part: PART, shape (1,), of
-    any shard. assigns: whether it may have blocks of buffers.
+    any shard. buffers: whether it may have blocks of them.
     """
     tensors = integer(part[0].tensors)
     blocks = count_blocks(header)
@@ -118,7 +119,7 @@ def check_rows(
             return BAD_ROWS
         before = block.tensor
         tensor = tensor_of(part, block.tensor)
-        if tensor[0].start >= part[0].parameters and not assigns:
+        if tensor[0].start >= part[0].parameters and not buffers:
             return BAD_ROWS
         if not fits(block, tensor, size, payload_bytes):
             return BAD_SIZE

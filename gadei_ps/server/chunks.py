@@ -1,4 +1,4 @@
-"""The loops that change weights: for each chunk the undo log, the cursor, the kernel.
+"""The loops that change weights: for each chunk the undo log, the cursor, the new values.
 
 A gradient is cut into pieces of at most CHUNK values, numbered in the order in which they are
 changed. A piece is open until the next one is, which is saved in the other half of the undo log.
@@ -18,7 +18,7 @@ from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.compiled import inlined, inner
 from gadei_ps.kernels.optimizers import COEFFICIENTS, slots
 from gadei_ps.memory import layout
-from gadei_ps.server.constants import ASSIGN, ASSIGNMENTS, CHUNK, IDLE, ONE, ZERO
+from gadei_ps.server.constants import CHUNK, IDLE, ONE, ZERO
 from gadei_ps.server.context import (
     CURSOR,
     HANDS,
@@ -35,11 +35,17 @@ from gadei_ps.server.context import (
 from gadei_ps.server.payload import FORMS, Values, bytes_of, values_of
 from gadei_ps.server.structs import PART
 from gadei_ps.server.symbols import call, doubles, floats, get, mark, structs
-from gadei_ps.server.undo import restore, save, save_line
 
 VECTOR = 16  # values that a loop of vectors takes at once
 COEFFICIENTS_AT = np.uint64(layout.offset(PART, "coefficients"))
 COEFFICIENT_BYTES = np.uint64(COEFFICIENTS * 8)  # of a group
+
+# The undo log has two halves, which consecutive pieces use in turn, so the old values of the open
+# piece stay until the cursor has moved on.
+HALF_BYTES = np.uint64(layout.UNDO_HALF)
+STREAM_BYTES = np.uint64(layout.CHUNK * 4)
+SLOT0 = STREAM_BYTES  # where a half of the log has the optimizer's slots
+SLOT1 = STREAM_BYTES + STREAM_BYTES
 
 _part_at = structs(PART)
 
@@ -70,6 +76,66 @@ class _Move(NamedTuple):
     at: Streams
     cursor: np.uint64
     """Address."""
+
+
+# -- undo log -------------------------------------------------------------------------------------
+
+
+@inlined
+def _copy(to: np.ndarray, source: np.ndarray) -> None:
+    for i in range(source.size):
+        to[i] = source[i]
+
+
+@inlined
+def _half(at: Streams, piece: np.uint64) -> np.uint64:
+    """Address of the half of the log in which this piece is saved."""
+    return at.undo + (piece & ONE) * HALF_BYTES
+
+
+@inlined
+def save(at: Streams, kept: int, piece: np.uint64, start: int, count: int) -> None:
+    """Copy a piece's weights and slots into the log, in one loop, as `update` reads them."""
+    here, undo = np.uint64(start * 4), _half(at, piece)
+    old, w = floats(undo, count), floats(at.weights + here, count)
+    old0, s0 = floats(undo + SLOT0, count), floats(at.slot0 + here, count)
+    old1, s1 = floats(undo + SLOT1, count), floats(at.slot1 + here, count)
+    if kept == 0:
+        _copy(old, w)
+    elif kept == 1:
+        for i in range(count):
+            old[i] = w[i]
+            old0[i] = s0[i]
+    else:
+        for i in range(count):
+            old[i] = w[i]
+            old0[i] = s0[i]
+            old1[i] = s1[i]
+
+
+@inlined
+def save_line(at: Streams, kept: int, piece: np.uint64, start: int, low: int, count: int) -> None:
+    """Copy some values of the piece that begins at `start`, from its low-th on."""
+    here, there = np.uint64((start + low) * 4), _half(at, piece) + np.uint64(low * 4)
+    _copy(floats(there, count), floats(at.weights + here, count))
+    if kept > 0:
+        _copy(floats(there + SLOT0, count), floats(at.slot0 + here, count))
+    if kept > 1:
+        _copy(floats(there + SLOT1, count), floats(at.slot1 + here, count))
+
+
+@inlined
+def restore(at: Streams, kept: int, piece: np.uint64, start: int, count: int) -> None:
+    """Copy a piece's weights and slots from the log back to where they belong."""
+    here, undo = np.uint64(start * 4), _half(at, piece)
+    _copy(floats(at.weights + here, count), floats(undo, count))
+    if kept > 0:
+        _copy(floats(at.slot0 + here, count), floats(undo + SLOT0, count))
+    if kept > 1:
+        _copy(floats(at.slot1 + here, count), floats(undo + SLOT1, count))
+
+
+# -- pieces ---------------------------------------------------------------------------------------
 
 
 @inner
@@ -131,10 +197,12 @@ def move_span(s: Shard, group: int, form: int, gradient: np.uint64, span: Span) 
     span's first value.
     """
     _note_span(s, span)
-    which = ASSIGNMENTS if s.hands[0].kind == ASSIGN else 0
-    code = s.part[0].move[which, form]
+    code = s.part[0].move[s.hands[0].kind, form]
     coef = _coefficients_at(s, group)
     call(code, s.here, coef, gradient, span.piece, span.start, span.end)
+
+
+# -- loops ----------------------------------------------------------------------------------------
 
 
 @inlined
@@ -226,7 +294,7 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
 
 
 @inlined
-def _take_over(m: _Move, g: Values, hand: Any, kept: int, start: int, count: int) -> None:
+def _put(m: _Move, g: Values, hand: Any, kept: int, start: int, count: int) -> None:
     """Put values in the place of `count` weights, or of those of a slot, from `start` on.
 
     Or adds them to weights. The chunk is in the undo log, so a death amid it is undone.
@@ -276,12 +344,15 @@ def _assignment(form: Any) -> Callable[..., None]:
             count = min(CHUNK, end - low)
             save(m.at, kept, number, low, count)
             mark(m.cursor, (number << ONE) | ONE)
-            _take_over(m, Values(address, form), hand, kept, low, count)
+            _put(m, Values(address, form), hand, kept, low, count)
             number += ONE
             address += np.uint64(CHUNK) * bytes_of(form)
 
     return assign
 
+
+LOOPS: dict[str, Callable[..., Callable[..., None]]] = {"move": _loop, "assign": _assignment}
+"""Sources of the loops that kinds.py names."""
 
 LOOP = types.void(types.uint64, types.uint64, types.uint64, types.int64, types.int64, types.int64)
 
@@ -289,9 +360,9 @@ LOOP = types.void(types.uint64, types.uint64, types.uint64, types.int64, types.i
 def source(name: str) -> tuple[Any, Callable[..., None]]:
     """Return the source of a unit.
 
-    name: assign-FORM, or move-KIND-FORM; the kind is the optimizer's, the form is its place in
+    name: NAME-FORM, or NAME-KIND-FORM. NAME is one of LOOPS, KIND the optimizer's, FORM a place in
     FORMS.
     """
     what, *numbers = name.split("-")
     *kind, form = map(int, numbers)
-    return LOOP, _assignment(FORMS[form]) if what == "assign" else _loop(kind[0], FORMS[form])
+    return LOOP, LOOPS[what](*kind, FORMS[form])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import Action, FrameKind, Mode, Reason, WireType, Work
+from gadei_ps.memory.layout import Action, Mode, Reason, WireType, Work
 
 ZERO = np.uint64(0)
 ONE = np.uint64(1)
@@ -24,8 +24,6 @@ ADD = np.uint32(layout.ADD)
 SAME_STEPS = np.uint64(layout.SAME_STEPS)
 MOST_STEPS = np.uint64(2**62)  # an assignment may set no more
 
-ASSIGNMENTS = 1  # where PART's `move` has the loops that assign; before them those of gradients
-
 # The cursor of a record, where it is not a chunk.
 IDLE = np.uint64(layout.IDLE)
 ALL_APPLIED = np.uint64(layout.ALL_APPLIED)
@@ -33,11 +31,6 @@ ALL_APPLIED = np.uint64(layout.ALL_APPLIED)
 FLOAT32 = int(WireType.FLOAT32)
 BFLOAT16 = int(WireType.BFLOAT16)
 FLOAT16 = int(WireType.FLOAT16)
-
-DENSE = int(FrameKind.DENSE)
-ROWS = int(FrameKind.ROWS)
-EMPTY = int(FrameKind.EMPTY)
-ASSIGN = int(FrameKind.ASSIGN)
 
 SKIP = int(Action.SKIP)
 APPLY = int(Action.APPLY)

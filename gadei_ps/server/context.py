@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gadei_ps.kernels import cpu
 from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, FRAME, RECORD, SHARD, STATE
-from gadei_ps.server.constants import ADD, ASSIGN, MAX_LEARNERS, ONE, RESET, SAME_STEPS, ZERO
+from gadei_ps.server.constants import MAX_LEARNERS, ZERO
+from gadei_ps.server.kinds import COUNT
 from gadei_ps.server.structs import BOARD, HAND, KNOWN_RING, PART, RING_LINE
 from gadei_ps.server.symbols import get, put, structs, words
 
@@ -93,6 +93,12 @@ class Shard(NamedTuple):
 def integer(value: Any) -> int:
     """Convert to a signed word: Numba makes a float of a signed and an unsigned word."""
     return np.int64(value)  # type: ignore[return-value]
+
+
+@inner
+def among(kinds: int, kind: int) -> bool:
+    """Return whether a frame's kind, which may be any number, is in a set of kinds.py."""
+    return 0 <= kind < COUNT and (kinds >> kind) & 1 != 0
 
 
 @inner
@@ -192,25 +198,6 @@ def read_frame(s: Shard, slot: np.uint64) -> np.ndarray:
 def is_there(slot: np.uint64, generation: np.uint64, sequence: np.uint64) -> bool:
     """Return whether the slot still holds this frame: not if its ring was lost meanwhile."""
     return bool(get(slot + GENERATION) == generation and get(slot + SEQUENCE) == sequence)
-
-
-@inner
-def take(s: Shard, member: int, slot: np.uint64, frame: np.ndarray) -> None:
-    """The frame in this slot is the member-th of the current ones. frame: its header."""
-    hand = s.hands[member]
-    hand.payload = slot + PAYLOAD_AT
-    hand.dtype = integer(frame[0].dtype)
-    hand.kind = integer(frame[0].kind)
-    hand.scale = cpu.clip_scale(s.c[0].hyper[0], frame[0].squares)
-    steps = s.state[0].record[s.number].steps
-    hand.next_step = steps + ONE
-    if frame[0].kind == ASSIGN:
-        hand.scale = 1.0
-        hand.stream = integer(frame[0].stream)
-        hand.reset = 1 if frame[0].flags & RESET else 0
-        hand.adds = 1 if frame[0].flags & ADD else 0
-        hand.next_step = steps if frame[0].steps == SAME_STEPS else frame[0].steps
-    hand.watch = slot + GENERATION
 
 
 @inner

@@ -347,7 +347,7 @@ class Driver(Team):
         published = self._published(member)
         while member.reported < published:
             found = None if self.sync.on_arrival else member.next(self._slots)
-            if found and found.assigns:
+            if found and found.writes:
                 if self._applied(member) < member.reported:
                     return False  # once what it has pushed before is in the weights
                 self._commit_assignment(found)
@@ -377,7 +377,7 @@ class Driver(Team):
         """Has each assignment of this learner made, in a superstep of its own."""
         while member.reported < member.mapped.head and not self.sees_nonsense(member):
             found = member.next(self._slots)
-            if not found.assigns or self._applied(member) < member.reported:
+            if not found.writes or self._applied(member) < member.reported:
                 return
             self._commit_assignment(found)
 

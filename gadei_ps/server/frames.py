@@ -1,4 +1,7 @@
-"""Checks a frame before it is applied. What fails is refused, counted and has its Reason kept."""
+"""A frame's header: its check, and what the loops take from it.
+
+A frame that fails the check is refused, counted and has its Reason kept. Compiled.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from gadei_ps.kernels import cpu
 from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.server.blocks import check_rows
 from gadei_ps.server.constants import (
     ADD,
-    ASSIGN,
     BAD_ASSIGN,
     BAD_DTYPE,
     BAD_GENERATION,
@@ -23,20 +26,29 @@ from gadei_ps.server.constants import (
     BAD_SEQUENCE,
     BAD_SIZE,
     BFLOAT16,
-    DENSE,
-    EMPTY,
     FLOAT16,
     FLOAT32,
     GIVEN_UP,
     MOST_STEPS,
     NOT_FINITE,
     OK,
-    ROWS,
+    ONE,
+    RESET,
     SAME_STEPS,
     UNCHECKED,
     ZERO,
 )
-from gadei_ps.server.context import control_at, frame_at, part_at
+from gadei_ps.server.context import (
+    GENERATION,
+    PAYLOAD_AT,
+    Shard,
+    among,
+    control_at,
+    frame_at,
+    integer,
+    part_at,
+)
+from gadei_ps.server.kinds import APPLIED, ASSIGN, BLOCKS, BUFFERS, DENSE, EMPTY
 
 CHECKED = np.uint32(layout.CHECKED)
 NONFINITE = np.uint32(layout.NONFINITE)
@@ -89,10 +101,10 @@ def check_frame(
         return BAD_GENERATION
     if frame[0].sequence != sequence:
         return BAD_SEQUENCE
-    if frame[0].kind == EMPTY:
+    kind = integer(frame[0].kind)
+    if kind == EMPTY:
         return GIVEN_UP
-    kind = frame[0].kind
-    if kind != DENSE and kind != ROWS and kind != ASSIGN:
+    if not among(APPLIED, kind):
         return BAD_KIND
     if frame[0].dtype == FLOAT32:
         size = 4
@@ -100,13 +112,12 @@ def check_frame(
         size = 2
     else:
         return BAD_DTYPE
-    if frame[0].kind == DENSE:
-        if frame[0].payload_bytes != part[0].parameters * np.uint64(size):
-            return BAD_SIZE
-    else:
-        reason = check_rows(header, slot, size, part, kind == ASSIGN)
+    if among(BLOCKS, kind):
+        reason = check_rows(header, slot, size, part, among(BUFFERS, kind))
         if reason != OK:
             return reason
+    elif frame[0].payload_bytes != part[0].parameters * np.uint64(size):
+        return BAD_SIZE
     if kind == ASSIGN and not _may_assign(frame, part):
         return BAD_ASSIGN
     if control_at(part[0].control)[0].refuse_nonfinite:
@@ -117,6 +128,29 @@ def check_frame(
     if not are_scales(frame, part[0].groups):
         return BAD_SCALE
     return OK
+
+
+@inner
+def take(s: Shard, member: int, slot: np.uint64, frame: np.ndarray) -> None:
+    """Make the frame in this slot the member-th of the current ones. frame: its header.
+
+    Its learner may have written over the header since it was checked.
+    """
+    hand = s.hands[member]
+    hand.payload = slot + PAYLOAD_AT
+    hand.dtype = integer(frame[0].dtype)
+    kind = integer(frame[0].kind)
+    hand.kind = kind if among(APPLIED, kind) else DENSE
+    hand.scale = cpu.clip_scale(s.c[0].hyper[0], frame[0].squares)
+    steps = s.state[0].record[s.number].steps
+    hand.next_step = steps + ONE
+    if kind == ASSIGN:
+        hand.scale = 1.0
+        hand.stream = integer(frame[0].stream)
+        hand.reset = 1 if frame[0].flags & RESET else 0
+        hand.adds = 1 if frame[0].flags & ADD else 0
+        hand.next_step = steps if frame[0].steps == SAME_STEPS else frame[0].steps
+    hand.watch = slot + GENERATION
 
 
 def _check(

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gadei_ps.memory.layout import FrameKind
-from gadei_ps.server import units
+from gadei_ps.server import kinds, units
 from gadei_ps.server.rings import Mapped
 
 
@@ -46,9 +45,9 @@ class Next(NamedTuple):
     """FRAME, shape (1,)."""
 
     @property
-    def assigns(self) -> bool:
-        """Whether it is an assignment, which is not reported to the sync model."""
-        return int(self.header[0]["kind"]) == FrameKind.ASSIGN
+    def writes(self) -> bool:
+        """Whether it is a write, which is not reported to the synchronization model."""
+        return bool(kinds.WRITES >> int(self.header[0]["kind"]) & 1)
 
     @property
     def started(self) -> float:

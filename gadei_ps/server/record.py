@@ -3,7 +3,7 @@
     begin     which frame, which step, which rates      then cursor = 0
     chunks    where they belong -> spans
               old weights and slots -> undo log         then cursor = chunk << 1 | 1
-              update                                                      (undo.py, chunks.py)
+              update                                                      (chunks.py)
     note_torn  whether the frame was there to the end -> torn
     unlock                                                   cursor = ALL_APPLIED
     booking   shard 0: statistics, work ledger          then booked       (account.py)

@@ -22,8 +22,8 @@ from gadei_ps.server.context import (
     shard_of,
     shown_address,
     slot_of,
-    take,
 )
+from gadei_ps.server.frames import take
 from gadei_ps.server.journal import roll_back
 from gadei_ps.server.record import SEQUENCE, count_finished, finish, is_torn, note_torn
 from gadei_ps.server.symbols import address, get, put

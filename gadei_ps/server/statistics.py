@@ -13,8 +13,9 @@ import numpy as np
 from gadei_ps.kernels.compiled import compiled, inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY
-from gadei_ps.server.constants import ASSIGN, EMPTY, ONE, REFUSE, ZERO
-from gadei_ps.server.context import Shard, integer
+from gadei_ps.server.constants import ONE, REFUSE, ZERO
+from gadei_ps.server.context import Shard, among, integer
+from gadei_ps.server.kinds import EMPTY, WRITES
 from gadei_ps.server.symbols import address, fence, words
 
 HISTOGRAM = layout.HISTOGRAM
@@ -44,8 +45,8 @@ def staleness_bin(staleness: np.uint64) -> int:
 def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64) -> None:
     """Count a gradient that is applied. version: of the weights, before it."""
     e = c[0].roster[row]
-    if frame[0].kind == ASSIGN:
-        return  # it says nothing of how the learner trains
+    if among(WRITES, integer(frame[0].kind)):
+        return  # not a part of the training
     e.applied += ONE
     e.samples += np.uint64(frame[0].samples)
     e.loss = frame[0].loss
@@ -89,10 +90,10 @@ def count_past(c: np.ndarray, row: int) -> None:
 def note_run(s: Shard, row: int, sequence: np.uint64, frame: np.ndarray, action: int) -> None:
     """Keep the times of an iteration for `gadei-ps trace`.
 
-    Outside the transactions: a server that dies in between costs a record at most one line. An
-    assignment is not an iteration: it is noted as what a trace leaves out.
+    Outside the transactions: a server that dies in between costs a record at most one line. A
+    write is not an iteration: it is noted as what a trace leaves out.
     """
-    if frame[0].kind == ASSIGN:
+    if among(WRITES, integer(frame[0].kind)):
         action = REFUSE
     at = integer(sequence % RUNS)
     s.state[0].runs[row, at].sequence = ZERO

@@ -12,6 +12,7 @@ import numpy as np
 
 from gadei_ps.kernels.optimizers import COEFFICIENTS
 from gadei_ps.memory.layout import FRAME, MAX_GROUPS, MAX_LEARNERS, MAX_SHARDS
+from gadei_ps.server import kinds
 
 i64, u64, f32, f64 = "i8", "u8", "f4", "f8"
 
@@ -61,7 +62,7 @@ HAND: Final = np.dtype(
         ("adds", i64),  # 1: an assignment is added to the weights
         ("next_step", u64),  # optimizer steps finished after it, where it is alone
         ("watch", u64),  # address of a word that is 0 once its memory is lost; 0: none
-        # The rest is used if one of the current frames is of rows (rows.py).
+        # The rest is used if one of the current frames is of rows (apply.py).
         ("next", i64),  # block to look at next
         ("form", i64),  # of the tensor at hand: ABSENT, ROWS, DENSE
         ("values", u64),  # address of its values
@@ -107,7 +108,7 @@ PART: Final = np.dtype(
         # Addresses of compiled code (units.py).
         ("apply", u64),
         ("arrive", u64),
-        ("move", u64, (2, 2)),  # loops of gradients, assignments; by form
+        ("move", u64, (kinds.COUNT, 2)),  # loops by the frame's kind and the form of its values
         ("tensors_at", u64),  # address of the model's table
         ("tensors", u64),
         ("elements", u64),

@@ -15,8 +15,8 @@ from gadei_ps.server.account import book_superstep
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
 from gadei_ps.server.constants import APPLY, MAX_LEARNERS, ONE, SKIP, ZERO
-from gadei_ps.server.context import Shard, integer, is_there, read_frame, take
-from gadei_ps.server.frames import are_scales
+from gadei_ps.server.context import Shard, integer, is_there, read_frame
+from gadei_ps.server.frames import are_scales, take
 from gadei_ps.server.known import consume, oldest_slot
 from gadei_ps.server.record import Entry, begin, finish
 

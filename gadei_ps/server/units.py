@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from gadei_ps.kernels import loaded
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.kernels.unit import Unit
+from gadei_ps.server import kinds
 from gadei_ps.server.structs import PART
 
 FORMS = range(PART["move"].shape[1])
@@ -28,22 +29,22 @@ def _loop(what: str, form: int) -> Unit:
 
 
 def _loops(kind: int) -> list[list[Unit]]:
-    """Of gradients, of assignments; in each of them by form."""
-    whats = f"move-{kind}", "assign"
-    return [[_loop(what, form) for form in FORMS] for what in whats]
+    """By the frame's kind, then by form; kinds that are not applied have none."""
+    whats = [kinds.TABLE[one].loop if one in kinds.TABLE else "" for one in range(kinds.COUNT)]
+    return [[_loop(what.format(kind=kind), form) for form in FORMS if what] for what in whats]
 
 
-def units(kinds: Iterable[int]) -> list[Unit]:
+def units(optimizers: Iterable[int]) -> list[Unit]:
     """What a server runs for these optimizers; what takes longest to compile comes first."""
     made = [_STAND_BY, _APPLY, _ARRIVE, _CHECK]
-    for kind in kinds:
+    for kind in optimizers:
         made += itertools.chain(*_loops(int(kind)))
     return list({one.name: one for one in made}.values())
 
 
-def load(kinds: Iterable[int] = tuple(Kind)) -> None:
+def load(optimizers: Iterable[int] = tuple(Kind)) -> None:
     """Loads the code for these kinds of optimizer, or compiles it once."""
-    for unit in units(kinds):
+    for unit in units(optimizers):
         unit.load()
 
 
@@ -77,4 +78,4 @@ def arriver() -> int:
 
 def loops(kind: int) -> list[list[int]]:
     """Addresses of the loops of chunks.py for PART's `move`. kind: the optimizer's."""
-    return [[_at(unit) for unit in row] for row in _loops(kind)]
+    return [[_at(unit) for unit in row] or [0] * len(FORMS) for row in _loops(kind)]

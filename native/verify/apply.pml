@@ -1,10 +1,9 @@
 /* One learner's gradients through a ring of N slots into S shards of C chunks each.
  *
  * Code: native/ps_ring.c ps_claim, ps_publish, ps_release; gadei_ps/server/record.py begin,
- * unlock, finish, note_torn; gadei_ps/server/apply.py; gadei_ps/server/dense.py apply_dense;
- * gadei_ps/server/rows.py _move_stretch; gadei_ps/server/chunks.py _change, _note_span, reopen;
- * gadei_ps/server/undo.py save, restore; gadei_ps/server/recover.py; gadei_ps/server/arrival.py on_arrival; gadei_ps/server/shard.py stand_by;
- * native/ps_lease.c.
+ * unlock, finish, note_torn; gadei_ps/server/apply.py apply_dense, _move_stretch;
+ * gadei_ps/server/chunks.py save, restore, _change, _note_span, reopen; gadei_ps/server/recover.py;
+ * gadei_ps/server/arrival.py on_arrival; gadei_ps/server/shard.py stand_by; native/ps_lease.c.
  *
  * Processes: the learner; the shard threads of KILLS + 1 servers, of which the first serves and the
  * others wait for the leases, a server once one before it has lost a thread; the kernel, which may end

@@ -65,7 +65,7 @@ ROOMS = (
         _in(
             "gadei_ps/server",
             "py",
-            *("record", "chunks", "undo", "recover", "journal", "account", "ledger", "superstep"),
+            *("record", "chunks", "recover", "journal", "account", "ledger", "superstep"),
             *("arrival", "context", "frames", "known", "shard", "statistics"),
         ),
         (

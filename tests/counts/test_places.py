@@ -53,7 +53,7 @@ def test_stores_that_others_see_are_left_out() -> None:
         'watchdog/roster.py:{} Roster.admit: entry["wanted"] = ',
         "gadei_ps/server/record.py:{} count_finished: record.steps = ",
         'gadei_ps/server/manager.py:{} Server._try_leases: self.control["lease_pid"] = ',
-        "gadei_ps/server/undo.py:{} save: old[i] = ",
+        "gadei_ps/server/chunks.py:{} save: old[i] = ",
         "native/ps_ring.c:{} ps_publish_frame: *ps_slot(",
         "native/ps_lease.c:{} ps_lease_release: pthread_mutex_unlock(",
         "native/ps_calls.c:{} ps_enter: __atomic_compare_exchange_n(",
