@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x30f2d989a0515037ull
+#define PS_BUILD 0x85b2f84379f2babaull
 
 #endif

@@ -381,7 +381,7 @@ int ps_wait_any(const uint64_t *words, const uint64_t *values, uint64_t count, u
 
 /* Sleeps until one of the rings has a head other than seen[i], the shard bell rings, or the time is
  * up. Heads of rings that are apart[i] (apart: 0 or an address) are looked at only: another thread
- * watches them and rings the bell (lookouts.py). If the kernel has no futex_waitv (before 5.16), or
+ * watches them and rings the bell (watchers.py). If the kernel has no futex_waitv (before 5.16), or
  * there are more rings than it takes, sleeps on the bell alone and returns at least every 200 us. */
 void ps_shard_sleep(uint64_t control_address, uint64_t shard, uint64_t rings, uint64_t seen,
                     uint64_t apart, uint64_t count, uint32_t bell, uint64_t timeout_ns)

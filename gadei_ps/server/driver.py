@@ -1,51 +1,320 @@
-"""Drives the job's synchronization model: reports pushes to it, publishes grants and supersteps.
+"""Driver of the job's synchronization model: reports pushes to it, publishes grants and supersteps.
 
-The manager of the active server calls this module. The model exists in this process only. The next
+The manager of the active server calls the Driver. The model exists in this process only. The next
 server makes an equal model from the roster (`member`, `base`) and from the control segment, where
-the watchdog has written the model's text under a number. When control asks for another number, the
-driver changes the model at a barrier (change.py). When a learner asks for it, the driver pauses all
-others (stand.py).
+the watchdog has written the model's text under a number.
+
+Three operations wait for a state that all shards share, and end with the mode of the model:
+
+    another model         when control asks for another number. Every learner finishes its current
+                          iteration; at the barrier the shards hold, and all have consumed the same;
+                          then the mode of the new model, then its number
+    global pause          when a learner asks for it. The same for all other learners. Then `stand`
+                          of the learner's row is set to its request, and only its assignments are
+                          made, each as a superstep of its own. It ends when the learner no longer
+                          asks or is gone: its assignments are made, then `stand` is cleared, then
+                          grants are published
+    hyperparameters       when control asks for others. The shards hold (or, for a model that
+                          collects, no superstep is open), and all have consumed the same; then
+                          `hyper` and its number
+
+To hold means that shards leave frames in the rings. If the server dies in between, the number of
+the model or of the hyperparameters has not changed, and the next server begins again: with another
+model without a barrier, because the old model's state is gone. A global pause that has begun is in
+the roster; the next server continues it before it does anything else.
 """
 
 from __future__ import annotations
 
+import collections
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gadei_ps import _native, sync
+from gadei_ps import _native
 from gadei_ps.job import modes, numbers
-from gadei_ps.memory import layout
-from gadei_ps.memory.layout import CONTROL, Reason
+from gadei_ps.machine import log
+from gadei_ps.memory import finished, layout, owned
+from gadei_ps.memory.layout import CONTROL, ENTRY, Action, Mode, Reason, Stop, Work
 from gadei_ps.memory.segment import Segment
-from gadei_ps.server.change import Change, hold
-from gadei_ps.server.member import Member, Next
-from gadei_ps.server.new_numbers import NewNumbers, counts_agree
+from gadei_ps.server import kinds, units
 from gadei_ps.server.rings import Mapped
-from gadei_ps.server.stand import Stand, Stands
-from gadei_ps.server.start import Start
-from gadei_ps.server.supersteps import Supersteps
-from gadei_ps.server.team import Team
-from gadei_ps.sync import NotGranted
+from gadei_ps.server.structs import BOARD
+from gadei_ps.sync import Commit, NotGranted, SyncModel
+
+EPOCHS = 2  # at most so many are open at once
 
 
-class Driver(Team):
-    """The driver of one active server."""
+# -- learners -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Member:
+    """A learner whose ring is served, as the driver knows it."""
+
+    mapped: Mapped
+    reported: int = 0  # frames that were reported to the sync model, and assignments
+    joined: bool = False
+    leaving: bool = False
+    granted: int = -1
+
+    @property
+    def row(self) -> int:
+        return self.mapped.row
+
+    @property
+    def generation(self) -> int:
+        return self.mapped.generation
+
+    def next(self, slots: int) -> Next:
+        """The next frame to report. slots: of the ring."""
+        slot = self.mapped.slot(self.reported, slots)
+        return Next(self, slot, self.mapped.header(slot))
+
+
+class Next(NamedTuple):
+    """A frame whose header was read once: its learner may write over it."""
+
+    member: Member
+    slot: int
+    """Offset of the slot from the ring's begin (bytes)."""
+    header: np.ndarray
+    """FRAME, shape (1,)."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether it is a write, which is not reported to the synchronization model."""
+        return bool(kinds.WRITES >> int(self.header[0]["kind"]) & 1)
+
+    @property
+    def started(self) -> float:
+        return float(self.header[0]["started"])
+
+    def check(self, part: np.ndarray) -> int:
+        """Return why it must not be applied (layout.Reason). part: PART of any shard."""
+        member = self.member
+        return units.check_frame(
+            self.header.ctypes.data,
+            member.mapped.ring.address + self.slot,
+            member.generation,
+            member.reported,
+            part.ctypes.data,
+        )
+
+
+# -- operations at a barrier ----------------------------------------------------------------------
+
+
+class Freeze:
+    """The last grants of learners: each finishes the current iteration, and begins no other."""
+
+    def __init__(self) -> None:
+        self._grants: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def last(self, row: int, generation: int, granted: int, most: int) -> int:
+        """The last grant of a learner, in its own clock; the same in each call.
+
+        granted: so far. most: what it may be at most.
+        """
+        key = row, generation
+        if key not in self._grants:
+            self._grants[key] = granted, min(granted, most)
+        return self._grants[key][1]
+
+    def before(self, row: int, generation: int) -> int | None:
+        """Return the learner's earlier grant; None if it was not frozen."""
+        found = self._grants.get((row, generation))
+        return found[0] if found else None
+
+
+@dataclass(eq=False)
+class Change:
+    """Change to another synchronization model."""
+
+    number: int
+    """Number of the model that is wanted."""
+    model: SyncModel
+    at_barrier: bool = False
+    freeze: Freeze = field(default_factory=Freeze)
+
+
+@dataclass(eq=False)
+class Pause:
+    """Global pause: all others wait while a learner copies the weights and assigns others."""
+
+    member: Member
+    """The learner that asks for it."""
+    asked: int
+    """The word by which it asks."""
+    at_barrier: bool = False
+    """Whether the barrier is reached: the shards hold from here on."""
+    begun: bool = False
+    """Whether all others pause, and the learner was notified."""
+    freeze: Freeze = field(default_factory=Freeze)
+
+
+# -- supersteps -----------------------------------------------------------------------------------
+
+
+class Supersteps:
+    """Execution of the model's decisions, one superstep after the other.
+
+    A commit names learners whose oldest gradients are applied as one mean, and others whose oldest
+    ones are dropped. The shards do that; the manager publishes the next commit when all have done
+    the last.
+    """
+
+    def __init__(self, control: Segment, state: np.void, shards: int) -> None:
+        """state: STATE."""
+        self._segment = control
+        self._control = control.view(CONTROL)
+        self._state = state
+        self._shards = shards
+        self._commits: collections.deque[Commit] = collections.deque()
+        self._refusals: dict[tuple[int, int], int] = {}  # (row, sequence) -> reason
+
+    @property
+    def due(self) -> bool:
+        """Whether there are commits that are not published yet."""
+        return bool(self._commits)
+
+    def add(self, commits: Iterable[Commit]) -> None:
+        """Append commits to those that are due."""
+        self._commits.extend(commits)
+
+    def refuse(self, row: int, sequence: int, reason: int) -> None:
+        """Have the commit that drops this frame refuse it."""
+        self._refusals[row, sequence] = reason
+
+    def clear(self) -> None:
+        """Forget the commits of a model that is not in force any more."""
+        self._commits.clear()
+        self._refusals.clear()
+
+    def carry_out(self, rows: Iterable[int]) -> None:
+        """Publish the next superstep if every shard is done with the previous one.
+
+        rows: of all learners.
+        """
+        if not self._commits or not self.done() or self._paused():
+            return
+        commit = self._commits.popleft()
+        action, upto = self._control["superstep_action"], self._control["superstep_upto"]
+        action[:] = Action.SKIP
+        tail = {row: int(self._state["applied"][0, row]) for row in rows}
+        for row in commit.apply:
+            action[row] = Action.APPLY
+            upto[row] = tail[row] + 1
+        for row in commit.drop:
+            reason = self._refusals.pop((row, tail[row]), Reason.OK)
+            good = reason in (Reason.OK, Reason.GIVEN_UP)
+            action[row] = Action.DROP if good else Action.REFUSE
+            self._control["superstep_reason"][row] = reason
+            upto[row] = tail[row] + 1
+        number = int(self._control["superstep"]) + 1
+        _native.store(self._segment.word(CONTROL, "superstep"), number)  # SYNC POINT: superstep
+        _native.bell(self._segment.word(CONTROL, "shard_bell"))
+
+    def _paused(self) -> bool:
+        """True while a checkpoint is taken. The next superstep waits for its end."""
+        return _native.load(self._segment.word(CONTROL, "pause")) > time.monotonic_ns()
+
+    def done(self) -> bool:
+        """Return whether every shard is done with the last one that was published."""
+        done = self._state["record"]["supersteps"][: self._shards]
+        finished = bool((done == self._control["superstep"]).all())
+        if finished:
+            self._control["supersteps_done"] = self._control["superstep"]
+        return finished
+
+
+# -- start of a job -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Start:
+    """Start of a job whose learners begin together, so that each run of it gives the same weights.
+
+    The first superstep of BSP includes all learners of the job, except those that have ended for
+    good. A learner has come when it asks for a turn or for work.
+    """
+
+    learners: int
+    """Learners that are to begin together."""
+    patience_s: float
+    """Time after which a learner that does not come is not awaited any more (s); 0: unlimited."""
+    log: Any
+    _came: int = 0
+    _since: float = 0.0
+
+    def is_over(self, control: np.void, joined: int, wants: Iterable[int]) -> bool:
+        """Return whether the first superstep may end. Logs a warning if not all have come.
+
+        control: CONTROL. joined: learners that have a turn or batches. wants: what each of the
+        others asks for.
+        """
+        there = joined
+        if _all_handed(control):  # of few batches there are none for some of them
+            there += sum(bool(one & layout.WANTS_WORK) for one in wants)
+        awaited = max(1, self.learners - finished.count(control))
+        if there >= awaited:
+            return True
+        now = time.monotonic()
+        if there != self._came:
+            self._came, self._since = there, now
+        if not there or not self.patience_s or now - self._since < self.patience_s:
+            return False
+        self.log.warning(
+            "not all learners have come, continuing without them: this run cannot be repeated "
+            "to the last bit; see their output",
+            learners=there,
+            awaited=awaited,
+        )
+        return True
+
+
+def _all_handed(control: np.void) -> bool:
+    """Return whether all batches that can be handed out at first are handed out."""
+    if int(control["work"]) == Work.NONE:
+        return False
+    if owned.is_on(control):
+        return not owned.left(control)
+    batches, following = int(control["batches"]), int(control["next"])
+    handed = (following >> 32) * batches + (following & 0xFFFFFFFF)
+    return handed >= batches * min(EPOCHS, int(control["epochs"]))
+
+
+# -- driver ---------------------------------------------------------------------------------------
+
+
+class Driver:
+    """The driver of one active server: all learners whose rings are served, and the model."""
 
     def __init__(self, control: Segment, state: Segment, part: np.ndarray, start: Start) -> None:
         """part: PART of any shard; it has the sizes that frames must have."""
-        super().__init__(control, state)
+        self.members: dict[int, Member] = {}
         self.number = modes.done(control)
         self.sync = modes.model(control, self.number)
+        self._segment = control
+        self._control = control.view(CONTROL)
+        self._roster = self._control["roster"]
+        self._state: np.void = state.view(layout.STATE)
+        self._applied_at = state.word(layout.STATE, "applied")
+        self._slots = int(self._control["slots"])
+        self._shards = int(self._control["shards"])
         self._part = part
         self._supersteps = Supersteps(control, self._state, self._shards)
         self._resumed = False
         self._offset = 0  # clocks in the roster, which outlive servers, minus clocks of the model
-        self._change: Change | None = None
-        self._stands = Stands(control, part)
-        self._stand: Stand | None = None
         self._loaded = self.number
-        self._numbers = NewNumbers(control, self._state, self._shards)
+        self._change: Change | None = None
+        self._pause: Pause | None = None
+        self._requests_at = int(part[0]["board"]) + layout.offset(BOARD, "wishes")
+        self._requests = -1  # number of requests for which no learner asked for a pause
+        self._last_paused = -1  # row of the learner that had the last pause
         self._start = start
         self._starts = False  # before the first superstep
 
@@ -61,40 +330,41 @@ class Driver(Team):
         loaded: number of the model whose code is loaded: the wanted one, or the one before.
         """
         self._loaded = loaded
-        if not self._resumed and self._stand is None:
-            self._stand = self._stands.left(self.members)
-        if self._stand is not None and self._stand.begun:
-            self._assign(self._stand)
+        if not self._resumed and self._pause is None:
+            self._pause = self._inherited_pause()
+        if self._pause is not None and self._pause.begun:
+            self._assign(self._pause)
             return
         if not self._resumed:
             if modes.wanted(self._segment) != loaded:
                 return
             self.follow()  # the previous server may have changed the model just before it died
-        if self._numbers.are_due and not (self._at_barrier or self._settle_numbers(serving)):
+        due = numbers.wanted(self._segment) != numbers.done(self._segment)
+        if due and not (self._at_barrier or self._change_numbers(serving)):
             return
         if not self._resumed:
-            self._resumed = self._take_over()
+            self._resumed = self._fail_over()
             if not self._resumed:
                 return
         elif not self._frozen and self._is_to_change():
-            self._change = Change(self._segment, loaded, self._shards)
+            self._change = Change(loaded, modes.model(self._segment, loaded))
         elif not self._frozen:
-            self._stand = self._stands.asked(self.members)
+            self._pause = self._requested_pause()
         if self.sync.uses_pushes and not self._at_barrier:
             self._report_pushes()
             if self._starts:
                 self._look_at_start()
             self._supersteps.carry_out(self.members)
-        if self._stand is not None:
-            self._come_to_a_stand(self._stand, serving)
+        if self._pause is not None:
+            self._reach_pause(self._pause, serving)
         if self._change is not None:
-            self._come_to_a_change(self._change, serving)
+            self._reach_change(self._change, serving)
         if not self._frozen:
             self._publish_grants()
 
     def take_in(self, one: Mapped) -> None:
-        """Begin to serve a new learner. Before the shards know of its ring: then all is theirs."""
-        # Shards believe `applied` only where it names the ring that they know;
+        """Begin to serve a new learner, before the shards know of its ring."""
+        # Shards use `applied` only where `served` names the ring that they know;
         # and it comes last, because the next server must not do the same again.
         served = self._word(one.row, "served")
         _native.store(served, 0)
@@ -108,7 +378,7 @@ class Driver(Team):
         self.publish_grant(one.row, layout.UNBOUNDED if free else 0)
         _native.store(served, one.generation)  # SYNC POINT: served
 
-    # -- another model, and stands --------------------------------------------------------------
+    # -- operations at a barrier ------------------------------------------------------------------
 
     def _is_to_change(self) -> bool:
         return self._loaded != self.number
@@ -116,20 +386,48 @@ class Driver(Team):
     @property
     def _frozen(self) -> bool:
         """Whether no other iterations are granted."""
-        return self._change is not None or self._stand is not None
+        return self._change is not None or self._pause is not None
 
     @property
     def _at_barrier(self) -> bool:
-        if self._stand is not None and self._stand.at_barrier:
+        if self._pause is not None and self._pause.at_barrier:
             return True
         return self._change is not None and self._change.at_barrier
 
-    def _come_to_a_change(self, change: Change, serving: bool) -> None:
+    def _all_hold(self, changes: int) -> bool:
+        """Have the shards leave frames in the rings; return whether all do. changes: set_mode()."""
+        mode = modes.set_mode(self._segment, changes, Mode.HOLD)
+        adopted = self._control["shard"]["mode"][: self._shards]
+        return bool((adopted == np.uint32(mode)).all())
+
+    def _counts_agree(self) -> bool:
+        """Return whether all shards have consumed the same of each ring."""
+        used = np.flatnonzero(self._roster["generation"] != self._roster["retired"])
+        counts = self._state["applied"][: self._shards, used]
+        return bool((counts == counts[0]).all())
+
+    def _change_numbers(self, serving: bool) -> bool:
+        """Make one step of a due change of the hyperparameters.
+
+        Return False until it is complete: nothing else may continue.
+        """
+        number = numbers.wanted(self._segment)
+        if self.sync.on_arrival:
+            if not (self._all_hold(self.number + number) and serving and self._counts_agree()):
+                return False
+        elif not self._supersteps.done():
+            return False
+        numbers.take_effect(self._segment, number)
+        modes.enforce(self._segment, self.number, self.sync)
+        log.get().info("the optimizer's numbers changed", version=int(self._control["version"]))
+        return True
+
+    def _reach_change(self, change: Change, serving: bool) -> None:
         """Change to the other model at the barrier, as soon as the shards hold."""
         if not change.at_barrier:
             change.at_barrier = self._all_wait(change.freeze) and self._supersteps_over
-        held = change.at_barrier and serving and change.shards_hold()
-        if held and counts_agree(self._segment, self._state, self._shards):
+        changes = change.number + numbers.done(self._segment)
+        if change.at_barrier and serving and self._all_hold(changes) and self._counts_agree():
             self._switch(change)
 
     def _switch(self, change: Change) -> None:
@@ -143,57 +441,100 @@ class Driver(Team):
             self._roster[member.row]["member"] = False
             self.publish_obsolete(member, 0)
             self.publish_grant(member.row, member.granted)
-        change.finish()
+        # The grants of the old model are revoked: from here on the new one is in force.
+        _native.store(self._segment.word(CONTROL, "sync_done"), self.number)
+        modes.enforce(self._segment, self.number, self.sync)
+        log.get().info("synchronization model changed", sync=str(self.sync))
         self._change = None
         _native.bell(self._segment.word(CONTROL, "manager_bell"))
 
-    def _come_to_a_stand(self, stand: Stand, serving: bool) -> None:
+    def _inherited_pause(self) -> Pause | None:
+        """Return, at a failover, the pause that the previous server has begun."""
+        for row in np.flatnonzero(self._roster["stand"]).tolist():
+            if (member := self.members.get(row)) is not None:
+                asked = int(self._roster[row]["stand"])
+                return Pause(member, asked, at_barrier=True, begun=True)
+            self._publish_pause(row, 0)
+        return None
+
+    def _requested_pause(self) -> Pause | None:
+        """Return the next pause that a learner asks for. Learners take turns."""
+        requests = _native.load(self._requests_at)
+        if requests == self._requests or int(self._control["stop"]) != Stop.GO:
+            return None
+        asking = {
+            row: (member, asked)
+            for row, member in self.members.items()
+            if not member.leaving and (asked := member.mapped.stand)
+        }
+        if not asking:
+            self._requests = requests
+            return None
+        row = min(asking, key=lambda row: (row - self._last_paused - 1) % layout.MAX_LEARNERS)
+        return Pause(*asking[row])
+
+    def _is_over(self, pause: Pause) -> bool:
+        """Return whether the others may continue."""
+        member = pause.member
+        there = self.members.get(member.row) is member and not member.leaving
+        return not there or member.mapped.stand != pause.asked
+
+    def _publish_pause(self, row: int, asked: int) -> None:
+        """Notify the learner of this row that all others pause; asked 0: that they do not."""
+        _native.store(self._word(row, "stand"), asked)  # SYNC POINT: stand
+        _native.bell(self._word(row, "grant_seq"))
+
+    def _reach_pause(self, pause: Pause, serving: bool) -> None:
         """Pause all other learners."""
-        if self._stands.is_over(stand, self.members):
-            self._end_stand(stand)
+        if self._is_over(pause):
+            self._end_pause(pause)
             return
-        asks = stand.member
-        if not stand.at_barrier:
+        asks = pause.member
+        if not pause.at_barrier:
             self._control["report"] = True  # each push may be the last one that is awaited
-            waits = self._all_wait(stand.freeze, asks) and self._is_applied(asks)
+            waits = self._all_wait(pause.freeze, asks) and self._is_applied(asks)
             if not (waits and self._supersteps_over):
                 return
-            self._stands.hold(stand)
+            pause.at_barrier = True
+            self._control["stands"] += 1  # the shards hold for this pause and no other one
         changes = self.number + numbers.done(self._segment)
-        if not (serving and hold(self._segment, changes, self._shards)):
-            return
-        if not counts_agree(self._segment, self._state, self._shards):
+        if not (serving and self._all_hold(changes) and self._counts_agree()):
             return
         if self._is_applied(asks):
             asks.reported = self._applied(asks)
-            self._stands.begin(stand)
+            pause.begun = True
+            self._publish_pause(asks.row, pause.asked)
+            log.get().debug("all others pause", learner=asks.row)
         else:  # it has pushed once more
-            stand.at_barrier = False
+            pause.at_barrier = False
             modes.enforce(self._segment, self.number, self.sync)
 
-    def _assign(self, stand: Stand) -> None:
+    def _assign(self, pause: Pause) -> None:
         """Assign while all others pause. At a failover, before anything else is done."""
-        member, over = stand.member, self._stands.is_over(stand, self.members)
+        member, over = pause.member, self._is_over(pause)
         if self._supersteps_over:  # once it is over, too: what comes later than other gradients
             member.reported = self._applied(member)  # would take them out of the weights
-            self._report_assignments(member)
+            self._report_writes(member)
         self._supersteps.carry_out(self.members)
         if over and self._supersteps_over:
-            self._end_stand(stand)
+            self._end_pause(pause)
 
-    def _end_stand(self, stand: Stand) -> None:
+    def _end_pause(self, pause: Pause) -> None:
         """End the pause of all learners."""
-        self._stands.end(stand)
-        self._stand = None
+        self._requests = -1  # others may have asked meanwhile
+        self._last_paused = pause.member.row
+        if pause.begun:
+            self._publish_pause(pause.member.row, 0)
+        self._pause = None
         _native.bell(self._segment.word(CONTROL, "manager_bell"))
         if not self._resumed:
-            return  # the take-over does the rest
+            return  # the failover does the rest
         if self.sync.on_arrival:  # the model is not notified of the assignments
-            stand.member.reported = self._applied(stand.member)
-            if stand.member.joined:
-                self._note_clock(stand.member)
+            pause.member.reported = self._applied(pause.member)
+            if pause.member.joined:
+                self._note_clock(pause.member)
         for member in self.members.values():
-            before = stand.freeze.before(member.row, member.generation)
+            before = pause.freeze.before(member.row, member.generation)
             if not self.sync.uses_pushes:
                 self._roster[member.row]["member"] = False
             elif before is not None and not member.joined:
@@ -201,14 +542,42 @@ class Driver(Team):
             member.granted = -1
         modes.enforce(self._segment, self.number, self.sync)
 
-    def _settle_numbers(self, serving: bool) -> bool:
-        open_ = not self._supersteps.done()
-        return self._numbers.settle(self.number, self.sync, serving=serving, superstep=open_)
+    def _all_wait(self, freeze: Freeze, asks: Member | None = None) -> bool:
+        """Let each learner finish its iteration, and grant no other; return whether all have.
+
+        asks: a learner for which the others pause; it is granted what it was.
+        """
+        all_wait = True
+        for member in self.members.values():
+            if member.leaving or member is asks:
+                continue
+            head = member.mapped.head
+            works = self._has_work(member)
+            if asks is not None and self.sync.uses_pushes:
+                works = works and member.joined  # joining learners are not in the model yet
+            granted = int(self._roster[member.row]["grant"])
+            most = head + 1 if works or asks is None else head
+            last = freeze.last(member.row, member.generation, granted, most)
+            if last != granted:
+                self.publish_grant(member.row, last)
+                if asks is not None:  # it may be publishing: look again
+                    all_wait = False
+                    _native.bell(self._segment.word(CONTROL, "manager_bell"))
+            if works:
+                self._roster[member.row]["member"] = True  # it holds others up if it hangs
+            if works or asks is not None:
+                # What a collecting model still holds stays where it is.
+                done = self._applied(member) if self.sync.on_arrival else head
+                all_wait = all_wait and last <= head <= done
+        return all_wait
+
+    # -- learners ---------------------------------------------------------------------------------
 
     def sees_nonsense(self, member: Member) -> bool:
         """Return whether a ring's head is impossible, if the shards do not look at it."""
-        stands = self._stand is not None and self._stand.begun and self._stand.member is member
-        if self.sync.on_arrival and not stands:
+        pause = self._pause
+        assigns = pause is not None and pause.begun and pause.member is member
+        if self.sync.on_arrival and not assigns:
             return False
         before = member.mapped.head
         applied = self._applied(member)  # between the two looks: the shards move on meanwhile
@@ -220,16 +589,70 @@ class Driver(Team):
 
     def done_with(self, member: Member) -> bool:
         """True if the model no longer refers to this learner, which is gone."""
-        if member.joined or (self._stand is not None and self._stand.member is member):
+        if member.joined or (self._pause is not None and self._pause.member is member):
             return False
         if not self.sync.uses_pushes:
             return True
         # Until its reported frames are consumed, a commit may name it.
         return self._resumed and (self.sync.on_arrival or self._applied(member) >= member.reported)
 
-    # -- take-over ------------------------------------------------------------------------------
+    def _applied(self, member: Member) -> int:
+        """Number of frames that every shard has consumed."""
+        return int(self._state["applied"][: self._shards, member.row].min())
 
-    def _take_over(self) -> bool:
+    def _is_applied(self, member: Member) -> bool:
+        """Return whether every shard has consumed all that the learner has published."""
+        return self._applied(member) == member.mapped.head
+
+    def _has_work(self, member: Member) -> bool:
+        """True if barriers must wait for this learner.
+
+        They do not wait for a learner that only reads, nor for one that takes work from the server
+        while it has no batch, nor, except under BSP, for one that has paused.
+        """
+        wants = member.mapped.wants
+        if wants & layout.WANTS_PAUSE and not self.sync.awaits_paused:
+            return False
+        if wants & layout.WANTS_WORK and int(self._control["work"]) != Work.NONE:
+            return bool((self._roster[member.row]["outstanding"] != layout.NO_BATCH).any())
+        return bool(wants & layout.WANTS_TURN)
+
+    def is_settled(self, member: Member) -> bool:
+        """Return whether all shards are done with a broken ring: equal counts, no current frame.
+
+        Even after it is drained: a shard of a dying server may have begun a frame after that.
+        """
+        if not member.mapped.noted:
+            return False
+        records = self._state["record"][: self._shards]
+        # First: the current frame counts at last, and nothing is begun any more.
+        if ((records["cursor"] != layout.IDLE) & (records["ring"] == member.row)).any():
+            return False
+        counts = self._state["applied"][: self._shards, member.row]
+        return bool((counts == counts[0]).all())
+
+    def note_broken(self, member: Member) -> None:
+        """The next server does not read its ring either. Shard 0 may release it."""
+        _native.store(self._word(member.row, "broken"), member.generation)  # SYNC POINT: broken
+        _native.bell(self._segment.word(CONTROL, "shard_bell"))
+
+    def publish_obsolete(self, member: Member, below: int) -> None:
+        """Notify the learner that gradients of its iterations below `below` will be dropped."""
+        _native.store(self._word(member.row, "obsolete"), below)
+
+    def publish_grant(self, row: int, grant: int) -> None:
+        """Allow the learner in this row to begin iterations below `grant`."""
+        _native.store(self._word(row, "grant"), grant)  # SYNC POINT: grant
+        _native.bell(self._word(row, "grant_seq"))
+
+    def _word(self, row: int, field: str) -> int:
+        """Address of a word of the roster."""
+        at = self._segment.word(CONTROL, "roster") + row * ENTRY.itemsize
+        return at + layout.offset(ENTRY, field)
+
+    # -- failover -------------------------------------------------------------------------------
+
+    def _fail_over(self) -> bool:
         """The first pass. False while shards still finish what the previous server published.
 
         A change of the model that was under way is made at once, without waiting for learners.
@@ -237,8 +660,8 @@ class Driver(Team):
         if not self._supersteps.done():
             return False
         if self._is_to_change():
-            self._change = Change(self._segment, self._loaded, self._shards)
-            self._change.at_barrier = True
+            model = modes.model(self._segment, self._loaded)
+            self._change = Change(self._loaded, model, at_barrier=True)
             return True
         modes.enforce(self._segment, self.number, self.sync)
         if self.sync.uses_pushes:
@@ -324,8 +747,8 @@ class Driver(Team):
     def _report_pushes(self) -> None:
         now = time.monotonic()
         for member in list(self.members.values()):
-            newcomer = not member.joined and not member.leaving and not self._frozen
-            if newcomer and self._has_work(member):
+            may_join = not member.joined and not member.leaving and not self._frozen
+            if may_join and self._has_work(member):
                 self._join(member, now)
             held = self._report_member(member, now)
             if held and member.leaving and self.sync.on_arrival:
@@ -350,10 +773,10 @@ class Driver(Team):
             if found and found.writes:
                 if self._applied(member) < member.reported:
                     return False  # once what it has pushed before is in the weights
-                self._commit_assignment(found)
+                self._commit_write(found)
                 continue
             if not member.joined and self._frozen:
-                return True  # for the next model, or after the stand
+                return True  # for the next model, or after the pause
             if not member.joined:
                 # The learner left the model, but has frames: it published without a grant, or did
                 # not name its last batch. It joins again, so that they count as iterations.
@@ -373,22 +796,22 @@ class Driver(Team):
             self._supersteps.add(commits)
         return False
 
-    def _report_assignments(self, member: Member) -> None:
-        """Has each assignment of this learner made, in a superstep of its own."""
+    def _report_writes(self, member: Member) -> None:
+        """Commit each write of this learner, in a superstep of its own."""
         while member.reported < member.mapped.head and not self.sees_nonsense(member):
             found = member.next(self._slots)
             if not found.writes or self._applied(member) < member.reported:
                 return
-            self._commit_assignment(found)
+            self._commit_write(found)
 
-    def _commit_assignment(self, found: Next) -> None:
-        """An assignment is a superstep of its own, between two of the model's."""
+    def _commit_write(self, found: Next) -> None:
+        """Make a write a superstep of its own, between two of the model's."""
         member, row, reason = found.member, found.member.row, found.check(self._part)
         if reason == Reason.OK:
-            self._supersteps.add([sync.Commit((row,))])
+            self._supersteps.add([Commit((row,))])
         else:
             self._supersteps.refuse(row, member.reported, reason)
-            self._supersteps.add([sync.Commit((), (row,))])
+            self._supersteps.add([Commit((), (row,))])
         member.reported += 1
         if member.joined:
             self._note_clock(member)

@@ -32,7 +32,7 @@ class Traits(NamedTuple):
     and the trace leave it out, and it is applied alone."""
 
 
-TABLE: Final = {
+TABLE: Final[dict[int, Traits]] = {
     FrameKind.DENSE: Traits("move-{kind}"),
     FrameKind.ROWS: Traits("move-{kind}", blocks=True),
     FrameKind.ASSIGN: Traits("assign", blocks=True, buffers=True, writes=True),

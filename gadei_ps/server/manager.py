@@ -3,11 +3,11 @@
 Two servers run, and each has everything compiled and mapped. Leases (native/ps_lease.h) decide
 which one is active: a shard's thread serves while it holds the shard's lease, the manager decides
 while it holds the managers'. The standby's threads wait for the same leases, and the kernel hands
-them over when their holders can no longer run. So a take-over needs no other process, and no shard
+them over when their holders can no longer run. So a failover needs no other process, and no shard
 waits for another.
 
     startup     attach control, load the compiled kernels
-    main_loop   map the model and the rings; once active drive the sync model, let the dead go
+    main_loop   map the model and the rings; once active drive the sync model, evict the dead
     shutdown    stop the shards
 
 The manager thread is the only one that runs Python. For models that need reports of pushes it is
@@ -16,30 +16,28 @@ woken by the shards; under ASP a gradient never passes through it.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, OtherVersion, SegmentError, in_words
 from gadei_ps.kernels import cache
-from gadei_ps.machine import log, process
+from gadei_ps.machine import log, placement, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
 from gadei_ps.memory.lifecycle import Leases
 from gadei_ps.memory.shm import segment_name
-from gadei_ps.server import options
 from gadei_ps.server.code import Code
-from gadei_ps.server.driver import Driver
-from gadei_ps.server.lookouts import Lookouts
-from gadei_ps.server.member import Member
-from gadei_ps.server.options import Asked
+from gadei_ps.server.driver import Driver, Member, Start
 from gadei_ps.server.rings import Rings
 from gadei_ps.server.shards import Shards, new_board
-from gadei_ps.server.start import Start
+from gadei_ps.server.watchers import Watchers
 from gadei_ps.sync import SpecError
 
 WAIT_NS = 100_000_000
@@ -48,8 +46,27 @@ ORPHAN_LOOK_S = 1.0
 UNNAMED_S = 10.0  # until the watchdog has written down whom it started
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Settings of a server from the watchdog."""
+
+    job: str
+    number: int
+    """Its line in control, 0 or 1."""
+    orphan_s: float
+    cores: list[int]
+    """Cores of the shards."""
+    learners: int = 0
+    """See driver.Start."""
+    patience_s: float = 0.0
+    core_dumps: bool = False
+    verbose: bool = False
+    quiet: bool = False
+    json: bool = False
+
+
 class Server:
-    """One server of a job. number: its line in control, 0 or 1."""
+    """One server of a job."""
 
     def __init__(self, asked: Asked) -> None:
         self.job = asked.job
@@ -124,7 +141,7 @@ class Server:
                     self._follow()
                     self._start_shards()
                     self._drive()
-                self._tell_ready()
+                self._report_ready()
             _native.futex_wait(self._manager_bell, bell, WAIT_NS)
 
     def _drive(self) -> None:
@@ -212,9 +229,9 @@ class Server:
     # -- leases -------------------------------------------------------------------------------
 
     def _try_leases(self) -> None:
-        """Become the heir, then the active server, when those before have ended."""
+        """Become the next in line, then the active server, when those before have ended."""
         word = self.control_segment.word
-        if self.leases < Leases.HEIR and self._is_named() and self._vouch():
+        if self.leases < Leases.HEIR and self._is_named() and self._take_hold():
             self.leases = Leases(self._take(word(CONTROL, "heir")))
         if self.leases != Leases.HEIR:
             return
@@ -234,7 +251,7 @@ class Server:
         here = int(self.control["header"]["owner_namespace"]) == self._namespace
         return here and named == (os.getpid(), self._start)
 
-    def _vouch(self) -> bool:
+    def _take_hold(self) -> bool:
         """Take this server's lock. False while the one that had the line before still ends.
 
         Raises FileNotFoundError or SegmentError if the control segment has lost its name.
@@ -272,8 +289,8 @@ class Server:
         """Whether every shard holds its lease in this process."""
         return self.rings is not None and self.rings.held == int(self.control["shards"])
 
-    def _tell_ready(self) -> None:
-        """Ready: active and serving, or everything mapped and waiting for its leases."""
+    def _report_ready(self) -> None:
+        """Report that it serves, or has mapped everything and waits for its leases."""
         complete = self.shards is not None or not int(self.control["model_ready"])
         shards = self.shards.count if self.shards is not None else 0
         if self.active:
@@ -309,12 +326,12 @@ class Server:
             self.shards.count,
             self._shard_bell,
         )
-        self.lookouts = Lookouts(self.rings)
+        self.watchers = Watchers(self.rings)
         self.driver = Driver(self.control_segment, state, self.shards.part(0), self._start_of_job)
         self.log.debug("model mapped", elements=self.shards.elements, shards=self.shards.count)
 
     def _start_shards(self) -> None:
-        """Has the shards' threads take, or wait for, their leases.
+        """Have the shards' threads take, or wait for, their leases.
 
         A standby waits until the active server holds them all. Otherwise it could take some leases
         of a new model and leave the others to a manager in another process.
@@ -331,7 +348,7 @@ class Server:
         rings = self.rings
         generation, retired = self.roster["generation"], self.roster["retired"]
         for row, one in list(rings.mapped.items()):
-            if int(retired[row]) >= one.generation:  # later ones too, if we stood still
+            if int(retired[row]) >= one.generation:  # later ones too, if this process was stopped
                 rings.forget(row)
         rings.tidy()
         members = self.driver.members  # also those that the shards are forgetting
@@ -342,7 +359,7 @@ class Server:
             if not known and (served or self.active):
                 self._map_ring(row, wanted, served)
         if self.active:
-            self.lookouts.follow()
+            self.watchers.follow()
             self._look_at_members()
 
     def _map_ring(self, row: int, generation: int, served: bool) -> None:
@@ -382,15 +399,15 @@ class Server:
             if int(self.roster[row]["broken"]) == member.generation:
                 self.rings.break_(row, member.generation)
             if self.rings.is_broken(one) or self.driver.sees_nonsense(member):
-                self._let_go(member)
+                self._evict(member)
             if not member.leaving and int(self.roster[row]["wanted"]) != member.generation:
                 member.leaving = True
 
-    def _let_go(self, member: Member) -> None:
+    def _evict(self, member: Member) -> None:
         """The learner's ring is damaged. It leaves, once the model has decided on what it holds."""
         assert self.rings is not None and self.driver is not None
         entry = self.roster[member.row]
-        if not self.rings.tell_broken(member.mapped):
+        if not self.rings.notify_broken(member.mapped):
             return
         if int(entry["broken"]) != member.generation:
             self.log.error(
@@ -424,12 +441,28 @@ class Server:
                 self.rings.tidy()
                 at = self.control_segment.word(CONTROL, "roster") + row * layout.ENTRY.itemsize
                 _native.store(at + layout.offset(layout.ENTRY, "retired"), member.generation)
-                _native.bell(self._manager_bell)  # the server that stands by lets it go too
+                _native.bell(self._manager_bell)  # the standby unmaps it too
+
+
+def _parse() -> Asked:
+    """Parse the command line, which the watchdog writes."""
+    parser = argparse.ArgumentParser(prog="gadei-ps server", description=main.__doc__)
+    parser.add_argument("job")
+    parser.add_argument("number", type=int)
+    parser.add_argument("orphan_s", type=float)
+    parser.add_argument("--cores", type=placement.parse, default=[])
+    parser.add_argument("--learners", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=0.0, dest="patience_s")
+    parser.add_argument("--core-dumps", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    return Asked(**vars(parser.parse_args()))
 
 
 def main() -> None:
     """`python -m gadei_ps.server.manager JOB NUMBER ORPHAN_S`: started by the watchdog."""
-    asked = options.parse()
+    asked = _parse()
     log.set_up(as_json=asked.json, verbose=asked.verbose, quiet=asked.quiet)
     if not asked.core_dumps:
         process.forbid_core_dump()

@@ -38,7 +38,7 @@ class Mapped:
     ring: Segment
     slot_bytes: int
     slots_at: int
-    told: bool = False
+    noted: bool = False
     """Whether the shards are notified that it is broken."""
 
     @property
@@ -99,7 +99,7 @@ class Rings:
         return Mapped(row, generation, found, self.sizes.slot_bytes, ring.SLOTS_AT)
 
     def replace(self, row: int, generation: int) -> Mapped:
-        """Zeros in the place of a ring that cannot be mapped; it counts as broken."""
+        """Map zeros in the place of a ring that cannot be mapped; it counts as broken."""
         found = ring.lost(segment_name(self.job, f"ring.{row}"), self.sizes.bytes)
         self.break_(row, generation)
         return Mapped(row, generation, found, self.sizes.slot_bytes, ring.SLOTS_AT)
@@ -109,18 +109,18 @@ class Rings:
         return line + layout.offset(RING_LINE, "broken")
 
     def break_(self, row: int, generation: int) -> None:
-        """No shard reads this ring any more."""
+        """Have no shard read this ring any more."""
         _native.store(self._broken_at(row), generation)
 
-    def tell_broken(self, one: Mapped) -> bool:
-        """The same, for a ring that is shown; True once every shard knows it.
+    def notify_broken(self, one: Mapped) -> bool:
+        """Notify the shards that a shown ring is broken; True once every shard has seen it.
 
         Until then a shard may still be about to begin a frame, having looked just before.
         """
-        if not one.told:
+        if not one.noted:
             self.break_(one.row, one.generation)
             self._changed()
-            one.told = True
+            one.noted = True
         return self.seen_by_all()
 
     def is_broken(self, one: Mapped) -> bool:
@@ -128,7 +128,7 @@ class Rings:
         return _native.load(self._broken_at(one.row)) == one.generation
 
     def show(self, one: Mapped) -> None:
-        """The shards may use it from now on."""
+        """Let the shards use it from now on."""
         self.mapped[one.row] = one
         shown = self.board[0]["ring"][one.row]
         shown["address"] = 0
@@ -140,7 +140,7 @@ class Rings:
         self._changed()
 
     def forget(self, row: int) -> None:
-        """The shards shall not use it any more; tidy() lets the mapping go."""
+        """Have the shards stop using it; tidy() unmaps it."""
         one = self.mapped.pop(row)
         # The address only: a shard that is a table behind compares the generation.
         self.board[0]["ring"][row]["address"] = 0

@@ -44,7 +44,7 @@ BOARD: Final = np.dtype(
         ("holds", u64, (MAX_SHARDS,)),  # 1 once the shard serves with its lease
         ("wishes", u64),  # number of new requests of learners that were seen
         ("ring", RING_LINE, (MAX_LEARNERS,)),
-        # Written by watcher threads: generation of the watched ring (lookouts.py); 0: none
+        # Written by watcher threads: generation of the watched ring (watchers.py); 0: none
         ("watched", u64, (MAX_LEARNERS,)),
     ],
     align=True,

@@ -3,7 +3,7 @@
  *
  * Code: over, begin, _tell in watchdog/stopping.py; close_rings, kill, _leave, adopt in
  * watchdog/roster.py; adopt in watchdog/memory.py; shut_down in watchdog/supervisor.py;
- * ps_publish_frame in native/ps_ring.c; _let_go, _retire in gadei_ps/server/manager.py.
+ * ps_publish_frame in native/ps_ring.c; _evict, _retire in gadei_ps/server/manager.py.
  *
  * Processes: a learner that tries to push TRIES times, and may be killed; W watchdogs one after the
  * other, all but the last of which may be killed at any time, give up a stop that does not get on, or

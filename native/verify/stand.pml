@@ -1,8 +1,8 @@
-/* A stand: all others stand still while one learner copies the weights and assigns others, with the
- * deaths of a server, of the learner that asks and of another one in the middle, and a next stand.
+/* A global pause: all others wait while one learner copies the weights and assigns others, with the
+ * deaths of a server, of the learner that asks and of another one in the middle, and a next pause.
  *
- * Code: gadei_ps/server/stand.py; _come_to_a_stand, _assign, _end_stand, _take_over in
- * gadei_ps/server/driver.py; _all_wait in gadei_ps/server/team.py; _pass_held, _pass_on_arrival in
+ * Code: _all_wait, _reach_pause, _assign, _end_pause, _inherited_pause, _fail_over in
+ * gadei_ps/server/driver.py; _pass_held, _pass_on_arrival in
  * gadei_ps/server/shard.py; catch_up in gadei_ps/server/arrival.py; ps_ask_to_stand, ps_stands in
  * native/ps_ring.c; learners/client.py.
  *

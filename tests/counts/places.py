@@ -86,11 +86,9 @@ ROOMS = (
     ),
     Room(
         (
-            *_in("gadei_ps/server", "py", "change", "code", "driver", "manager", "rings", "shards"),
-            *_in("gadei_ps/server", "py", "stand", "supersteps", "team"),
+            *_in("gadei_ps/server", "py", "code", "driver", "manager", "rings", "shards"),
             "gadei_ps/job/modes.py",
             "gadei_ps/job/numbers.py",
-            "gadei_ps/server/new_numbers.py",
         ),
         (
             "tests/unit/test_take_in.py",

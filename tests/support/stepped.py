@@ -43,8 +43,7 @@ class Stepped:
 
     def __init__(self, rig: Rig, number: int = 0) -> None:
         # Here: the tests that need no server are spared Numba.
-        from gadei_ps.server.manager import Server
-        from gadei_ps.server.options import Asked
+        from gadei_ps.server.manager import Asked, Server
 
         self._rig = rig
         self.line = rig.control["server"][number]

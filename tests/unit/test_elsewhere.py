@@ -50,14 +50,13 @@ def serve(pipe: Connection, job: str, namespace: int, *, reign: bool) -> None:
     """A server up to its lock, which it takes when told. reign: it then takes the leases, once no
     watchdog knows of it any more."""
     from gadei_ps.memory.lifecycle import Leases
-    from gadei_ps.server.manager import Server
-    from gadei_ps.server.options import Asked
+    from gadei_ps.server.manager import Asked, Server
 
     server = Server(Asked(job, LINE, 10.0, []))
     server._namespace = namespace
     pipe.send(server._start)
     pipe.recv()
-    pipe.send(server._vouch())
+    pipe.send(server._take_hold())
     if reign:
         eventually(lambda: not int(server._line["pid"]))  # stored after `lease_pid`
         server.leases = Leases.HEIR

@@ -191,23 +191,22 @@ def test_pids_of_another_namespace_tell_nothing(made: Segment, job_name: str, by
 
 def test_a_server_that_the_watchdog_has_not_named_keeps_no_lock(job_name: str) -> None:
     """So one that starts while its job is adopted from another namespace does not serve."""
-    from gadei_ps.server.manager import Server
-    from gadei_ps.server.options import Asked
+    from gadei_ps.server.manager import Asked, Server
 
     memory = JobMemory(JobConfig(name=job_name))
     memory.create_control(parse("asp"))
     try:
         lines = memory.control.view(layout.CONTROL)["server"]
         servers = [Server(Asked(job_name, number, 10.0, [])) for number in range(2)]
-        assert not servers[0]._vouch()
+        assert not servers[0]._take_hold()
         assert held(job_name) == [True, False, False]
         for line in lines:
             line["start"] = process.start_ticks(os.getpid())
             line["pid"] = os.getpid()
-        assert servers[1]._vouch()
+        assert servers[1]._take_hold()
         assert held(job_name) == [True, False, True]
         memory.control.header["owner_namespace"] += 1
-        assert not servers[0]._vouch()
+        assert not servers[0]._take_hold()
         assert all(one._replaced() for one in servers)
         assert held(job_name) == [True, False, True]
     finally:

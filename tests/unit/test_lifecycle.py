@@ -12,7 +12,7 @@ from gadei_ps.memory.layout import ServerState
 from gadei_ps.memory.lifecycle import Leases, Stage
 
 # Stores in the order of their writers: the watchdog's in servers._started and _clear, a server's in
-# manager._try_leases and _tell_ready, and code.is_ready when a model comes.
+# manager._try_leases and _report_ready, and code.is_ready when a model comes.
 BORN = [("state", 1), ("reigns", 0), ("pid", "own")]
 CLEARED = [("pid", 0), ("state", 0)]
 READY = [("state", 2)]

@@ -12,9 +12,8 @@ from gadei_ps.machine import log
 from gadei_ps.memory import layout
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.server import driver
-from gadei_ps.server.driver import Driver
+from gadei_ps.server.driver import Driver, Start
 from gadei_ps.server.rings import Mapped
-from gadei_ps.server.start import Start
 
 
 @pytest.mark.parametrize(("model", "grant"), [("asp", layout.UNBOUNDED), ("bsp", 0)])

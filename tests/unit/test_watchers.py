@@ -1,4 +1,4 @@
-"""Lookouts watch the heads of rings in the place of shards that sleep."""
+"""Watchers watch the heads of rings in the place of shards that sleep."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from support import eventually
 from gadei_ps import _native
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, MAX_LEARNERS, RING
-from gadei_ps.server import lookouts
-from gadei_ps.server.lookouts import DIRECT, FROM, GROUP, PERIOD_S, Lookout, Lookouts
+from gadei_ps.server import watchers
 from gadei_ps.server.shards import new_board
 from gadei_ps.server.structs import BOARD
+from gadei_ps.server.watchers import DIRECT, FROM, GROUP, PERIOD_S, Watcher, Watchers
 
 LONG_NS = 60_000_000_000
 _u64, _u32 = ctypes.c_uint64, ctypes.c_uint32
@@ -47,7 +47,7 @@ class Ring:
 
 
 class Table:
-    """What a lookout needs of the table of rings, and a control segment in plain memory."""
+    """What a watcher needs of the table of rings, and a control segment in plain memory."""
 
     def __init__(self, rows: list[int]) -> None:
         self.control = np.zeros(1, CONTROL)
@@ -80,7 +80,7 @@ class Table:
 def test_a_silent_ring_of_many_wakes_a_shard() -> None:
     """Of more rings than one call watches, each by a wake of its own head, never by a time-out."""
     table = Table(list(range(MAX_LEARNERS)))
-    threads = Lookouts(table)  # type: ignore[arg-type]
+    threads = Watchers(table)  # type: ignore[arg-type]
     threads.follow()
     try:
         for row in (3, GROUP - 1, GROUP, 200, MAX_LEARNERS - 1, 3):
@@ -101,20 +101,20 @@ def test_a_silent_ring_of_many_wakes_a_shard() -> None:
         _native.futex_wake(version)
 
 
-def test_few_rings_have_no_lookout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookouts, "Lookout", None)  # to start one would fail
-    Lookouts(Table(list(range(FROM)))).follow()  # type: ignore[arg-type]
+def test_few_rings_have_no_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchers, "Watcher", None)  # to start one would fail
+    Watchers(Table(list(range(FROM)))).follow()  # type: ignore[arg-type]
     table = Table(list(range(GROUP)))
     table.held = 0  # a server that stands by
-    Lookouts(table).follow()  # type: ignore[arg-type]
+    Watchers(table).follow()  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), count=st.integers(1, 40))
-def test_what_a_lookout_watches(data: st.DataObject, count: int) -> None:
+def test_what_a_watcher_watches(data: st.DataObject, count: int) -> None:
     """It tells of each head that moves while it watches, and leaves the shards a few at most."""
     table = Table(list(range(count)))
-    one = Lookout(table, 0)  # type: ignore[arg-type]
+    one = Watcher(table, 0)  # type: ignore[arg-type]
     now = 0.0
     for _ in range(12):
         before = table.watched()

@@ -54,7 +54,7 @@ class _Ring:
     watched: bool = False
 
 
-class Lookout:
+class Watcher:
     """Watcher thread of the rows of one group."""
 
     def __init__(self, rings: Rings, group: int) -> None:
@@ -122,7 +122,7 @@ class Lookout:
         return _native.wait_any(at.ctypes.data, value.ctypes.data, len(at), int(until * 1e9))
 
 
-class Lookouts:
+class Watchers:
     """The threads of one server process."""
 
     def __init__(self, rings: Rings) -> None:
@@ -135,8 +135,8 @@ class Lookouts:
         if len(rows) <= FROM or self._rings.held < self._rings.shards:
             return
         for group in {row // GROUP for row in rows} - self._groups:
-            one = Lookout(self._rings, group)
-            thread = threading.Thread(target=one.run, name=f"lookout-{group}", daemon=True)
+            one = Watcher(self._rings, group)
+            thread = threading.Thread(target=one.run, name=f"watcher-{group}", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # no more threads: the shards watch the rings themselves

@@ -1,16 +1,16 @@
-/* A lookout sleeps on a ring in the place of a shard, without any time-out of the shard: no wake-up is
+/* A watcher sleeps on a ring in the place of a shard, without any time-out of the shard: no wake-up is
  * lost.
  *
  * Code: native/ps_ring.c ps_publish, ps_shard_sleep, ps_wait_any; sleep in gadei_ps/server/known.py;
- * gadei_ps/server/lookouts.py.
+ * gadei_ps/server/watchers.py.
  *
- * Processes: a learner that publishes F frames; a shard; a lookout. The lookout takes the ring over
+ * Processes: a learner that publishes F frames; a shard; a watcher. The watcher takes the ring over
  * and leaves it to the shard at any time (periods, and how many rings it may leave), or stays asleep
  * for good while the shard watches. More shards change nothing: each waits on its own. Memory is
  * sequentially consistent: sleep.pml has the fences between a store and the load after it.
  *
- * Wrong on purpose: -DHEAD_LATE (the lookout loads the head after it has said that it watches),
- * -DFLAG_LATE (the shard asks who watches after it has looked at the head), -DNO_BELL (the lookout
+ * Wrong on purpose: -DHEAD_LATE (the watcher loads the head after it has said that it watches),
+ * -DFLAG_LATE (the shard asks who watches after it has looked at the head), -DNO_BELL (the watcher
  * leaves the ring to the shard and does not ring), -DBELL_FIRST (it rings before it says so). */
 #ifndef F
 #define F 3
@@ -18,7 +18,7 @@
 
 byte head, bell, tail;
 bool watched, sleeping; /* `watched` of the row; the shard's bit in `sleepers` */
-bool shard_asleep, on_head, lookout_asleep;
+bool shard_asleep, on_head, watcher_asleep;
 bool learner_done;
 
 active proctype Learner() {
@@ -28,7 +28,7 @@ active proctype Learner() {
         if
         :: sleeping ->
             d_step { /* FUTEX_WAKE of the head */
-                lookout_asleep = false;
+                watcher_asleep = false;
                 if
                 :: on_head -> shard_asleep = false; on_head = false
                 :: else
@@ -80,7 +80,7 @@ inline ring_bell() {
     atomic { bell = (bell + 1) % 8; shard_asleep = false; on_head = false }
 }
 
-active proctype Lookout() {
+active proctype Watcher() {
     byte known, now;
     bool mine;
 end: do
@@ -118,11 +118,11 @@ end: do
         :: mine ->
             atomic {
                 if
-                :: head == known -> lookout_asleep = true
+                :: head == known -> watcher_asleep = true
                 :: else
                 fi
             };
-end_asleep: !lookout_asleep
+end_asleep: !watcher_asleep
         :: !mine ->
             if
             :: skip  /* the next period */
