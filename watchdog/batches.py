@@ -2,7 +2,7 @@
 
 Learners of a job may begin together, so that each run of it gives the same weights: learner 0 makes
 the model, and batches are handed out once all learners ask for them, in the order of rows. The
-server awaits them as well (gadei_ps.server.start). Learners that have ended for good are not
+server awaits them as well (`Start` of server/driver.py). Learners that have ended for good are not
 awaited, and what does not come within the learners' time limit is awaited no longer.
 
 Externally assigned batches come in ranges. Each change is one store, after which it takes effect: a
