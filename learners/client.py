@@ -939,15 +939,15 @@ class Client:
         self._flush_publisher()
         self._is_exclusive = True
         try:
-            _native.ask_to_stand(*self._rings, 1)
-            self._wait(_native.wait_stand, self._rings, timeout_s, NOT_EXCLUSIVE)
+            _native.ask_exclusive(*self._rings, 1)
+            self._wait(_native.wait_exclusive, self._rings, timeout_s, NOT_EXCLUSIVE)
             yield
-            if not (self._learner.left or _native.stands(*self._rings)):
+            if not (self._learner.left or _native.is_exclusive(*self._rings)):
                 raise self._end_of_job() if self.stopping else self._eviction()
         finally:
             self._is_exclusive = False
             if not self._learner.left:
-                _native.ask_to_stand(*self._rings, 0)
+                _native.ask_exclusive(*self._rings, 0)
 
     def heartbeat(self) -> None:
         """Report that this learner is alive, in a block of exclusive() that takes long.

@@ -68,11 +68,11 @@ METHOD(pause_learner)
     Py_RETURN_NONE;
 }
 
-METHOD(ask_to_stand)
+METHOD(ask_exclusive)
 {
     UNUSED;
     TAKES(3)
-    ps_ask_to_stand(RING, CONTROL, arg[2] != 0);
+    ps_ask_exclusive(RING, CONTROL, arg[2] != 0);
     Py_RETURN_NONE;
 }
 
@@ -84,19 +84,19 @@ METHOD(beat)
     Py_RETURN_NONE;
 }
 
-METHOD(stands)
+METHOD(is_exclusive)
 {
     UNUSED;
     TAKES(2)
-    return PyBool_FromLong(ps_stands(RING, CONTROL));
+    return PyBool_FromLong(ps_is_exclusive(RING, CONTROL));
 }
 
-METHOD(wait_stand)
+METHOD(wait_exclusive)
 {
     UNUSED;
     TAKES(3)
     int result;
-    WAITING(result, ps_wait_stand(RING, CONTROL, patience));
+    WAITING(result, ps_wait_exclusive(RING, CONTROL, patience));
     return PyLong_FromLong(result);
 }
 
@@ -312,10 +312,10 @@ static PyMethodDef methods[] = {
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
     ENTRY(pause_learner, "pause_learner(ring, control, on)"),
-    ENTRY(ask_to_stand, "ask_to_stand(ring, control, on)"),
+    ENTRY(ask_exclusive, "ask_exclusive(ring, control, on)"),
     ENTRY(beat, "beat(ring): a sign of life"),
-    ENTRY(stands, "stands(ring, control) -> whether all others stand still for this learner"),
-    ENTRY(wait_stand, "wait_stand(ring, control, timeout_ns) -> 0 or a result < 0"),
+    ENTRY(is_exclusive, "is_exclusive(ring, control) -> whether all others pause for this learner"),
+    ENTRY(wait_exclusive, "wait_exclusive(ring, control, timeout_ns) -> 0 or a result < 0"),
     ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),
     ENTRY(lease_make, "lease_make(lease): when no process that knows it is alive"),
     ENTRY(lease_take, "lease_take(lease, timeout_ns) -> whether its holder died; or PS_TIMEOUT"),

@@ -109,7 +109,7 @@ typedef double ps_f64;
 #define PS_MODES(X)                                       \
   X(PS_ON_ARRIVAL, 0, "shards apply a frame as it comes") \
   X(PS_COLLECT, 1, "shards leave it for a superstep")     \
-  X(PS_HOLD, 2, "shards let it lie: a change, or a stand")
+  X(PS_HOLD, 2, "shards let it lie: a change, or a global pause")
 
 #define PS_ACTIONS(X)                                   \
   X(PS_SKIP, 0, "not part of the superstep")            \
@@ -121,7 +121,7 @@ typedef double ps_f64;
   X(PS_WANTS_TURN, 1, "a turn: without it the learner holds up no barrier") \
   X(PS_WANTS_WORK, 2, "batches: without it the learner gets none")          \
   X(PS_WANTS_PAUSE, 4, "a pause: it computes no gradient now")              \
-  X(PS_WANTS_STAND, 8, "that all others stand still: `stand` says which time")
+  X(PS_WANTS_EXCLUSIVE, 8, "that all others pause: `exclusive` has the number of the request")
 
 #define PS_GONES(X)                            \
   X(PS_GONE_DETACHED, 1, "")                   \

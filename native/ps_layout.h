@@ -80,8 +80,8 @@
  *
  * 0             8        16    20     24          32         64
  * || generation | wanted | pid | gone | pid_start | name[32] ||
- * 64        72        80      88          92       96     104        112      120     128
- * || served | retired | grant | grant_seq | member | base | obsolete | broken | stand ||
+ * 64        72        80      88          92       96     104        112      120         128
+ * || served | retired | grant | grant_seq | member | base | obsolete | broken | exclusive ||
  * 128        136       144       152       160    168       176        184       192
  * || applied | dropped | refused | samples | loss | started | finished | version ||
  * 192              200             208     216      220       224       232      240    248 256
@@ -103,7 +103,7 @@
   F(T, 96, u64, base, , S, "its clock in the model less its gradients reported, modulo 2^64")     \
   F(T, 104, u64, obsolete, , S, "iterations, in its clock, below which gradients are dropped")    \
   F(T, 112, u64, broken, , S, "last generation with a damaged ring: no server reads it")      \
-  F(T, 120, u64, stand, , S, "the `stand` of its ring while all others stand still for it; else 0")\
+  F(T, 120, u64, exclusive, , S, "`exclusive` of its ring while all others pause for it; else 0")\
   F(T, 128, u64, applied, , 0, "gradients of this generation")                                    \
   F(T, 136, u64, dropped, , 0, "of this generation")                                              \
   F(T, 144, u64, refused, , 0, "of this generation")                                              \
@@ -142,7 +142,7 @@
  * 576        584               592 640           644            648        656 704
  * || version | supersteps_done |   || shard_bell | manager_bell | sleepers |   ||
  * 704          712         720    728            736               744      752 768
- * || superstep | sync_done | wave | numbers_done | numbers_version | stands |   ||
+ * || superstep | sync_done | wave | numbers_done | numbers_version | pauses |   ||
  * 768     772 776       784      792    800    808           816        824           832
  * || work |   | batches | epochs | seed | next | epochs_done | requeued | owned_range ||
  * 832             840            848            856            864              872        880 896
@@ -185,7 +185,7 @@
   F(T, 448, u32, phase, , W, "enum ps_phase") F(T, 452, u32, stop, , W, "enum ps_stop")          \
   F(T, 456, u32, model_ready, , W, "1: weights and state") F(T, 460, i32, watchdog_pid, , W, "") \
   F(T, 464, u64, watchdog_start, , W, "when the process started, as `owner_start`")              \
-  F(T, 472, u64, pause, , writer/W, "CLOCK_MONOTONIC ns until which shards stand still; 0: none") \
+  F(T, 472, u64, pause, , writer/W, "CLOCK_MONOTONIC ns until which shards pause; 0: none") \
   F(T, 480, u64, temporary, , W, "1: of a command: no later watchdog adopts it; 2: of `run`, whose next one does") \
   F(T, 488, u64, saves, , W, "1: a stop ends with a checkpoint")                                 \
   F(T, 496, u64, sync_wanted, , W, "number of the model wanted: sync_text[number % 2]")          \
@@ -205,7 +205,7 @@
   F(T, 720, u64, wave, , S, "mini-batches pushed as one gradient; above 1 under WSP")            \
   F(T, 728, u64, numbers_done, , S, "number of the last change of `hyper`")                      \
   F(T, 736, u64, numbers_version, , S, "`version` at that change")                               \
-  F(T, 744, u64, stands, , S, "how often the shards were held for a stand") P(752, 16)           \
+  F(T, 744, u64, pauses, , S, "how often the shards were held for a global pause") P(752, 16)           \
   F(T, 768, u32, work, , W/0, "enum ps_work; W sets PS_WORKING once") P(772, 4)                  \
   F(T, 776, u64, batches, , W, "of an epoch; written before `work` is set")                      \
   F(T, 784, u64, epochs, , W, "as `batches`") F(T, 792, u64, seed, , W, "as `batches`")          \
@@ -414,8 +414,8 @@
  * || header || slots | shards | slot_bytes | slots_at | capacity |   || head |   ||
  * 256           260          264    268     272         280      288         296        304
  * || waits_slot | waits_work | hold | wants | heartbeat | pulled | work_tail | detached |
- * 304          308 312     320         324 384          388 448               576         4672
- * | publishing |   | stand || released |   || work_head |   || work_items[16] || tail[64] ||
+ * 304          308 312         320         324 384          388 448               576         4672
+ * | publishing |   | exclusive || released |   || work_head |   || work_items[16] || tail[64] ||
  */
 #define PS_RING_FIELDS(F, P, T)                                                                   \
   F(T, 0, header, header, , W, "") F(T, 128, u32, slots, , W, "") \
@@ -433,7 +433,7 @@
   F(T, 288, u64, work_tail, , L, "batches taken")                                                 \
   F(T, 296, u64, detached, , L, "1: it has detached, though perhaps no watchdog has heard it")    \
   F(T, 304, u32, publishing, , L, "1 while `head` is moved, if rings are not closed") P(308, 4)  \
-  F(T, 312, u64, stand, , L, "stands so far << 32 | low half of `generation` while it asks, or 0") \
+  F(T, 312, u64, exclusive, , L, "requests so far << 32 | low half of `generation` while it asks, or 0") \
   F(T, 320, u32, released, , s, "futex of the learner, bumped when a slot may be free") P(324, 60) \
   F(T, 384, u32, work_head, , 0, "batches handed; futex of the learner") P(388, 60)               \
   F(T, 448, u64, work_items, [PS_AHEAD], 0, "the batches, used as a ring: epoch << 32 | index")   \

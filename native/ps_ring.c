@@ -207,16 +207,16 @@ void ps_pause(struct ps_ring *ring, const struct ps_control *control, int on)
     wake_shards(ring, control);
 }
 
-void ps_ask_to_stand(struct ps_ring *ring, const struct ps_control *control, int on)
+void ps_ask_exclusive(struct ps_ring *ring, const struct ps_control *control, int on)
 {
-    uint64_t stands = (ring->stand >> 32) + (on != 0);
-    uint64_t asks = stands << 32 | (on ? (uint32_t)ring->header.generation : 0);
-    ps_store_release(&ring->stand, asks); /* SYNC POINT: stand */
+    uint64_t pauses = (ring->exclusive >> 32) + (on != 0);
+    uint64_t asks = pauses << 32 | (on ? (uint32_t)ring->header.generation : 0);
+    ps_store_release(&ring->exclusive, asks); /* SYNC POINT: exclusive */
     /* Shard 0 hears of this word, and tells the manager. */
     if (on)
-        __atomic_fetch_or(&ring->wants, (uint32_t)PS_WANTS_STAND, __ATOMIC_SEQ_CST);
+        __atomic_fetch_or(&ring->wants, (uint32_t)PS_WANTS_EXCLUSIVE, __ATOMIC_SEQ_CST);
     else
-        __atomic_fetch_and(&ring->wants, ~(uint32_t)PS_WANTS_STAND, __ATOMIC_SEQ_CST);
+        __atomic_fetch_and(&ring->wants, ~(uint32_t)PS_WANTS_EXCLUSIVE, __ATOMIC_SEQ_CST);
     ps_beat(ring);
     wake_shards(ring, control);
 }
@@ -226,20 +226,20 @@ void ps_beat(struct ps_ring *ring)
     __atomic_fetch_add(&ring->heartbeat, 1, __ATOMIC_RELAXED);
 }
 
-int ps_stands(const struct ps_ring *ring, const struct ps_control *control)
+int ps_is_exclusive(const struct ps_ring *ring, const struct ps_control *control)
 {
     const struct ps_entry *entry = &control->roster[ring->header.index];
-    return ps_load_acquire(&entry->stand) == ring->stand; /* SYNC POINT: stand */
+    return ps_load_acquire(&entry->exclusive) == ring->exclusive; /* SYNC POINT: exclusive */
 }
 
-int ps_wait_stand(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns)
+int ps_wait_exclusive(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns)
 {
     const struct ps_entry *entry = &control->roster[ring->header.index];
     uint32_t unused; /* as in ps_wait_grant */
-    WAIT_UNTIL(ps_stands(ring, control) || __atomic_load_n(&control->stop, __ATOMIC_ACQUIRE) != PS_GO,
+    WAIT_UNTIL(ps_is_exclusive(ring, control) || __atomic_load_n(&control->stop, __ATOMIC_ACQUIRE) != PS_GO,
                &unused, &entry->grant_seq);
     (void)unused;
-    return ps_stands(ring, control) ? 0 : PS_STOPPED;
+    return ps_is_exclusive(ring, control) ? 0 : PS_STOPPED;
 }
 
 /* A learner that takes batches is waited for only while it has some. When all are done and it wants a

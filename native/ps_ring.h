@@ -39,11 +39,11 @@ int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint
 /* From now on (on) or no longer: this learner computes no gradient. */
 void ps_pause(struct ps_ring *ring, const struct ps_control *control, int on);
 
-/* Asks that all other learners stand still (on), or lets them go on; by one thread. ps_wait_stand
+/* Asks that all other learners pause (on), or continue; by one thread. ps_wait_exclusive
  * waits until they do, for at most timeout_ns. ps_beat is a sign of life, by any thread. */
-void ps_ask_to_stand(struct ps_ring *ring, const struct ps_control *control, int on);
-int ps_stands(const struct ps_ring *ring, const struct ps_control *control);
-int ps_wait_stand(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns);
+void ps_ask_exclusive(struct ps_ring *ring, const struct ps_control *control, int on);
+int ps_is_exclusive(const struct ps_ring *ring, const struct ps_control *control);
+int ps_wait_exclusive(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns);
 void ps_beat(struct ps_ring *ring);
 
 int ps_take_work(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns,

@@ -426,5 +426,5 @@ def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
         "staleness_histogram": [int(count) for count in entry["histogram"]],
         "outstanding": int((entry["outstanding"] != layout.NO_BATCH).sum()),
         "paused": bool(int(ring["wants"]) & layout.WANTS_PAUSE),
-        "others_stand_still": int(entry["stand"]) != 0,
+        "others_stand_still": int(entry["exclusive"]) != 0,
     }

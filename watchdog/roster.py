@@ -311,10 +311,10 @@ class Roster:
             entry = self._entries[row]
             head, tail = int(ring["head"]), int(entry["applied"])
             holds = bool((entry["outstanding"] != layout.NO_BATCH).any())
-            stands = int(entry["stand"])  # all others pause for it
-            awaited = waiting - {row} and (int(entry["member"]) or (holds and not left) or stands)
+            pauses = int(entry["exclusive"])  # all others pause for it
+            awaited = waiting - {row} and (int(entry["member"]) or (holds and not left) or pauses)
             # One that waits itself, for a slot or for its turn, is not to blame.
-            may_go_on = stands or (head < int(entry["grant"]) and not self._is_full(row))
+            may_go_on = pauses or (head < int(entry["grant"]) and not self._is_full(row))
             if awaited and may_go_on and not process.is_suspended(int(entry["pid"])):
                 beat = int(ring["heartbeat"]), int(ring["work_tail"]), int(ring["pulled"])
                 moves = (head, tail, *beat, int(entry["generation"]))

@@ -87,7 +87,7 @@ def set_mode(control: Segment, changes: int, mode: Mode) -> int:
     changes: of the model and of the hyperparameters together, including the current one. The pauses
     are added, so that no shard's answer to one of them is taken for its answer to the next one.
     """
-    changes += int(control.view(CONTROL)["stands"])
+    changes += int(control.view(CONTROL)["pauses"])
     word = (changes << MODE_BITS | mode) & 0xFFFFFFFF
     address = control.word(CONTROL, "mode")
     if _native.load32(address) != word:

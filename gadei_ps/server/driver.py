@@ -9,11 +9,11 @@ Three operations wait for a state that all shards share, and end with the mode o
     another model         when control asks for another number. Every learner finishes its current
                           iteration; at the barrier the shards hold, and all have consumed the same;
                           then the mode of the new model, then its number
-    global pause          when a learner asks for it. The same for all other learners. Then `stand`
-                          of the learner's row is set to its request, and only its assignments are
-                          made, each as a superstep of its own. It ends when the learner no longer
-                          asks or is gone: its assignments are made, then `stand` is cleared, then
-                          grants are published
+    global pause          when a learner asks for it. The same for all other learners. Then
+                          `exclusive` of the learner's row is set to its request, and only its
+                          assignments are made, each as a superstep of its own. It ends when the
+                          learner no longer asks or is gone: its assignments are made, then
+                          `exclusive` is cleared, then grants are published
     hyperparameters       when control asks for others. The shards hold (or, for a model that
                           collects, no superstep is open), and all have consumed the same; then
                           `hyper` and its number
@@ -312,7 +312,7 @@ class Driver:
         self._loaded = self.number
         self._change: Change | None = None
         self._pause: Pause | None = None
-        self._requests_at = int(part[0]["board"]) + layout.offset(BOARD, "wishes")
+        self._requests_at = int(part[0]["board"]) + layout.offset(BOARD, "requests")
         self._requests = -1  # number of requests for which no learner asked for a pause
         self._last_paused = -1  # row of the learner that had the last pause
         self._start = start
@@ -372,9 +372,9 @@ class Driver:
             _native.store(self._applied_at + 8 * (layout.MAX_LEARNERS * shard + one.row), 0)
         self._roster[one.row]["member"] = 0
         self._roster[one.row]["obsolete"] = 0
-        self._roster[one.row]["stand"] = 0
+        self._roster[one.row]["exclusive"] = 0
         self._state["runs"]["sequence"][one.row] = 0  # of the learner before
-        free = not (self.sync.uses_pushes or self._frozen or self._roster["stand"].any())
+        free = not (self.sync.uses_pushes or self._frozen or self._roster["exclusive"].any())
         self.publish_grant(one.row, layout.UNBOUNDED if free else 0)
         _native.store(served, one.generation)  # SYNC POINT: served
 
@@ -450,9 +450,9 @@ class Driver:
 
     def _inherited_pause(self) -> Pause | None:
         """Return, at a failover, the pause that the previous server has begun."""
-        for row in np.flatnonzero(self._roster["stand"]).tolist():
+        for row in np.flatnonzero(self._roster["exclusive"]).tolist():
             if (member := self.members.get(row)) is not None:
-                asked = int(self._roster[row]["stand"])
+                asked = int(self._roster[row]["exclusive"])
                 return Pause(member, asked, at_barrier=True, begun=True)
             self._publish_pause(row, 0)
         return None
@@ -465,7 +465,7 @@ class Driver:
         asking = {
             row: (member, asked)
             for row, member in self.members.items()
-            if not member.leaving and (asked := member.mapped.stand)
+            if not member.leaving and (asked := member.mapped.exclusive)
         }
         if not asking:
             self._requests = requests
@@ -477,11 +477,11 @@ class Driver:
         """Return whether the others may continue."""
         member = pause.member
         there = self.members.get(member.row) is member and not member.leaving
-        return not there or member.mapped.stand != pause.asked
+        return not there or member.mapped.exclusive != pause.asked
 
     def _publish_pause(self, row: int, asked: int) -> None:
         """Notify the learner of this row that all others pause; asked 0: that they do not."""
-        _native.store(self._word(row, "stand"), asked)  # SYNC POINT: stand
+        _native.store(self._word(row, "exclusive"), asked)  # SYNC POINT: exclusive
         _native.bell(self._word(row, "grant_seq"))
 
     def _reach_pause(self, pause: Pause, serving: bool) -> None:
@@ -496,7 +496,7 @@ class Driver:
             if not (waits and self._supersteps_over):
                 return
             pause.at_barrier = True
-            self._control["stands"] += 1  # the shards hold for this pause and no other one
+            self._control["pauses"] += 1  # the shards hold for this pause and no other one
         changes = self.number + numbers.done(self._segment)
         if not (serving and self._all_hold(changes) and self._counts_agree()):
             return

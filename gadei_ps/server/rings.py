@@ -51,9 +51,9 @@ class Mapped:
         return _native.load32(self.ring.word(RING, "wants"))
 
     @property
-    def stand(self) -> int:
+    def exclusive(self) -> int:
         """Return the number of the learner's request for a global pause; 0: there is none."""
-        word = _native.load(self.ring.word(RING, "stand"))  # SYNC POINT: stand
+        word = _native.load(self.ring.word(RING, "exclusive"))  # SYNC POINT: exclusive
         # Not what a stray write has left there.
         return word if word & 0xFFFFFFFF == self.generation & 0xFFFFFFFF else 0
 

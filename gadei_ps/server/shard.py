@@ -73,7 +73,7 @@ TABLE_VERSION = np.uint64(layout.offset(BOARD, "table_version"))
 QUIT = np.uint64(layout.offset(BOARD, "quit"))
 SEEN = np.uint64(layout.offset(BOARD, "seen"))
 HOLDS = np.uint64(layout.offset(BOARD, "holds"))
-WISHES = np.uint64(layout.offset(BOARD, "wishes"))
+REQUESTS = np.uint64(layout.offset(BOARD, "requests"))
 WORD = np.uint64(8)
 
 BEAT_NS = np.uint64(100_000_000)  # a sleeping shard shows a heartbeat this often
@@ -158,7 +158,7 @@ def _has_requests(s: Shard, looks: int) -> bool:
             had_news(s, line)
             heard = True
     if heard:
-        at = s.part[0].board + WISHES
+        at = s.part[0].board + REQUESTS
         put(at, get(at) + ONE)
         bell(s.control + MANAGER_BELL)
     return heard

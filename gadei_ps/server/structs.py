@@ -34,7 +34,7 @@ RING_LINE: Final = np.dtype(
     align=True,
 )
 
-# One for each server process. The shards write `seen` and `holds`, shard 0 `wishes`, watchers
+# One for each server process. The shards write `seen` and `holds`, shard 0 `requests`, watchers
 # `watched`, the manager all the rest.
 BOARD: Final = np.dtype(
     [
@@ -42,7 +42,7 @@ BOARD: Final = np.dtype(
         ("quit", u64),
         ("seen", u64, (MAX_SHARDS,)),  # the version that each shard works with; NOT_READING
         ("holds", u64, (MAX_SHARDS,)),  # 1 once the shard serves with its lease
-        ("wishes", u64),  # number of new requests of learners that were seen
+        ("requests", u64),  # number of new requests of learners that were seen
         ("ring", RING_LINE, (MAX_LEARNERS,)),
         # Written by watcher threads: generation of the watched ring (watchers.py); 0: none
         ("watched", u64, (MAX_LEARNERS,)),

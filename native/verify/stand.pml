@@ -3,7 +3,7 @@
  *
  * Code: _all_wait, _reach_pause, _assign, _end_pause, _inherited_pause, _fail_over in
  * gadei_ps/server/driver.py; _pass_held, _pass_on_arrival in
- * gadei_ps/server/shard.py; catch_up in gadei_ps/server/arrival.py; ps_ask_to_stand, ps_stands in
+ * gadei_ps/server/shard.py; catch_up in gadei_ps/server/arrival.py; ps_ask_exclusive, ps_is_exclusive in
  * native/ps_ring.c; learners/client.py.
  *
  * Processes: a learner that pushes K gradients; A that ask for N stands each, and with -DPUSHES push a

@@ -63,9 +63,9 @@ def _words(team: Team, rings: list[Segment], state: Segment) -> list[tuple[int, 
     entry = control.word(CONTROL, "roster") + ASKER * ENTRY.itemsize
     return [
         *((ring.word(RING, "head"), 8) for ring in rings),
-        (rings[ASKER].word(RING, "stand"), 8),
-        (entry + layout.offset(ENTRY, "stand"), 8),
-        *((control.word(CONTROL, name), 8) for name in ("stands", "superstep")),
+        (rings[ASKER].word(RING, "exclusive"), 8),
+        (entry + layout.offset(ENTRY, "exclusive"), 8),
+        *((control.word(CONTROL, name), 8) for name in ("pauses", "superstep")),
         *(
             (applied + 8 * (layout.MAX_LEARNERS * shard + row), 8)
             for shard in range(SHARDS)

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("compiled")
 def _ask(rig: Rig, row: int, number: int, one: Stepped | None = None) -> int:
     """As the learner does, and shard 0 of the server."""
     asked = number << 32 | int(rig.roster["generation"][row])
-    rig.ring(row)["stand"] = asked
+    rig.ring(row)["exclusive"] = asked
     if one is not None:
-        one.board["wishes"] += 1
+        one.board["requests"] += 1
     return asked
 
 
@@ -48,7 +48,7 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
             one.turns()
             assert rig.roster["grant"][:3].tolist() == [free, 1, 1]
             assert rig.control["report"] == 1
-            rig.ring(0)["stand"] = 1 << 32  # it does not wait any longer
+            rig.ring(0)["exclusive"] = 1 << 32  # it does not wait any longer
             one.turns()
             assert rig.roster["grant"][:3].tolist() == [free, 6, 6]
             asked = _ask(rig, 0, 2, one)
@@ -61,16 +61,16 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
             one.consume(1, 1)
             one.turns()
             assert rig.control["mode"] == 1 << modes.MODE_BITS | Mode.HOLD
-            assert rig.control["stands"] == 1
+            assert rig.control["pauses"] == 1
             one.turns()
-            assert not rig.roster["stand"].any()
+            assert not rig.roster["exclusive"].any()
             one.obey()
             rig.state["applied"][1, 2] = 0  # a shard is behind
             one.turns()
-            assert not rig.roster["stand"].any()
+            assert not rig.roster["exclusive"].any()
             one.consume(2, 1)
             one.turns()
-            assert rig.roster["stand"][:3].tolist() == [asked, 0, 0]
+            assert rig.roster["exclusive"][:3].tolist() == [asked, 0, 0]
             assert rig.roster["grant"][:3].tolist() == [free, 1, 1]
 
             # Numbers of the optimizer wait until it is over, and a newcomer has no grant.
@@ -85,15 +85,15 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
             # Another time: what the shards have answered is no answer to that.
             _ask(rig, 0, 3)
             one.turns()
-            assert rig.control["mode"] & 3 == Mode.HOLD and not rig.roster["stand"].any()
+            assert rig.control["mode"] & 3 == Mode.HOLD and not rig.roster["exclusive"].any()
             one.obey()
             one.turns()
             assert numbers.done(rig.memory.control) == 1
             one.turns()
-            assert rig.control["stands"] == 2
+            assert rig.control["pauses"] == 2
             assert rig.control["mode"] == 3 << modes.MODE_BITS | Mode.HOLD
-            assert not rig.roster["stand"].any()
-            rig.ring(0)["stand"] = 3 << 32
+            assert not rig.roster["exclusive"].any()
+            rig.ring(0)["exclusive"] = 3 << 32
             one.turns()
             assert rig.control["mode"] == 3 << modes.MODE_BITS | Mode.ON_ARRIVAL
             assert rig.roster["grant"][:3].tolist() == [free, 7, 7]  # it has heard of no other
@@ -120,7 +120,7 @@ def test_the_next_server_goes_on_with_a_stand(model: str, job_name: str) -> None
                 first.turns()
             first.obey()
             first.turns()
-            assert rig.roster["stand"][0] == asked
+            assert rig.roster["exclusive"][0] == asked
             _assign(rig, 0)
             first.turns()  # and dies before the superstep is made
             before = int(rig.control["superstep"])
@@ -137,17 +137,17 @@ def test_the_next_server_goes_on_with_a_stand(model: str, job_name: str) -> None
             assert (rig.control["superstep"], rig.state["applied"][0, 0]) == (before, 1)
             assert rig.control["mode"] & 3 == Mode.HOLD
             assert rig.roster["grant"][1:3].tolist() == [1, 1]
-            assert rig.roster["stand"][0] == asked
+            assert rig.roster["exclusive"][0] == asked
             # The learner dies with an assignment on its way. Made later, it would undo gradients.
             _assign(rig, 0)
             rig.roster["wanted"][0] = 0
             second.turns()
             assert (rig.control["superstep"], rig.control["mode"] & 3) == (before + 1, Mode.HOLD)
-            assert rig.roster["stand"][0] == asked
+            assert rig.roster["exclusive"][0] == asked
             second.finish_superstep()
             second.turns()
             wanted = Mode.COLLECT if model == "bsp" else Mode.ON_ARRIVAL
-            assert (rig.roster["stand"][0], rig.control["mode"] & 3) == (0, wanted)
+            assert (rig.roster["exclusive"][0], rig.control["mode"] & 3) == (0, wanted)
             grants = {"asp": layout.UNBOUNDED, "ssp:s=5": 7, "bsp": 2}
             assert rig.roster["grant"][1:3].tolist() == [grants[model]] * 2
             assert rig.roster["member"][1:3].tolist() == [int(model != "asp")] * 2
@@ -159,8 +159,8 @@ def test_a_stray_word_asks_for_nothing(job_name: str) -> None:
         one.lead()
         one.turns()
         for word in (1 << 32 | 2, 5 << 32, 2**64 - 1, 0x3FF0000000000000):
-            rig.ring(0)["stand"] = word
-            one.board["wishes"] += 1
+            rig.ring(0)["exclusive"] = word
+            one.board["requests"] += 1
             one.turns()
             assert rig.roster["grant"][0] == rig.roster["grant"][1] == layout.UNBOUNDED
         assert _native.load(rig.memory.control.word(layout.CONTROL, "mode")) & 3 == Mode.ON_ARRIVAL
