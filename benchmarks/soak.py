@@ -38,8 +38,7 @@ from gadei_ps.job.processes import Processes, Role, Target
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence
 from gadei_ps.show.counts import counted
-from gadei_ps.watchdog.learners import USEFUL_S
-from gadei_ps.watchdog.restart import Policy
+from gadei_ps.watchdog.restart import USEFUL_S, Policy
 
 VALUES = 250_000  # of the model: 1 MB
 BATCHES = 10_000  # of an epoch

@@ -31,7 +31,7 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.show.progress import Lines
 
-DETACH_S = 1.0
+DETACH_TIMEOUT_S = 1.0
 SILENT = OptimizerSettings()
 LEARNER_VARIABLE = "GADEI_PS_LEARNER"
 ALONE_VARIABLE = "GADEI_PS_ALONE"
@@ -223,7 +223,7 @@ def detach(
         return
     if learner is not None:
         learner.shut()  # what is published is complete before anyone can see that it leaves
-    patience_s = DETACH_S
+    patience_s = DETACH_TIMEOUT_S
     if place is not None:
         # If no watchdog receives the request, the next one reads this word.
         _native.store(place.ring.word(layout.RING, "detached"), 1)

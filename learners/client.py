@@ -117,14 +117,14 @@ __all__ = [
 NAME_VARIABLE = "GADEI_PS_NAME"
 UNKNOWN = math.nan  # loss
 
-CONSISTENT_S = 5.0  # time limit of a consistent pull
-SLICE_NS = 100_000_000  # sleep of a wait between two checks whether the job is alive
-GONE_S = 10.0  # how long a job may be without server and watchdog before its learners fail
-REASON_S = 1.0  # for the watchdog to answer why the job was stopped
-DRAIN_S = 30.0
+CONSISTENT_PULL_S = 5.0  # time limit of a consistent pull
+WAIT_SLICE_NS = 100_000_000  # sleep of a wait between two checks whether the job is alive
+JOB_GONE_S = 10.0  # how long a job may be without server and watchdog before its learners fail
+REASON_TIMEOUT_S = 1.0  # for the watchdog to answer why the job was stopped
+DRAIN_TIMEOUT_S = 30.0
 MOST_DRAIN_S = 3600.0
-COPY_S = 120.0  # for the watchdog to have the job copied
-BATCH_S = 0.02  # between two checks whether the server has a batch
+COPY_TIMEOUT_S = 120.0  # for the watchdog to have the job copied
+BATCH_POLL_S = 0.02  # between two checks whether the server has a batch
 
 REASON_CHARACTERS = 400
 MOST_BATCHES = 2**31  # epochs, and batches of an epoch, are fewer
@@ -395,7 +395,7 @@ class Client:
         out: FloatArray | None = None,
         *,
         consistent: bool = False,
-        timeout_s: float | None = CONSISTENT_S,
+        timeout_s: float | None = CONSISTENT_PULL_S,
     ) -> FloatArray:
         """Copy the weights: float32 of shape (model.elements,), into `out` if given.
 
@@ -828,7 +828,7 @@ class Client:
         """Check the job in a loop that waits for something else.
 
         Raises JobStopped if the job has ended or is to end, and JobFailed if its processes have
-        been gone for GONE_S.
+        been gone for JOB_GONE_S.
         """
         if self.stopping or int(self._control["phase"]) == Phase.FAILED:
             raise self._end_of_job()
@@ -849,7 +849,7 @@ class Client:
         if until is None:
             until = deadline(timeout_s)
         while True:
-            rest = SLICE_NS
+            rest = WAIT_SLICE_NS
             if until is not None:
                 rest = max(0, int(min(rest, (until - time.monotonic()) * 1e9)))
             try:
@@ -873,12 +873,12 @@ class Client:
                 raise PushTimeout(f"{what} within {timeout_s} s")
 
     def _check_processes(self, now: float) -> None:
-        """Raise JobFailed if the job's processes have been gone for GONE_S."""
+        """Raise JobFailed if the job's processes have been gone for JOB_GONE_S."""
         if _native.job_lives(self._control_at):
             self._processes_gone_since = None
         elif self._processes_gone_since is None:
             self._processes_gone_since = now
-        elif now - self._processes_gone_since > GONE_S:
+        elif now - self._processes_gone_since > JOB_GONE_S:
             raise JobFailed(f"the server and the watchdog of job {self.job!r} are gone")
 
     def _eviction(self) -> Evicted:
@@ -889,7 +889,7 @@ class Client:
             return JobFailed(f"job {self.job!r} has failed: its parameter server died")
         reason = None
         with contextlib.suppress(GadeiError):
-            reason = ask(str(self._connection.path), Status(), REASON_S).get("stop_reason")
+            reason = ask(str(self._connection.path), Status(), REASON_TIMEOUT_S).get("stop_reason")
         why = f"has ended: {reason}" if reason else "has been stopped"
         return JobStopped(f"job {self.job!r} {why}")
 
@@ -1059,7 +1059,7 @@ class Client:
         """
         while True:
             try:
-                return self.take_batch(BATCH_S)
+                return self.take_batch(BATCH_POLL_S)
             except PushTimeout:
                 if not self._has_more():
                     return None
@@ -1096,7 +1096,7 @@ class Client:
             return bool(reply["alike"])
         return False
 
-    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
+    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Stop the job for all its learners (early stopping).
 
         Returns at once; this learner should end its loop, too. Loops over batches() end after the
@@ -1274,7 +1274,7 @@ class Client:
         file = memory_file(size, [])
         try:
             # A connection of its own: large models take longer than other requests may.
-            connection = Lasting(str(self._connection.path), COPY_S)
+            connection = Lasting(str(self._connection.path), COPY_TIMEOUT_S)
             try:
                 reply = connection.request(Copy(), fds=[file])
             finally:

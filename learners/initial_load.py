@@ -16,8 +16,8 @@ from gadei_ps.job.control import Lasting, Load
 from gadei_ps.learners.gradients import Assigned
 from gadei_ps.learners.waiting import deadline
 
-POLL_S = 0.02  # between two requests, while another learner writes
-GIVE_UP_S = 3.0  # for another watchdog to receive that this learner does not write
+LOAD_POLL_S = 0.02  # between two requests, while another learner writes
+ABANDON_TIMEOUT_S = 3.0  # for another watchdog to receive that this learner does not write
 
 What = Literal["state", "weights"]
 Write = Callable[[float | None], object]
@@ -78,13 +78,13 @@ class InitialLoad:
                     raise PushTimeout(
                         f"another learner has not loaded the {request.what} within {timeout_s} s"
                     )
-                time.sleep(POLL_S)
+                time.sleep(LOAD_POLL_S)
             if answer == "write":
                 write(until)
                 self._ask(request.model_copy(update={"done": True}))
         except BaseException:
             with contextlib.suppress(GadeiError, OSError):
-                self._ask(request.model_copy(update={"gives_up": True}), GIVE_UP_S)
+                self._ask(request.model_copy(update={"gives_up": True}), ABANDON_TIMEOUT_S)
             raise
         return answer != "other"
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gadei_ps.errors import ModelMismatch, UsageError
-from gadei_ps.learners.client import DRAIN_S, Client
+from gadei_ps.learners.client import DRAIN_TIMEOUT_S, Client
 from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.waves import Waves
 
@@ -112,7 +112,7 @@ class Learner:
             to[name] += np.asarray(change, np.float32)
         self._kept = not self.waves.end(loss=float(loss), samples=samples)
 
-    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
+    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Stop the job for all its learners (early stopping); see Client.stop_job."""
         self.client.stop_job(reason, timeout_s)
 

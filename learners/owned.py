@@ -31,11 +31,11 @@ from gadei_ps.memory.layout import CONTROL
 from gadei_ps.memory.owned import Ranges
 from gadei_ps.memory.weights import FloatArray
 
-COPY_S = 60.0
+OWNED_COPY_TIMEOUT_S = 60.0
 """Time limit of a copy (s): a checkpoint or a failover may be under way."""
-LOST_S = 10.0
+CONNECTION_LOST_S = 10.0
 """Time limit until there is another watchdog (s)."""
-_AGAIN_S = 0.05
+_ASK_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Owned:
 
         All shards pause meanwhile. Raises ControlError.
         """
-        until = time.monotonic() + LOST_S
+        until = time.monotonic() + CONNECTION_LOST_S
         while True:
             try:
                 reply = self._copy(out)
@@ -102,7 +102,7 @@ class Owned:
             except (ConnectionLost, JobNotFound):
                 if time.monotonic() > until:
                     raise
-                time.sleep(_AGAIN_S)
+                time.sleep(_ASK_INTERVAL_S)
         ranges = [(int(epoch), int(begin), int(end)) for epoch, begin, end in reply["unanswered"]]
         return Copied(int(reply["version"]), int(reply["samples"]), ranges)
 
@@ -115,7 +115,7 @@ class Owned:
         file = os.memfd_create("gadei-ps-copy", os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, self._elements * 4)
-            with Connection(self._job, COPY_S) as connection:
+            with Connection(self._job, OWNED_COPY_TIMEOUT_S) as connection:
                 reply = connection.request(Copy(slots=False), [file])
             with mmap.mmap(file, self._elements * 4, prot=mmap.PROT_READ) as memory:
                 np.copyto(out, np.frombuffer(memory, np.float32, self._elements))

@@ -39,7 +39,7 @@ from gadei_ps.watchdog.script import Script
 from gadei_ps.watchdog.sockets import Client, ControlServer, failure
 from gadei_ps.watchdog.stopping import Stopping
 
-SAY_S = 0.3  # between two notes to those who wait
+NOTE_INTERVAL_S = 0.3  # between two notes to those who wait
 NOT_YET = "waiting for learner 0, which makes the model"
 
 Answer = dict[str, Any] | None
@@ -364,12 +364,12 @@ class Admission:
         if self._early:
             none = self._stopping.begun or not self._batches.awaits_first
             self._hear_early(lambda since: none or self._batches.is_late(since))
-            if now >= self._noted_at + SAY_S:
+            if now >= self._noted_at + NOTE_INTERVAL_S:
                 self._noted_at = now
                 for _, one in self._early:
                     self._sockets.note(one.client, {"note": "waiting", "text": NOT_YET})
         moved = self._maker.moved
-        if moved == self._told or now < self._told_at + SAY_S:
+        if moved == self._told or now < self._told_at + NOTE_INTERVAL_S:
             return
         self._told, self._told_at = moved, now
         waiting = list(self._asked.items())

@@ -37,11 +37,11 @@ from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.watchdog import model, recorded
 
-PAUSE_S = 1.0  # and a second for each gigabyte
-ATTEMPTS_S = 20.0  # a take-over or a long gradient may come in between
-REST_S = 0.05  # between two attempts, for training
+PAUSE_LIMIT_S = 1.0  # and a second for each gigabyte
+COPY_ATTEMPTS_S = 20.0  # a take-over or a long gradient may come in between
+ATTEMPT_INTERVAL_S = 0.05  # between two attempts, for training
 COPY_BYTES = 4 << 20  # a piece that one thread copies at a time
-SLEEP_NS = 1_000_000
+PARKED_POLL_NS = 1_000_000
 MOVED = b"."  # a line before the outcome: more of the checkpoint is on the disk
 
 
@@ -170,8 +170,8 @@ class CheckpointWriter:
 
     def _take(self) -> tuple[Snapshot, float]:
         """A consistent copy and how long the shards stood still for it, s."""
-        until = time.monotonic() + ATTEMPTS_S
-        limit_s = PAUSE_S + self._bytes / 1e9
+        until = time.monotonic() + COPY_ATTEMPTS_S
+        limit_s = PAUSE_LIMIT_S + self._bytes / 1e9
         while time.monotonic() < until and not self._is_cancelled():
             begin = time.monotonic()
             deadline = time.monotonic_ns() + int(limit_s * 1e9)
@@ -187,9 +187,10 @@ class CheckpointWriter:
                 limit_s *= 2
             finally:
                 self._pause(0)
-            time.sleep(REST_S)
+            time.sleep(ATTEMPT_INTERVAL_S)
         raise CheckpointError(
-            f"no moment to copy job {self.task.job!r} within {ATTEMPTS_S:.0f} s: is a server alive?"
+            f"no moment to copy job {self.task.job!r} within {COPY_ATTEMPTS_S:.0f} s: "
+            "is a server alive?"
         )
 
     def _pause(self, deadline: int) -> None:
@@ -203,7 +204,7 @@ class CheckpointWriter:
             bell = _native.load32(self._segment.word(CONTROL, "manager_bell"))
             if self._all_parked(deadline):
                 return True
-            _native.futex_wait(self._segment.word(CONTROL, "manager_bell"), bell, SLEEP_NS)
+            _native.futex_wait(self._segment.word(CONTROL, "manager_bell"), bell, PARKED_POLL_NS)
         return False
 
     def _all_parked(self, deadline: int) -> bool:

@@ -33,8 +33,8 @@ from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.memory import JobMemory
 
 KEEP = 3  # of those asked for by hand, where the job file says nothing
-SILENT_S = 10.0  # in which a checkpoint writer that computes uses a part of a core
-RETRY_S = 60.0  # after a failure, on a disk that is full, say
+WRITER_SILENT_S = 10.0  # in which a checkpoint writer that computes uses a part of a core
+CHECKPOINT_RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
 Heard = Callable[[dict[str, Any]], None]
 NOWHERE = -1  # instead of a client's file: the copy is for the disk
@@ -88,7 +88,7 @@ class Checkpoints:
         """Count that grows while the writer computes, or its data reaches the disk."""
         if self._checkpoint_writer is None:
             return self._dots
-        return self._dots + progress(process.cpu_s(self._checkpoint_writer.pid), SILENT_S)
+        return self._dots + progress(process.cpu_s(self._checkpoint_writer.pid), WRITER_SILENT_S)
 
     # -- jobs that resume from memory -----------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Checkpoints:
         fresh = int(self._control["version"]) - int(self._control["checkpoint_version"])
         due = 0 < config.every_s <= now - self._last_at
         due = due or 0 < config.every_gradients <= fresh
-        if due and fresh and now - self._failed_at > RETRY_S:
+        if due and fresh and now - self._failed_at > CHECKPOINT_RETRY_S:
             try:
                 self._check_room()
                 self._begin()

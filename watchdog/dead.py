@@ -13,7 +13,7 @@ from gadei_ps.machine import own, process
 from gadei_ps.memory import holds, layout, presence, segment, shm
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
 
-KILL_S = 10.0
+DEAD_SERVER_KILL_S = 10.0
 
 
 def clear_dead(job: str) -> list[str]:
@@ -132,7 +132,7 @@ def _kill(pidfd: int) -> None:
     """Kill a process and wait for its end; close the descriptor."""
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        process.gone(pidfd, KILL_S)
+        process.gone(pidfd, DEAD_SERVER_KILL_S)
     except ProcessLookupError:
         pass  # it has just ended
     finally:

@@ -15,10 +15,10 @@ SERVER_SILENT_S = START_SILENT_S + MARGIN_S
 
 # Limits of a stop: learners leave, then published gradients and the last checkpoint are completed.
 LEAVE_TIMEOUT_S = 10.0
-NOW_S = 1.0  # if the stop does not drain
+LEAVE_NOW_S = 1.0  # if the stop does not drain
 PUBLISH_S = 1.0  # for moving one word; then the learner is stopped or hangs, and is killed
 STOP_SILENT_S = 45.0  # without progress, as where a disk blocks
-ENDING_S = 15.0  # for what comes after that
+STOP_END_S = 15.0  # for what comes after that
 
 # Limits of this process' end: a child is killed after END_S, and abandoned KILL_S later.
 LEARNERS_END_S, LEARNERS_KILL_S = 1.0, 2.0
@@ -28,7 +28,7 @@ SERVER_END_S = 5.0
 SERVER_KILL_S = 2.0  # then it is frozen, or the kernel blocks it
 FORK_SERVER_KILL_S = 5.0
 MAKER_END_S = 5.0  # for the current piece: a learner's file may be on a disk that blocks
-LAST_WORDS_S = 1.0  # for all clients together
+LAST_REPLIES_S = 1.0  # for all clients together
 
 LONGEST_END_S = (
     LEAVE_TIMEOUT_S
@@ -41,6 +41,6 @@ LONGEST_END_S = (
     + 2 * 2 * SERVER_END_S
     + FORK_SERVER_KILL_S
     + 2 * MAKER_END_S
-    + LAST_WORDS_S
+    + LAST_REPLIES_S
 )
 """Sum of these after SIGTERM; the last checkpoint may take longer."""

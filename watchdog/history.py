@@ -25,11 +25,11 @@ from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.durations import HISTORY_END_S, HISTORY_KILL_S
 from gadei_ps.watchdog.memory import JobMemory
 
-LEAST_S = 1.0  # between two points
-MOST_S = 60.0
+LEAST_POINT_S = 1.0  # between two points
+MOST_POINT_S = 60.0
 SHARE = 1 / 1000  # of the job's age: two points of an old job are further apart
 KEPT = 200  # lines that wait for the pipe
-RETRY_S = 60.0  # before another writer is started
+WRITER_RETRY_S = 60.0  # before another writer is started
 AGENT = b"agent"  # name of a group's agent, which attaches like a learner
 
 
@@ -72,7 +72,7 @@ class History:
         self._note_changes()
         self._note_learners()
         age = time.time() - int(self._control["started"])
-        if now - self._point_at >= min(max(LEAST_S, age * SHARE), MOST_S) * 0.9:
+        if now - self._point_at >= min(max(LEAST_POINT_S, age * SHARE), MOST_POINT_S) * 0.9:
             self._point(now)
         self._flush(now)
 
@@ -190,7 +190,7 @@ class History:
             self._waiting.popleft()
 
     def _start(self, now: float) -> bool:
-        if now - self._started_at < RETRY_S:
+        if now - self._started_at < WRITER_RETRY_S:
             return False
         self._started_at = now
         path = str(self._memory.config.history_file())

@@ -26,10 +26,9 @@ from gadei_ps.memory.layout import CONTROL, Stop, Work
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.durations import LEARNERS_END_S, LEARNERS_KILL_S
 from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
+from gadei_ps.watchdog.restart import GIVE_UP, USEFUL_S, Exit, Policy
 
 NAME = re.compile(r"learner-(\d+)")
-USEFUL_S = 5.0  # a learner that lived this long was not started in vain
 
 
 @dataclass(eq=False)

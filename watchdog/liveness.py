@@ -32,7 +32,7 @@ class Watch:
         return [key for key, (_, since) in seen.items() if now - since > self.limit_s]
 
 
-LATE_S = 5.0  # of a look at a start: its caller may wait for an answer in between
+START_LATE_S = 5.0  # of a look at a start: its caller may wait for an answer in between
 MOST_CPU_S = 900.0  # ten times what it takes to compile the kernels
 LEAST_SHARE = 0.005  # of a core
 
@@ -61,7 +61,7 @@ class Start:
     _watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
-        self._watch = Watch(self.silent_s, LATE_S)
+        self._watch = Watch(self.silent_s, START_LATE_S)
 
     def hangs(self, now: float, cpu_s: Iterable[float]) -> bool:
         """cpu_s: processor time that each process which takes part has used for its start.

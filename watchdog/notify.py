@@ -15,7 +15,9 @@ from collections.abc import Hashable, MutableMapping
 from typing import Self
 
 DIGITS = re.compile("[0-9]{1,19}")  # of an unsigned 64-bit number
-AGAIN_S = 5.0  # a manager that is executed again forgets that it was asked for more time
+EXTENSION_INTERVAL_S = (
+    5.0  # a manager that is executed again forgets that it was asked for more time
+)
 PASSING = ("WATCHDOG", "EXTEND_TIMEOUT_USEC")  # true at this moment only
 
 
@@ -104,7 +106,7 @@ class Notify:
     def watchdog(self) -> None:
         """Still alive. Called on every turn of the main loop; sends once in `interval_s`."""
         now = time.monotonic()
-        if now >= self._asked + AGAIN_S and (extension := self._extension(now)):
+        if now >= self._asked + EXTENSION_INTERVAL_S and (extension := self._extension(now)):
             self._say(**extension)
         if self.interval_s is None:
             if self._unsaid:

@@ -1,4 +1,4 @@
-"""Says while a job runs that it refuses gradients, such as those of a model that has diverged."""
+"""Warnings while a job refuses gradients, such as those of a model that has diverged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gadei_ps.memory.layout import CONTROL, Reason
 from gadei_ps.memory.totals import total
 from gadei_ps.watchdog.memory import JobMemory
 
-LOOK_S = 0.5
-SAY_S = 10.0
+COUNT_INTERVAL_S = 0.5
+WARNING_INTERVAL_S = 10.0
 DIVERGED = (
     "the weights stay as they are. If this continues, the model has diverged: lower the learning "
     "rate, or set clip_norm"
@@ -31,15 +31,15 @@ class Refusals:
     _told: int | None = None
 
     def look(self, now: float) -> None:
-        """Warns of the first refused gradient, then at most every SAY_S. Called every tick."""
-        if now < self._looked + LOOK_S:
+        """Warn of the first refused gradient, then now and then. Called every tick."""
+        if now < self._looked + COUNT_INTERVAL_S:
             return
         self._looked = now
         control = self.memory.control.view(CONTROL)
         refused = total(control, "refused")
         if self._told is None:
             self._told = refused  # of a watchdog before this one
-        if refused == self._told or now < self._said + SAY_S:
+        if refused == self._told or now < self._said + WARNING_INTERVAL_S:
             return
         self._told, self._said = refused, now
         reason = _reason(control)

@@ -30,6 +30,7 @@ class Policy:
 
 
 GIVE_UP = float("inf")
+USEFUL_S = 5.0  # a process that lived this long was not started in vain
 
 
 def delay(exits: Sequence[Exit], now: float, policy: Policy) -> float:

@@ -32,8 +32,8 @@ from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.hung import Hung, Sign, Standing, cpu_s
 from gadei_ps.watchdog.memory import JobMemory
 
-LATE_S = 3.0  # far longer than the time between two calls of kill_hung
-TAKE_S = 5.0  # from the answer that gives a place until the learner has its ring mapped
+HUNG_LATE_S = 3.0  # far longer than the time between two calls of kill_hung
+RING_TIMEOUT_S = 5.0  # from the answer that gives a place until the learner has its ring mapped
 # Counted by the server for one learner; cleared for the next one.
 COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unasked")
 STALENESS = ("staleness_sum", "staleness_max", "histogram", "reason")
@@ -69,7 +69,7 @@ class Roster:
         """
         self._drop = drop
         self._memory = memory
-        self._hung = Hung(timeout_s, LATE_S, cpu_s)
+        self._hung = Hung(timeout_s, HUNG_LATE_S, cpu_s)
         self._killed: set[int] = set()  # rows of learners that hung
         self._selector = selector
         self._log = log
@@ -147,7 +147,7 @@ class Roster:
         for row, since in list(self._doubtful.items()):
             if row not in self._pidfds or self._has_its_ring(row):
                 del self._doubtful[row]
-            elif now >= since + TAKE_S:
+            elif now >= since + RING_TIMEOUT_S:
                 pid = int(self._entries[row]["pid"])
                 self._log.warning("a learner has no ring mapped: evicted", row=row, pid=pid)
                 self._leave(row, Gone.DETACHED)

@@ -35,11 +35,10 @@ from gadei_ps.watchdog import fork_server, restart
 from gadei_ps.watchdog.durations import FORK_SERVER_KILL_S, FORK_SERVER_SILENT_S
 from gadei_ps.watchdog.fork_server import ENVIRONMENT, ForkServer
 from gadei_ps.watchdog.liveness import Watch, progress
-from gadei_ps.watchdog.restart import Exit, Policy
+from gadei_ps.watchdog.restart import USEFUL_S, Exit, Policy
 
 CODE_TIMEOUT_S = 0.1  # for the exit code of a server whose end the kernel has reported
 POLICY = Policy(first_s=0.5, longest_s=30.0)
-USEFUL_S = 5.0  # a fork server that lived this long was not started in vain
 FORK_LIMIT_S = 1.0  # a fork takes milliseconds
 FILES_INTERVAL_S = 1.0  # between two looks at the files of a build that is another one
 

@@ -31,13 +31,14 @@ from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
-from gadei_ps.watchdog.server_starter import Server, ServerStarter
+from gadei_ps.watchdog.server_starter import FILES_INTERVAL_S, Server, ServerStarter
 
 NUMBERS = (0, 1)
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
-SOON_S = 1.0  # after a death: the next server is started within milliseconds
-REFUSED_S = 600.0  # until a build that was refused is tried again though its files are the same
-LOOK_S = 1.0  # between two looks at these files
+RESTART_EXPECTED_S = 1.0  # after a death: the next server is started within milliseconds
+REFUSED_RETRY_S = (
+    600.0  # until a build that was refused is tried again though its files are the same
+)
 
 
 @dataclass(eq=False)
@@ -242,10 +243,10 @@ class Servers:
         """
         if self._refused is None:
             return False
-        if now < self._looked_at + LOOK_S:
+        if now < self._looked_at + FILES_INTERVAL_S:
             return True
         self._looked_at = now
-        if now < self._refused_at + REFUSED_S and build.files() == self._refused:
+        if now < self._refused_at + REFUSED_RETRY_S and build.files() == self._refused:
             return True
         self._refused = None
         self._said_refused = False
@@ -293,7 +294,7 @@ class Servers:
         """Whether a server is about to be started or to get ready."""
         wanted = 1 + self.memory.config.standby
         some = len(self.running) < wanted or self._starter.coming
-        return some and time.monotonic() < self._last_exit + SOON_S
+        return some and time.monotonic() < self._last_exit + RESTART_EXPECTED_S
 
     def _arguments(self, number: int) -> list[str]:
         """Return the arguments of gadei_ps.server.manager."""

@@ -19,7 +19,7 @@ from gadei_ps.errors import ControlError, GadeiError, in_words
 from gadei_ps.job import control
 from gadei_ps.machine import log
 from gadei_ps.memory import reserve
-from gadei_ps.watchdog.durations import LAST_WORDS_S
+from gadei_ps.watchdog.durations import LAST_REPLIES_S
 
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
@@ -305,7 +305,7 @@ class ControlServer:
     def shut_down(self) -> None:
         """Close everything and remove the socket, if it is still ours."""
         self._closed = lambda _: None
-        until = time.monotonic() + LAST_WORDS_S
+        until = time.monotonic() + LAST_REPLIES_S
         for client in list(self._clients):
             with contextlib.suppress(OSError):
                 client.socket.settimeout(max(0.001, until - time.monotonic()))

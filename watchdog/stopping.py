@@ -27,8 +27,8 @@ from gadei_ps.job import service
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.watchdog.checkpoints import Checkpoints
-from gadei_ps.watchdog.durations import ENDING_S, NOW_S, PUBLISH_S, STOP_SILENT_S
-from gadei_ps.watchdog.liveness import LATE_S, Watch
+from gadei_ps.watchdog.durations import LEAVE_NOW_S, PUBLISH_S, STOP_END_S, STOP_SILENT_S
+from gadei_ps.watchdog.liveness import START_LATE_S, Watch
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.roster import Roster
@@ -61,7 +61,7 @@ class Stopping:
     _closed_at: float = 0.0
     _saving: bool = False
     _saved: bool = False
-    _watch: Watch = field(default_factory=lambda: Watch(STOP_SILENT_S, LATE_S))
+    _watch: Watch = field(default_factory=lambda: Watch(STOP_SILENT_S, START_LATE_S))
     _sign: object = None
 
     @property
@@ -101,9 +101,9 @@ class Stopping:
             self.log.info("stopping", drain=drain)
         self._tell(Stop.DRAIN if drain else Stop.NOW)
         self._control["phase"] = Phase.DRAINING
-        self._until = min(self._until, time.monotonic() + (timeout_s if drain else NOW_S))
+        self._until = min(self._until, time.monotonic() + (timeout_s if drain else LEAVE_NOW_S))
         self.begun = True
-        self.notify.stopping(timeout_s + ENDING_S)
+        self.notify.stopping(timeout_s + STOP_END_S)
 
     def over(self, now: float) -> bool:
         """Return whether learners and then the last checkpoint are done. Every tick."""
@@ -145,7 +145,7 @@ class Stopping:
         sign = (len(self.memory.rings), int(self._control["version"]), self.checkpoints.moved)
         if sign != self._sign:
             if self._sign is not None:
-                self.notify.more_time(STOP_SILENT_S + ENDING_S)
+                self.notify.more_time(STOP_SILENT_S + STOP_END_S)
             self._sign = sign
         return bool(self._watch.look(now, {"stop": (self._saving, *sign)}))
 

@@ -55,10 +55,10 @@ from gadei_ps.watchdog.wanted import Wanted
 TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
 SLOW_TICK_S = 1.0  # for what may be seen a second late
-TELL_S = 15.0  # between two lines on a start that takes long
-SAY_S = 0.5  # between two notes that the start makes progress
-DRAIN_S = 30.0  # for learners whose job has reached a limit
-LOOK_S = 10.0  # for the directory of checkpoints, on a disk that may block
+START_LOG_INTERVAL_S = 15.0  # between two lines on a start that takes long
+PROGRESS_INTERVAL_S = 0.5  # between two notes that the start makes progress
+LIMIT_DRAIN_S = 30.0  # for learners whose job has reached a limit
+EXAMINE_TIMEOUT_S = 10.0  # for the directory of checkpoints, on a disk that may block
 
 
 class Supervisor:
@@ -235,7 +235,7 @@ class Supervisor:
 
         outcome: list[tuple[Any, BaseException | None]] = []
         task = self._maker.ask("the model", make, lambda *made: outcome.append(made))
-        tell_at = time.monotonic() + TELL_S
+        tell_at = time.monotonic() + START_LOG_INTERVAL_S
         while not outcome:
             self._poll(TICK_S)
             if self.signalled:  # shutdown() waits for the current piece, unless a disk blocks it
@@ -243,7 +243,7 @@ class Supervisor:
             done = task.progress.done, progress(time.process_time(), self.options.start_silent_s)
             self._notify.starting(self.options.start_silent_s, done)
             if time.monotonic() >= tell_at:
-                tell_at = time.monotonic() + TELL_S
+                tell_at = time.monotonic() + START_LOG_INTERVAL_S
                 self._log.warning(f"still starting: {task.text}")
             self._notify.watchdog()
         found, error = outcome[0]
@@ -263,7 +263,7 @@ class Supervisor:
         self._checkpoints.examine()
         if self._servers.running or self._roster.rows:
             return
-        until = time.monotonic() + LOOK_S
+        until = time.monotonic() + EXAMINE_TIMEOUT_S
         while self._checkpoints.unsure and time.monotonic() < until:
             self._poll(TICK_S)
             if self.signalled:
@@ -274,7 +274,7 @@ class Supervisor:
     def _wait_until_serving(self) -> None:
         start = Start(self.options.start_silent_s)
         say_at, said_s = 0.0, -1.0
-        tell_at = time.monotonic() + TELL_S
+        tell_at = time.monotonic() + START_LOG_INTERVAL_S
         while not self._servers.serving or not int(self._control["lease_state"]):
             now = time.monotonic()
             self._servers.look(now)
@@ -294,10 +294,10 @@ class Supervisor:
                     f"{start.silent_s:g} s; see its messages above"
                 )
             if start.cpu_s > said_s and now >= say_at:
-                say_at, said_s = now + SAY_S, start.cpu_s
+                say_at, said_s = now + PROGRESS_INTERVAL_S, start.cpu_s
                 self._notify.progress(start.silent_s)
             if now >= tell_at:
-                tell_at = now + TELL_S
+                tell_at = now + START_LOG_INTERVAL_S
                 # A warning, so that commands that log no more than that show it.
                 self._log.warning(
                     "still starting: the first start of an installation compiles the kernels, "
@@ -321,7 +321,7 @@ class Supervisor:
             reason = limits.reached(self.memory.config.stop_after, self._control)
             if reason and not self._stopping.begun:
                 self._stopping.asked = True
-                self._stopping.begin(drain=True, timeout_s=DRAIN_S, reason=reason)
+                self._stopping.begin(drain=True, timeout_s=LIMIT_DRAIN_S, reason=reason)
             self._servers.look(now)
             if self._learners is not None:
                 self._learners.look(now, self._stopping.begun)

@@ -33,7 +33,7 @@ from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.show.plain import plain, say
 
-WATCH_S = 1.0
+WATCH_INTERVAL_S = 1.0
 MOST_SILENT = 3  # --watch fails after more unanswered requests in a row
 
 
@@ -271,7 +271,7 @@ def _watch(job: str | None) -> None:
             else:
                 console.print(shown)
                 sys.stdout.flush()
-            time.sleep(WATCH_S)
+            time.sleep(WATCH_INTERVAL_S)
     say(f"job {job} has ended", sys.stdout)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from gadei_ps.run_times.training import Progress, TrainingResult
 
-LINE_S = 5.0  # at most one line of progress in this time
+EPOCH_LINE_S = 5.0  # at most one line of progress in this time
 DEFAULT_OUT = Path("runtime-model.safetensors")
 DEFAULT_EPOCHS = 30  # run_times.training.EPOCHS, whose module imports PyTorch
 HELP = "Train the model of learners' run times that --sync cutoff:file=FILE uses."
@@ -80,7 +80,7 @@ def _teller() -> Progress:
 
     def tell(epoch: int, epochs: int, held_out: float) -> None:
         nonlocal last
-        if time.monotonic() - last >= LINE_S:
+        if time.monotonic() - last >= EPOCH_LINE_S:
             last = time.monotonic()
             text = f"epoch {epoch} of {epochs}, held-out ELBO {held_out:.3f} nats a run time"
             say(text)

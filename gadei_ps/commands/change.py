@@ -14,7 +14,7 @@ from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Reload, SetOptimizer, SetSync
 
 CHANGE_POLL_S = 0.02
-RELOAD_S = 60.0  # until a server has the optimizer's numbers of a changed job file
+RELOAD_TIMEOUT_S = 60.0  # until a server has the optimizer's numbers of a changed job file
 
 
 def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
@@ -74,5 +74,5 @@ def reload(job: JobConfig) -> dict[str, Any]:
     Raises UsageError or ControlError, and changes nothing, if a field may not change; JobNotFound.
     """
     reply = plain(control.ask(job.name, Reload(config=job.model_dump(mode="json"))))
-    _await_numbers(job.name, RELOAD_S)
+    _await_numbers(job.name, RELOAD_TIMEOUT_S)
     return {"job": job.name, "changed": reply["changed"]}

@@ -39,10 +39,10 @@ from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import Kept
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog import restart
-from gadei_ps.watchdog.liveness import LATE_S, Watch, progress
+from gadei_ps.watchdog.liveness import START_LATE_S, Watch, progress
 from gadei_ps.watchdog.restart import Exit, Policy
 
-GONE_S = 2.0
+WATCHDOG_GONE_S = 2.0
 POLICY = Policy(limit=20)
 
 
@@ -157,7 +157,7 @@ class Daemon:
         channel = Lines(read)
         said: list[bytes] = []
         assert self._process is not None
-        watch = Watch(self._start_silent_s, LATE_S)
+        watch = Watch(self._start_silent_s, START_LATE_S)
         while not channel.has_ended:
             used_s = process.cpu_s(self._process.pid)
             sign = (len(said), 0 if said else progress(used_s, self._start_silent_s))
@@ -173,7 +173,7 @@ class Daemon:
             raise errors.of_kind(error["kind"], error["message"], JobFailed)
         what = f"did not become ready; {self._where_why}"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(GONE_S if channel.has_ended else 0.0)
+            code = self._process.wait(WATCHDOG_GONE_S if channel.has_ended else 0.0)
             if code < 0:
                 raise _Killed(
                     f"the daemon of job {self.config.name!r} was ended by "
@@ -257,7 +257,7 @@ class Daemon:
                 assert self._process is not None
                 before = self._process
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    before.wait(GONE_S)
+                    before.wait(WATCHDOG_GONE_S)
                 self.check()
                 if self._process is before:
                     raise

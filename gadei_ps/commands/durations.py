@@ -12,9 +12,11 @@ DRAIN_S = 30.0
 """Time for learners to finish when a job stops."""
 ORPHAN_S = 10.0
 """Time until servers end whose watchdog and command are dead."""
-ENDING_S = 2 * ORPHAN_S
+ORPHANS_END_S = 2 * ORPHAN_S
 """Limit of the end of such a job."""
 GRACE_S = 30.0
 """Time for learners that are asked to end, as torchrun gives."""
-LEAVE_S = 5.0
+APPLY_S = 5.0
 """Time until the job has applied the published gradients of ended learners."""
+ANSWER_TIMEOUT_S = 3.0
+"""Limit of a watchdog's answer to a request that needs no work."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.commands.durations import STOP_MARGIN_S
+from gadei_ps.commands.durations import ANSWER_TIMEOUT_S, STOP_MARGIN_S
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import config, control, paths, service
 from gadei_ps.job.absence import absence, cut_off, explained, how, locked, unseen
@@ -37,9 +37,8 @@ from gadei_ps.show.counts import counted
 from gadei_ps.storage import history
 from gadei_ps.watchdog.dead import clear_dead
 
-ANSWER_TIMEOUT_S = 3.0
-CHECKPOINT_S = 3600.0  # gigabytes, on a slow disk
-SAVE_S = 600.0  # for the last checkpoint
+CHECKPOINT_TIMEOUT_S = 3600.0  # gigabytes, on a slow disk
+LAST_CHECKPOINT_TIMEOUT_S = 600.0  # for the last checkpoint
 DAY_S = 86_400.0
 
 
@@ -208,7 +207,7 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
         watchdog = -1
     wait_s = STOP_MARGIN_S + (timeout_s if drain else 0.0)
     if report["saves_on_stop"]:
-        wait_s += SAVE_S
+        wait_s += LAST_CHECKPOINT_TIMEOUT_S
     try:
         try:
             how = Discard() if discard else StopJob(drain=drain, timeout_s=timeout_s)
@@ -299,7 +298,7 @@ def checkpoint(job: str) -> dict[str, Any]:
     Raises JobNotFound, CheckpointError, ControlError.
     """
     status(job)  # a job that does not answer must not take the long time-out of a slow disk
-    return plain(control.ask(job, Checkpoint(), timeout_s=CHECKPOINT_S))
+    return plain(control.ask(job, Checkpoint(), timeout_s=CHECKPOINT_TIMEOUT_S))
 
 
 # -- gc -------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from gadei_ps.errors import UsageError
 OLDEST = 248  # of systemd: ProtectProc= is of 247, PrivateIPC= of 248
 # Also of names that no job can have: such a unit can be enabled, and fail.
 INSTANCE = re.compile(r"gadei-ps(?P<kind>-end|-learner)?@(?P<job>[^/\s]+)\.service")
-ENDING_S = 120.0  # how long units that end are waited for
-POLL_S = 0.2
+UNITS_END_S = 120.0  # how long units that end are waited for
+UNITS_POLL_S = 0.2
 
 
 class Scope(StrEnum):
@@ -80,16 +80,16 @@ def instances(scope: Scope) -> Instances:
 def wait_for_ends(scope: Scope, say: Callable[[str], None]) -> None:
     """Wait until the units of stopped jobs have ended. say: receives their names, once.
 
-    Raises UsageError after ENDING_S.
+    Raises UsageError after UNITS_END_S.
     """
-    until, told = time.monotonic() + ENDING_S, False
+    until, told = time.monotonic() + UNITS_END_S, False
     while ending := instances(scope).ending:
         if time.monotonic() > until:
             raise UsageError(
-                f"{ending[0]} has not ended within {ENDING_S:.0f} s, and nothing was changed; "
+                f"{ending[0]} has not ended within {UNITS_END_S:.0f} s, and nothing was changed; "
                 "try again when it is inactive"
             )
         if not told:
-            say(f"waiting for {' '.join(ending)} to end, at most {ENDING_S:.0f} s")
+            say(f"waiting for {' '.join(ending)} to end, at most {UNITS_END_S:.0f} s")
             told = True
-        time.sleep(POLL_S)
+        time.sleep(UNITS_POLL_S)

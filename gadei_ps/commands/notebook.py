@@ -35,8 +35,8 @@ from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts
 from gadei_ps.memory.shm import check_job_name
 
-LOOK_S = 0.2
-PATIENCE_S = 10.0  # until the next watchdog answers
+LOOK_INTERVAL_S = 0.2
+WATCHDOG_PATIENCE_S = 10.0  # until the next watchdog answers
 _served: dict[str, ServedJob] = {}
 """Jobs of this process by name; a job continues although nothing refers to its object."""
 
@@ -159,7 +159,7 @@ class _Keeper(threading.Thread):
         try:
             with self._daemon:
                 self._ready.set()
-                while not self._ending.wait(LOOK_S):
+                while not self._ending.wait(LOOK_INTERVAL_S):
                     self._daemon.check()
             daemon.check_code(self._daemon.config.name, max(0, self._daemon.code))
         except BaseException as error:
@@ -250,14 +250,14 @@ class ServedJob:
 
     def status(self) -> dict[str, Any]:
         """Return the output of `gadei-ps status --json`. Raises JobNotFound after the job's end."""
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + WATCHDOG_PATIENCE_S
         while True:
             try:
                 return jobs.plain(control.ask(self.socket, Status()))
             except (JobNotFound, ControlError):  # a watchdog was killed, and the next one comes
                 if self._over or time.monotonic() > until:
                     raise
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_INTERVAL_S)
 
     def export(self, out: str | os.PathLike[str]) -> None:
         """Write the weights as they are now; see gadei-ps export. Raises UsageError."""

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from gadei_ps import sync
 from gadei_ps.commands import daemon, jobs, saved
 from gadei_ps.commands.daemon import Daemon, kept_version
-from gadei_ps.commands.durations import DRAIN_S, ENDING_S, GRACE_S, LEAVE_S
+from gadei_ps.commands.durations import APPLY_S, DRAIN_S, GRACE_S, ORPHANS_END_S
 from gadei_ps.commands.early import Child
 from gadei_ps.commands.own import OwnLearners
 from gadei_ps.commands.served import Attached, Served, launch
@@ -56,18 +56,17 @@ from gadei_ps.storage.export import check as check_export
 from gadei_ps.storage.export import export as write_weights
 from gadei_ps.storage.snapshot import Snapshot
 from gadei_ps.watchdog import restart
-from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
+from gadei_ps.watchdog.restart import GIVE_UP, USEFUL_S, Exit, Policy
 
-POLL_S = 0.05
-STAY_S = 0.2
-REPORT_S = 1.0
-SILENT_S = 0.5  # longest wait without a line
+LEARNERS_POLL_S = 0.05
+STAY_POLL_S = 0.2
+REPORT_INTERVAL_S = 1.0
+AWAIT_SILENT_S = 0.5  # longest wait without a line
 ENDED = "the learners of its run have ended"
 NEVER_JOINED = (
     "no learner joined job {!r}: does the script make a gadei_ps Optimizer or Client, without the "
     "name of another job?"
 )
-USEFUL_S = 5.0  # a learner that is killed sooner after its start has done nothing useful
 POLICY = Policy(longest_s=1.0)  # of learners that are killed
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 
@@ -199,11 +198,11 @@ def joining(report: Mapping[str, Any], wanted: Launch) -> str:
 def _await_end(job: str) -> None:
     """Wait while a job starts or ends, such as one whose launcher was just killed."""
     begin, told = time.monotonic(), False
-    while _starts_or_ends(job) and (now := time.monotonic()) < begin + ENDING_S:
-        if not told and now > begin + SILENT_S:
+    while _starts_or_ends(job) and (now := time.monotonic()) < begin + ORPHANS_END_S:
+        if not told and now > begin + AWAIT_SILENT_S:
             told = True
-            _say(f"waiting up to {ENDING_S:g} s: job {job!r} is starting or ending")
-        time.sleep(POLL_S)
+            _say(f"waiting up to {ORPHANS_END_S:g} s: job {job!r} is starting or ending")
+        time.sleep(LEARNERS_POLL_S)
 
 
 def _starts_or_ends(job: str) -> bool:
@@ -400,7 +399,7 @@ class _Run:
                 until = time.monotonic() + GRACE_S
                 self._pass_on(number, learners)
             self._look_at_learners(learners)
-            time.sleep(POLL_S)
+            time.sleep(LEARNERS_POLL_S)
         if learners.pids:
             _say(f"{counted(len(learners.pids), 'learner')} did not end in time: ended")
 
@@ -421,17 +420,17 @@ class _Run:
         if self.options.stays is None or any(one.code for one in self.ended.values()):
             return
         while self.job.report() is not None and self.options.stays() and signalled() is None:
-            time.sleep(STAY_S)
+            time.sleep(STAY_POLL_S)
 
     def _finish(self) -> None:
         """Take the weights once the ended learners' gradients are applied, and end the job."""
-        until = time.monotonic() + LEAVE_S
+        until = time.monotonic() + APPLY_S
         while (report := self.job.report()) is not None:
             self._hear(report)
             self.own.look(self.pids)
             if not self.own.attached or time.monotonic() > until:
                 break
-            time.sleep(POLL_S)
+            time.sleep(LEARNERS_POLL_S)
         if self.options.out is not None:
             self._write(self.options.out, report is None)
             self.job.keep(bool(self.unsaved))
@@ -510,7 +509,7 @@ class _Run:
     def _look_at_job(self) -> bool:
         """False once the job has ended."""
         now = time.monotonic()
-        if self.first_gradient and now - self.reported < REPORT_S:
+        if self.first_gradient and now - self.reported < REPORT_INTERVAL_S:
             return True
         self.reported = now
         report = self.job.report()

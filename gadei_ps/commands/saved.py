@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import sync
+from gadei_ps.commands.durations import ANSWER_TIMEOUT_S
 from gadei_ps.errors import (
     CheckpointError,
     CheckpointMistake,
@@ -30,7 +31,6 @@ from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.storage.export import export as write_weights
 
-ANSWER_TIMEOUT_S = 3.0
 KEEP = CheckpointConfig.model_fields["keep"].default
 
 

@@ -45,7 +45,7 @@ MAX_MESSAGE = 1 << 20  # of a reply
 MAX_REQUEST = 1 << 25  # an offer names all tensors
 LENGTH = struct.Struct("!I")
 RECONNECT_S = 0.02
-LEAST_S = 1e-3  # of a time-out; 0 would mean not to wait at all
+LEAST_TIMEOUT_S = 1e-3  # of a time-out; 0 would mean not to wait at all
 UCRED = struct.Struct("3i")
 Heard = Callable[[dict[str, Any]], None]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
@@ -449,7 +449,7 @@ class Connection:
     def _receive(self, count: int, until: float) -> bytes:
         parts = []
         while count:
-            self._socket.settimeout(max(until - time.monotonic(), LEAST_S))
+            self._socket.settimeout(max(until - time.monotonic(), LEAST_TIMEOUT_S))
             part = self._socket.recv(min(count, 1 << 16))
             if not part:
                 raise ConnectionLost(f"{self.path}: the watchdog has closed the connection")

@@ -25,7 +25,7 @@ from gadei_ps.memory.layout import CONTROL, SegmentKind, ServerState
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.shm import segment_name
 
-GONE_S = 1.0  # a killed process with much memory takes some milliseconds to end
+KILLED_GONE_S = 1.0  # a killed process with much memory takes some milliseconds to end
 
 
 class Role(StrEnum):
@@ -183,7 +183,7 @@ def signal_number(name: str) -> signal.Signals:
 def send(
     target: Target,
     number: signal.Signals,
-    timeout_s: float = GONE_S,
+    timeout_s: float = KILLED_GONE_S,
     owner: int | None = None,
 ) -> Sent | None:
     """Deliver the signal; None if the process has ended. SIGKILL is awaited, timeout_s.

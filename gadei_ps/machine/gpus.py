@@ -28,10 +28,10 @@ TOOL = "nvidia-smi"
 PROC = Path("/proc/driver/nvidia/gpus")
 PROBE = tuple(process.module_command("gadei_ps.machine.cuda_probe"))
 CHECK = (*PROBE, "--check")
-LIST_S = 20.0  # a driver that is not kept loaded takes seconds for each GPU
-CHECK_S = 60.0  # to load CuPy from a cold disk and to initialize CUDA
-PROBE_S = 120.0
-REAP_S = 1.0
+LIST_TIMEOUT_S = 20.0  # a driver that is not kept loaded takes seconds for each GPU
+CHECK_TIMEOUT_S = 60.0  # to load CuPy from a cold disk and to initialize CUDA
+PROBE_TIMEOUT_S = 120.0
+REAP_TIMEOUT_S = 1.0
 NO_GPU = "No devices were found"
 GPU_LINE = re.compile(r"GPU (?P<index>\d+): (?P<name>.*) \(UUID: GPU-[^)]*\)")
 MIG_LINE = re.compile(r"\s+MIG (?P<name>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[^)]+)\)")
@@ -51,7 +51,7 @@ class Gpu:
     name: str
 
 
-def listed(timeout_s: float = LIST_S, proc: Path = PROC) -> list[Gpu]:
+def listed(timeout_s: float = LIST_TIMEOUT_S, proc: Path = PROC) -> list[Gpu]:
     """All GPUs that the driver shows here. Raises DeviceError where it does not answer.
 
     proc: read where there is no nvidia-smi, as in a container without the driver's tools.
@@ -100,13 +100,17 @@ def driver() -> str:
     if (tool := shutil.which(TOOL)) is None:
         return ""
     try:
-        text = _answer([tool, "--query-gpu=driver_version", "--format=csv,noheader"], LIST_S)
+        text = _answer(
+            [tool, "--query-gpu=driver_version", "--format=csv,noheader"], LIST_TIMEOUT_S
+        )
     except DeviceError:
         return ""
     return text.partition("\n")[0].strip()
 
 
-def visible(timeout_s: float = LIST_S, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def visible(
+    timeout_s: float = LIST_TIMEOUT_S, environ: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
     """The GPUs that processes started from here may use, by their names in CUDA_VISIBLE_DEVICES.
 
     What that variable says is taken as it is, up to its first invalid entry, as CUDA does; without
@@ -192,7 +196,7 @@ def missing(
     found: Sequence[str],
     environ: Mapping[str, str] = os.environ,
     command: Sequence[str] = CHECK,
-    timeout_s: float = CHECK_S,
+    timeout_s: float = CHECK_TIMEOUT_S,
 ) -> str:
     """Explain in one line why learners with this environment cannot use CUDA; empty if they can.
 
@@ -262,7 +266,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """Kill the child and its children; a process that hangs in the driver cannot be killed."""
     process.kill_group(child.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(REAP_S)
+        child.wait(REAP_TIMEOUT_S)
     for pipe in (child.stdout, child.stderr):
         if pipe is not None:
             pipe.close()

@@ -27,8 +27,8 @@ JOB_VARIABLE = "GADEI_PS_JOB"
 NAME_VARIABLE = "GADEI_PS_NAME"
 DEVICE_VARIABLE = "GADEI_PS_DEVICE"
 DEVICES_VARIABLE = "GADEI_PS_DEVICES"
-GRACE_S = 5.0
-POLL_S = 0.01
+LEARNERS_GRACE_S = 5.0
+ENDED_POLL_S = 0.01
 QUICK_S = 5.0  # a learner that dies sooner than this has not worked
 MAX_QUICK_DEATHS = 3
 
@@ -268,7 +268,7 @@ class Learners:
         os.kill(os.getpid(), signal.SIGSTOP)
         self.signal(signal.SIGCONT)
 
-    def end(self, grace_s: float = GRACE_S) -> None:
+    def end(self, grace_s: float = LEARNERS_GRACE_S) -> None:
         """Wait for learners that are ending by themselves, then terminates, then kills."""
         self._wait(grace_s)
         for child, _ in self._running.values():
@@ -282,7 +282,7 @@ class Learners:
             while not process.has_ended(child):
                 if time.monotonic() >= until:
                     return
-                time.sleep(POLL_S)
+                time.sleep(ENDED_POLL_S)
 
     def kill(self) -> None:
         """Kill the processes at once."""

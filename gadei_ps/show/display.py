@@ -18,7 +18,7 @@ from gadei_ps.show.plain import say, shown
 from gadei_ps.show.status import Rates, learner_table
 from gadei_ps.show.tables import duration
 
-LINE_S = 5.0  # at most one plain line in this time, besides the events
+PLAIN_LINE_S = 5.0  # at most one plain line in this time, besides the events
 
 
 class Display:
@@ -117,7 +117,7 @@ class Display:
 
     def _print(self, line: str, done: float, left_s: float | None) -> None:
         now = time.monotonic()
-        if now - self._last_line < LINE_S:
+        if now - self._last_line < PLAIN_LINE_S:
             return
         self._last_line = now
         left = "" if left_s is None else f", at most {duration(left_s)} left"

@@ -9,7 +9,7 @@ from typing import Any
 from gadei_ps.show.counts import counted, rate
 from gadei_ps.show.plain import say, shown
 
-LINE_S = 1.0  # before the first line, and between two
+PROGRESS_LINE_S = 1.0  # before the first line, and between two
 LEAST_S, MOST_S = 10.0, 60.0  # between two lines on how training goes
 SHARE = 1 / 10  # of the time so far
 WIDTH = 69  # of a line in a terminal of 80 columns, after "gadei-ps: "
@@ -49,10 +49,10 @@ class Lines:
         """Print the progress, unless it has just been printed."""
         now = time.monotonic()
         if self._next is None:
-            self._next = now + LINE_S
+            self._next = now + PROGRESS_LINE_S
         text = making(note)
         if now >= self._next and text != self._said:
-            self._next = now + LINE_S
+            self._next = now + PROGRESS_LINE_S
             self._said = text
             say(f"gadei-ps: {text}")
 

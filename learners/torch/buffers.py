@@ -28,9 +28,9 @@ from gadei_ps.memory.weights import F32
 
 FIRST, MEAN, OWN = "first", "mean", "own"
 
-EVERY_S = 0.5  # between two writes of the job's copy, at least
+WRITE_INTERVAL_S = 0.5  # between two writes of the job's copy, at least
 SHARE = 100  # times the duration of a write: training is not slower by more than 1%
-LAST_S = 5.0  # for the last write
+LAST_WRITE_S = 5.0  # for the last write
 CHANGED = (
     "buffer {!r} has another shape than when Optimizer(model) was made: training continues, but "
     "checkpoints and exports keep what it was then; run one forward pass before Optimizer(model)"
@@ -67,7 +67,7 @@ class Buffers:
         self._learners = 1
         """The most that were attached since the last write."""
         self._has_written = False
-        self._next = time.monotonic() + EVERY_S
+        self._next = time.monotonic() + WRITE_INTERVAL_S
         self._frozen = [one for one in client.model.frozen if one.name in trained.fixed]
         for tensor in self._frozen:  # as DDP has them, too, of its first process
             parameter = trained.fixed[tensor.name]
@@ -133,7 +133,7 @@ class Buffers:
         if self._tensors and (leads or self._means):
             self._write(leads, timeout_s)
         now = time.monotonic()
-        self._next = now + max(EVERY_S, SHARE * (now - begun))
+        self._next = now + max(WRITE_INTERVAL_S, SHARE * (now - begun))
 
     def _write(self, leads: bool, timeout_s: float | None) -> None:
         shared = self._client.weights
@@ -167,7 +167,7 @@ class Buffers:
         self._ending.cancel()
         if write and not self._client.left:
             with contextlib.suppress(GadeiError):  # the job has ended
-                self.write(LAST_S)
+                self.write(LAST_WRITE_S)
         self._tensors = {}
 
 

@@ -51,7 +51,7 @@ WRITTEN = (
 )
 
 TRIES = 10  # while others train on
-LAST_S = 10.0  # for the last gradient of a learner whose model other processes see
+LAST_GRADIENT_S = 10.0  # for the last gradient of a learner whose model other processes see
 
 
 def check(module: torch.nn.Module, *, view: bool) -> None:
@@ -316,7 +316,7 @@ class HostBackend:
         """
         if not self._loaded:
             with contextlib.suppress(GadeiError):
-                self._client.wait_applied(timeout_s=LAST_S)
+                self._client.wait_applied(timeout_s=LAST_GRADIENT_S)
         for _ in range(TRIES):
             before = self._client.writes
             if not self._loaded:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.client import DRAIN_S, Batch, not_copied
+from gadei_ps.learners.client import DRAIN_TIMEOUT_S, Batch, not_copied
 from gadei_ps.learners.torch import assign, gpu
 from gadei_ps.learners.torch.backend import own_copy
 from gadei_ps.learners.torch.buffers import OWN, Buffers, check
@@ -189,7 +189,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         self.waves.assign(given.job)
         given.write_local(self._trained)
 
-    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
+    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Stop the job for all its learners (early stopping); see Client.stop_job."""
         self.client.stop_job(reason, timeout_s)
 

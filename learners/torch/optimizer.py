@@ -16,7 +16,7 @@ import torch
 from gadei_ps.errors import JobNotFound, UsageError
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.learners.attach import to_the_script
-from gadei_ps.learners.client import DRAIN_S, REST_FIRST, Batch, Client, not_copied
+from gadei_ps.learners.client import DRAIN_TIMEOUT_S, REST_FIRST, Batch, Client, not_copied
 from gadei_ps.learners.torch import assign, casts, gpu, host, loading
 from gadei_ps.learners.torch import like as like_torch
 from gadei_ps.learners.torch.backend import Backend
@@ -675,7 +675,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the samples of the sampler that the next push answers; 0 if none."""
         return 0 if self._sampler is None else self._sampler.in_hand()
 
-    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_S) -> None:
+    def stop_job(self, reason: str = "", timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Stop the job for all its learners (early stopping); see Client.stop_job."""
         self.client.stop_job(reason, timeout_s)
 

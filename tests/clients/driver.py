@@ -305,7 +305,7 @@ def do(driver: Driver, words: Sequence[str]) -> object:
 def main() -> None:
     driver = Driver()
     if "hurried" in sys.argv:  # as hurried.h
-        client_module.GONE_S = 0.5
+        client_module.JOB_GONE_S = 0.5
     for line in sys.stdin:
         answer(do(driver, line.split()))
     if driver.client:

@@ -53,13 +53,13 @@ def impatient() -> Iterator[None]:
         for module, name, value in (
             (manager, "ORPHAN_LOOK_S", 0.05),
             (manager, "UNNAMED_S", 1.0),
-            (servers, "LOOK_S", 0.02),
-            (servers, "REFUSED_S", 0.2),
+            (servers, "FILES_INTERVAL_S", 0.02),
+            (servers, "REFUSED_RETRY_S", 0.2),
             (supervisor, "TICK_S", 0.02),
             (supervisor, "SLOW_TICK_S", 0.05),
             (supervisor, "LEAVE_TIMEOUT_S", 0.1),
             (presence, "HALF_MADE_S", 0.1),
-            (attach, "DETACH_S", 0.05),
+            (attach, "DETACH_TIMEOUT_S", 0.05),
             (restart, "delay", soon),
         ):
             these.enter_context(mock.patch.object(module, name, value))

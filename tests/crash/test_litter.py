@@ -60,7 +60,7 @@ def open_files(pid: int) -> int:
 
 def test_everything_dies_but_the_learners(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learners wait some time for a new watchdog, then say what has happened."""
-    monkeypatch.setattr(client_module, "GONE_S", 1.0)  # the fork inherits it
+    monkeypatch.setattr(client_module, "JOB_GONE_S", 1.0)  # the fork inherits it
     with daemon(job_name, tensors=TENSORS), fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
         kill_all(job_name)

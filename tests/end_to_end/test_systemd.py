@@ -114,7 +114,9 @@ def test_ready_means_that_a_learner_can_attach(cli: Cli, manager: Systemd, job_n
 def test_a_stop_by_command_is_announced(
     cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "AGAIN_S", 0.0)  # also in the commands, which are forks
+    monkeypatch.setattr(
+        notify, "EXTENSION_INTERVAL_S", 0.0
+    )  # also in the commands, which are forks
     monkeypatch.setattr(files, "_PIECE", 1)
     service = start(cli, manager, job_name, MODEL + "[checkpoint]\nevery_s = 0\n")
     manager.wait("READY")

@@ -549,7 +549,7 @@ def test_writes_take_little_time(job_name: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(of_torch.time, "monotonic", lambda: now)
         buffers = optimizer._buffers
         buffers.write()
-        assert buffers._next == now + of_torch.EVERY_S
+        assert buffers._next == now + of_torch.WRITE_INTERVAL_S
         job.check()
         monkeypatch.undo()
         optimizer.close()

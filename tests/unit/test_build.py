@@ -19,7 +19,7 @@ from gadei_ps.memory.layout import CONTROL
 from gadei_ps.sync import parse
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.server_starter import ServerStarter
-from gadei_ps.watchdog.servers import LOOK_S, Servers
+from gadei_ps.watchdog.servers import FILES_INTERVAL_S, Servers
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_refused_server_is_tried_again_with_other_files(
 
     def look(starts: int) -> None:
         nonlocal now
-        now = max(now, servers._looked_at, servers._last_exit) + 2 * LOOK_S
+        now = max(now, servers._looked_at, servers._last_exit) + 2 * FILES_INTERVAL_S
         servers.look(now)
         assert (int(control["server_starts"]), len(servers.running)) == (starts, starts and 1)
 
@@ -106,14 +106,14 @@ def test_a_refused_server_is_tried_again_with_other_files(
         look(2)
         refuse()
         for _ in range(3):
-            now = max(now, servers._looked_at) + 2 * LOOK_S
+            now = max(now, servers._looked_at) + 2 * FILES_INTERVAL_S
             servers.look(now)
         assert int(control["server_starts"]) == 2, "nothing has changed"
         assert len(lines.errors) == 1 and "no server is left" in lines.errors[0]
         (package / "server" / "other.py").touch()
         look(3)
         refuse()
-        servers.look(now + LOOK_S / 2)
+        servers.look(now + FILES_INTERVAL_S / 2)
         assert len(lines.errors) == 2, "it is said once for each build"
         assert not failed
     finally:

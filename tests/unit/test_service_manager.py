@@ -62,6 +62,6 @@ def test_what_a_stopped_job_has_left_is_waited_for(
     manager.wait_for_ends(Scope.USER, say)
     assert told == [f"waiting for {' '.join(ending)} to end, at most 120 s"]
     (systemctl / "--user").write_text("".join(lines))
-    monkeypatch.setattr(manager, "ENDING_S", 0.0)
+    monkeypatch.setattr(manager, "UNITS_END_S", 0.0)
     with pytest.raises(UsageError, match=r"gadei-ps-end@b\.service has not ended"):
         manager.wait_for_ends(Scope.USER, told.append)

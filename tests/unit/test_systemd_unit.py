@@ -178,7 +178,7 @@ def test_time_limits_are_beyond_the_watchdogs_own() -> None:
     assert int(said["TimeoutStartSec"][0]) > durations.START_SILENT_S
     assert int(said["TimeoutStopSec"][0]) > durations.END_TIMEOUT_S
     learner = directives(units.texts(Scope.SYSTEM, "/usr/bin/gadei-ps")[LEARNER_NAME])
-    assert int(learner["TimeoutStopSec"][0]) > durations.GRACE_S + durations.LEAVE_S + 10
+    assert int(learner["TimeoutStopSec"][0]) > durations.GRACE_S + durations.APPLY_S + 10
 
 
 @pytest.mark.parametrize("scope", list(Scope))

@@ -21,7 +21,7 @@ BROKEN_GPU = "see nvidia-smi and dmesg; until then, --device host does not use t
 
 
 def driver_shows() -> Found:
-    return gpu(gpus.LIST_S)
+    return gpu(gpus.LIST_TIMEOUT_S)
 
 
 def gpu(timeout_s: float) -> Found:
@@ -43,8 +43,8 @@ def gpu(timeout_s: float) -> Found:
 
 def cupy_works() -> Found:
     if not has_cupy():
-        return without_cupy(gpus.LIST_S)
-    return cuda(gpus.PROBE, gpus.PROBE_S)
+        return without_cupy(gpus.LIST_TIMEOUT_S)
+    return cuda(gpus.PROBE, gpus.PROBE_TIMEOUT_S)
 
 
 def without_cupy(timeout_s: float) -> Found:
