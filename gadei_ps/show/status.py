@@ -134,6 +134,18 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
     rows |= lines
     if status["checkpoints"] or status["checkpoint_failures"]:
         rows["checkpoints"] = _checkpoints(status)
+    rows |= _warnings(status)
+    rows["memory"] = f"{size(status['shared_bytes'])} shared" + (
+        f", {size(status['server_private_bytes'])} private to the server"
+        if "server_private_bytes" in status
+        else ""
+    )
+    return rows
+
+
+def _warnings(status: Mapping[str, Any]) -> dict[str, Text]:
+    """Return the lines that ask for attention, each with its name."""
+    rows: dict[str, Text] = {}
     if status.get("checkpoint_warning"):
         rows["warning"] = Text(status["checkpoint_warning"], style="yellow")
     if status.get("server_stuck"):
@@ -148,11 +160,6 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
         rows["paused for"] = Text(told, style="yellow")
     if slow := [one for one in status["learners"] if (one.get("holds_up_s") or 0) >= SHOWN_S]:
         rows["waits for"] = Text("; ".join(map(_slow, slow)), style="yellow")
-    rows["memory"] = f"{size(status['shared_bytes'])} shared" + (
-        f", {size(status['server_private_bytes'])} private to the server"
-        if "server_private_bytes" in status
-        else ""
-    )
     return rows
 
 
