@@ -36,14 +36,11 @@ from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.roster import Coming, Roster
 from gadei_ps.watchdog.script import Script
-from gadei_ps.watchdog.sockets import Client, ControlServer, failure
+from gadei_ps.watchdog.sockets import Client, ControlServer, Reply, failure
 from gadei_ps.watchdog.stopping import Stopping
 
 NOTE_INTERVAL_S = 0.3  # between two notes to those who wait
 NOT_YET = "waiting for learner 0, which makes the model"
-
-Answer = dict[str, Any] | None
-"""Reply to a client; None if it waits."""
 
 
 @dataclass(eq=False)
@@ -71,7 +68,7 @@ class Waiting:
     """A client that waits for the model. request: asked again when that has come or failed."""
 
     client: Client
-    request: Callable[[], Answer]
+    request: Callable[[], Reply]
 
 
 def _in_words(tensors: Sequence[Tensor]) -> str:
@@ -118,7 +115,7 @@ class Admission:
 
     # -- the model ------------------------------------------------------------------------------
 
-    def offer(self, client: Client, request: Offer) -> Answer:
+    def offer(self, client: Client, request: Offer) -> Reply:
         """Raise JobStopped, ModelMismatch, UsageError or ControlError."""
         offered = [
             Tensor(
@@ -155,7 +152,7 @@ class Admission:
         says: Script,
         file: File | None,
         early: bool = False,
-    ) -> Answer:
+    ) -> Reply:
         """early: whether another learner is to make the model, where they begin together."""
         self._stopping.refuse()
         memory = self._memory
@@ -224,7 +221,7 @@ class Admission:
         for one in waiting:
             self._ask_again(one)
 
-    def _wait(self, client: Client, request: Callable[[], Answer]) -> None:
+    def _wait(self, client: Client, request: Callable[[], Reply]) -> None:
         """Repeat the request when the model is there."""
         assert self._coming is not None
         self._waiting.append(Waiting(client, request))
@@ -243,7 +240,7 @@ class Admission:
 
     # -- learners -------------------------------------------------------------------------------
 
-    def attach(self, client: Client, request: Attach) -> Answer:
+    def attach(self, client: Client, request: Attach) -> Reply:
         """Raise JobStopped, ModelMismatch without a model, and what Roster.begin() raises.
 
         UsageError where the learner's script says another optimizer than counts.

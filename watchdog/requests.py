@@ -53,11 +53,8 @@ from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.refusals import Refusals
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
-from gadei_ps.watchdog.sockets import Client, ControlServer, failure
+from gadei_ps.watchdog.sockets import Client, ControlServer, Reply, failure
 from gadei_ps.watchdog.stopping import Stopping
-
-Reply = dict[str, Any] | None
-"""Reply to a request; None if it comes later."""
 
 
 class Requests:

@@ -60,7 +60,9 @@ class Client:
             reserve.let_go(self.fds.pop())
 
 
-Handler = Callable[[Client, control.Request], "dict[str, Any] | None"]
+Reply = dict[str, Any] | None
+"""Reply to a request; None if it comes later."""
+Handler = Callable[[Client, control.Request], Reply]
 
 
 class ControlServer:
