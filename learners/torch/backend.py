@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from gadei_ps import _native
-from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
+from gadei_ps.errors import GadeiError, JobStopped, ModelMismatch, UsageError
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import DETACHED, Client, Where, rows_at, whole_at
 from gadei_ps.learners.torch import casts
 from gadei_ps.learners.torch.model import Trained
+
+LAST_GRADIENT_S = 10.0  # for the last gradient of a learner that closes its optimizer
 
 MOVED = (
     "parameter {!r} is {} of shape {} on {} now, since model.to(), half(), an assignment to its "
@@ -79,6 +81,15 @@ def wait_for_own(client: Client) -> None:
     """Wait until the learner's last gradient is in the weights or dropped, or the job ends."""
     with contextlib.suppress(JobStopped):  # the next push raises it
         client.wait_applied()
+
+
+def wait_for_last(client: Client) -> None:
+    """Wait until what the learner has pushed is in the weights that close() leaves in the model.
+
+    Not without end: under BSP that needs the other learners, and nobody may serve the job.
+    """
+    with contextlib.suppress(GadeiError):
+        client.wait_applied(timeout_s=LAST_GRADIENT_S)
 
 
 def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:

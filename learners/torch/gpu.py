@@ -20,7 +20,13 @@ from gadei_ps import _native
 from gadei_ps.errors import DeviceError
 from gadei_ps.learners.client import NONE, UNTOUCHED, Client
 from gadei_ps.learners.torch import casts, lookup
-from gadei_ps.learners.torch.backend import Places, gradient_at, own_copy, wait_for_own
+from gadei_ps.learners.torch.backend import (
+    Places,
+    gradient_at,
+    own_copy,
+    wait_for_last,
+    wait_for_own,
+)
 from gadei_ps.learners.torch.model import Trained, recurrent
 from gadei_ps.machine.cuda import missing as cuda_missing
 
@@ -208,6 +214,7 @@ class GpuBackend:
         self._link.flush()
         self._link.leave_out(())
         if not keep:
+            wait_for_last(self._client)
             self._link.fill(self._front)
             casts.bring(self._casts)
         self._link.close()

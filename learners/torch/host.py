@@ -20,11 +20,17 @@ import numpy as np
 import torch
 
 from gadei_ps import _native
-from gadei_ps.errors import GadeiError, UsageError
+from gadei_ps.errors import UsageError
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import NONE, UNTOUCHED, Client
 from gadei_ps.learners.torch import casts, products
-from gadei_ps.learners.torch.backend import Places, gradient_at, own_copy, wait_for_own
+from gadei_ps.learners.torch.backend import (
+    Places,
+    gradient_at,
+    own_copy,
+    wait_for_last,
+    wait_for_own,
+)
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.torch.products import PRODUCTS, Products
 from gadei_ps.learners.torch.writes import Writes
@@ -51,7 +57,6 @@ WRITTEN = (
 )
 
 TRIES = 10  # while others train on
-LAST_GRADIENT_S = 10.0  # for the last gradient of a learner whose model other processes see
 
 
 def check(module: torch.nn.Module, *, view: bool) -> None:
@@ -290,6 +295,7 @@ class HostBackend:
         if self._closed:
             return
         if not keep:
+            wait_for_last(self._client)
             if self._places.moved:
                 self._show()
             self._pull()
@@ -315,8 +321,7 @@ class HostBackend:
         since reads them again, or they could be written over newer ones, and stay.
         """
         if not self._loaded:
-            with contextlib.suppress(GadeiError):
-                self._client.wait_applied(timeout_s=LAST_GRADIENT_S)
+            wait_for_last(self._client)
         for _ in range(TRIES):
             before = self._client.writes
             if not self._loaded:

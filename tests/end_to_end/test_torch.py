@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 from support import daemon, eventually, live_weights, status
-from support.torch_models import LOCAL, STEPS, batch_norm_model, data, plain_model, same_state
+from support.torch_models import (
+    LOCAL,
+    STEPS,
+    batch_norm_model,
+    close_late,
+    data,
+    plain_model,
+    same_state,
+)
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
@@ -117,6 +125,16 @@ def test_alone_as_torch(kind: str, how: dict[str, bool], job_name: str) -> None:
         (one,) = status(job_name)["learners"]
         assert (one["applied"], one["staleness_max"]) == (200, 0)
         optimizer.close()
+
+
+def test_closed_with_its_last_gradient(job_name: str) -> None:
+    """What close() leaves in the model has all that this learner has pushed."""
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 2.0**-12}, hang_s=60):
+        model = plain_model()
+        optimizer = Optimizer(model, job_name)
+        begin = model[0].weight.detach().clone()
+        close_late(optimizer, model, job_name)
+        np.testing.assert_allclose(begin - model[0].weight.detach(), 2.0**-12, rtol=1e-4)
 
 
 SPARSE: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {

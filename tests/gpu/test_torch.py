@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support import daemon, eventually, fork, status
-from support.torch_models import batch_norm_model, plain_model, same_state
+from support.torch_models import batch_norm_model, close_late, plain_model, same_state
 from torch import nn
 from torch_devices import Words, arrived, need_cuda
 from torch_devices import gpu as gpu
@@ -147,6 +147,16 @@ def test_beside_learners_on_the_host(gpu: str, job_name: str) -> None:
         optimizer.close()
         moved = begin - model[0].weight.detach().cpu().numpy()
         np.testing.assert_allclose(moved, 100 / 2**12, rtol=1e-4)
+
+
+def test_closed_with_its_last_gradient(gpu: str, job_name: str) -> None:
+    """What close() leaves in the model has all that this learner has pushed."""
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 2.0**-12}, hang_s=60):
+        model = plain_model().to(gpu)
+        optimizer = Optimizer(model, job_name)
+        begin = model[0].weight.detach().cpu().clone()
+        close_late(optimizer, model, job_name)
+        np.testing.assert_allclose(begin - model[0].weight.detach().cpu(), 2.0**-12, rtol=1e-4)
 
 
 def test_batches_of_the_server(gpu: str, job_name: str) -> None:

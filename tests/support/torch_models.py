@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+
+from gadei_ps.learners.torch import Optimizer
+from support.jobs import status
 
 STEPS = 50
 
@@ -46,6 +52,23 @@ def data(steps: int = STEPS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for _ in range(steps):
         inputs = torch.randn(16, 10, generator=source)
         yield inputs, (inputs.sum(1) > 0).long() + (inputs[:, 0] > 1).long()
+
+
+def close_late(optimizer: Optimizer, model: nn.Module, job: str) -> None:
+    """A step with a gradient of ones, which the server applies once close() waits for it."""
+    server = status(job)["server_pid"]
+    os.kill(server, signal.SIGSTOP)
+    try:
+        optimizer.zero_grad()
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        closing = threading.Thread(target=optimizer.close)
+        closing.start()
+        closing.join(0.5)
+        assert closing.is_alive()
+    finally:
+        os.kill(server, signal.SIGCONT)
+    closing.join()
 
 
 def same_state(model: nn.Module, other: nn.Module) -> None:
