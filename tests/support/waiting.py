@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# For what takes milliseconds on an idle machine.
-PATIENCE_S = float(os.environ.get("PATIENCE_S", "60"))
+# For what takes seconds on an idle machine, and this long at a load of 30.
+PATIENCE_S = float(os.environ.get("PATIENCE_S", "150"))
 SHORTEST_S, LONGEST_S = 0.001, 0.02  # between two looks
 
 
