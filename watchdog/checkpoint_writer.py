@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
@@ -59,6 +59,56 @@ class Task:
     keep: int
     config: dict[str, Any]
     look_beyond: int | None = None
+
+
+class Saved(TypedDict):
+    """Outcome of a checkpoint that is on the disk. aside: a newer one that was set aside."""
+
+    ok: Literal[True]
+    path: str
+    bytes: int
+    version: int
+    pause_ms: float
+    write_s: float
+    problem: str | None
+    aside: str | None
+
+
+class Copied(TypedDict):
+    """Outcome of a copy in a client's file. unanswered: ranges of batches of an epoch."""
+
+    ok: Literal[True]
+    version: int
+    steps: int
+    samples: int
+    unanswered: owned.Ranges
+    pause_ms: float
+
+
+class Newer(TypedDict):
+    """A checkpoint that is newer than the memory."""
+
+    version: int
+    path: str
+
+
+class Examined(TypedDict):
+    """Outcome of a look at the checkpoints on the disk."""
+
+    ok: Literal[True]
+    newer: Newer | None
+
+
+class Failed(TypedDict):
+    """Outcome of what failed. mistake: whether the directory can take no checkpoints."""
+
+    ok: Literal[False]
+    error: str
+    mistake: NotRequired[bool]
+
+
+def failed_by(why: str) -> Failed:
+    return {"ok": False, "error": why}
 
 
 Parts = tuple[segment.Segment, segment.Segment, segment.Segment]
@@ -133,7 +183,7 @@ class CheckpointWriter:
         self._pool.submit(int).result()  # its first thread is there
         self._unanswered: owned.Ranges = []
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> Saved:
         """Write the checkpoint; return the outcome. Raises CheckpointError."""
         snapshot, pause_s = self._take()
         os.nice(5)  # training has priority, now that the shards continue
@@ -155,7 +205,7 @@ class CheckpointWriter:
             "aside": str(written.aside) if written.aside else None,
         }
 
-    def copy(self) -> dict[str, Any]:
+    def copy(self) -> Copied:
         """Copy the job into the file; return the outcome. Raises CheckpointError."""
         with self._pool:
             snapshot, pause_s = self._take()
@@ -304,7 +354,7 @@ class CheckpointWriter:
         return {name: int(self._control[name]) for name in names} | {"state": state}
 
 
-def look(directory: Path, config: JobConfig, version: int) -> dict[str, Any]:
+def look(directory: Path, config: JobConfig, version: int) -> Examined:
     """Examine the directory of a job that resumes from memory at `version`.
 
     Prints MOVED once checkpoints are known to be possible. Returns the newest checkpoint, if it is
@@ -314,7 +364,7 @@ def look(directory: Path, config: JobConfig, version: int) -> dict[str, Any]:
     if config.checkpoint is not None:
         checkpoint.check(directory)
     lines.write(1, MOVED)
-    newer = None
+    newer: Newer | None = None
     if any(one.version > version for one in checkpoint.found(directory)):
         with contextlib.suppress(CheckpointError):  # then no start could take it
             snapshot, path, _ = checkpoint.newest(directory)
@@ -336,12 +386,14 @@ def main() -> None:
         task = Task(**json.load(sys.stdin))
         if task.look_beyond is not None:
             config = JobConfig.model_validate(task.config)
-            outcome = look(Path(task.directory), config, task.look_beyond)
+            outcome: Saved | Examined | Failed = look(
+                Path(task.directory), config, task.look_beyond
+            )
         else:
             outcome = CheckpointWriter(task, attached(task)).save()
     except (GadeiError, OSError, MemoryError, RuntimeError) as error:  # the last: no more threads
-        outcome = {"ok": False, "error": in_words(error)}
-        outcome["mistake"] = isinstance(error, CheckpointMistake)
+        mistake = isinstance(error, CheckpointMistake)
+        outcome = {"ok": False, "error": in_words(error), "mistake": mistake}
     print(json.dumps(outcome), flush=True)
     sys.exit(0 if outcome["ok"] else 1)
 

@@ -26,7 +26,18 @@ from gadei_ps.memory import reserve
 from gadei_ps.memory.layout import CONTROL, STATE, Phase
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.watchdog import settings
-from gadei_ps.watchdog.checkpoint_writer import MOVED, CheckpointWriter, Task, copy_bytes, task_line
+from gadei_ps.watchdog.checkpoint_writer import (
+    MOVED,
+    CheckpointWriter,
+    Copied,
+    Examined,
+    Failed,
+    Saved,
+    Task,
+    copy_bytes,
+    failed_by,
+    task_line,
+)
 from gadei_ps.watchdog.durations import WRITER_KILL_S
 from gadei_ps.watchdog.liveness import progress
 from gadei_ps.watchdog.maker import Maker
@@ -36,7 +47,8 @@ KEEP = 3  # of those asked for by hand, where the job file says nothing
 WRITER_SILENT_S = 10.0  # in which a checkpoint writer that computes uses a part of a core
 CHECKPOINT_RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
-Heard = Callable[[dict[str, Any]], None]
+Outcome = Saved | Copied | Failed
+Heard = Callable[[Outcome], None]
 NOWHERE = -1  # instead of a client's file: the copy is for the disk
 WRITER_BYTES = 40 << 20  # of a checkpoint writer's own, beside the copy
 
@@ -134,7 +146,7 @@ class Checkpoints:
             )
         return ""
 
-    def _saw(self, outcome: dict[str, Any]) -> None:
+    def _saw(self, outcome: Examined | Failed) -> None:
         """The outcome of examine()."""
         self.unsure = False
         if not outcome["ok"]:
@@ -203,7 +215,7 @@ class Checkpoints:
         task = Task(memory.config.name, memory.job_id.hex(), {}, "", 0, {})
         parts = memory.control, memory.weights, memory.state
 
-        def make(progress: Progress) -> dict[str, Any]:
+        def make(progress: Progress) -> Copied:
             # Of its own: done() closes the file even if this still writes to it.
             file = os.dup(into)
             try:
@@ -214,10 +226,10 @@ class Checkpoints:
             finally:
                 os.close(file)
 
-        def done(outcome: dict[str, Any] | None, error: BaseException | None) -> None:
+        def done(outcome: Copied, error: BaseException | None) -> None:
             self._copies = False
             _close(into)
-            self._answer({"ok": False, "error": in_words(error)} if error else outcome or {})
+            self._answer(failed_by(in_words(error)) if error else outcome)
 
         self._copier = self._copier or Maker(self.selector)
         self._copies = True
@@ -236,11 +248,9 @@ class Checkpoints:
                 self._check_room()
                 self._begin()
             except CheckpointError as error:
-                self._tell({"ok": False, "error": str(error)})
+                self._tell(failed_by(str(error)))
             except OSError as error:
-                self._tell(
-                    {"ok": False, "error": f"cannot start a checkpoint writer: {error.strerror}"}
-                )
+                self._tell(failed_by(f"cannot start a checkpoint writer: {error.strerror}"))
 
     def _begin(self, look_beyond: int | None = None) -> None:
         config = self.memory.config
@@ -291,14 +301,14 @@ class Checkpoints:
             outcome = json.loads(self._outcome)
         except ValueError:
             why = self._kills.told() or f"it ended with code {code}"
-            outcome = {"ok": False, "error": f"the checkpoint writer made no checkpoint: {why}"}
+            outcome = failed_by(f"the checkpoint writer made no checkpoint: {why}")
         if self._looks:
             self._saw(outcome)
             self._go_on()
         else:
             self._tell(outcome)
 
-    def _tell(self, outcome: dict[str, Any]) -> None:
+    def _tell(self, outcome: Saved | Failed) -> None:
         control = self._control
         if outcome["ok"]:
             control["checkpoints"] += 1
@@ -323,10 +333,10 @@ class Checkpoints:
             ends = int(control["phase"]) == Phase.DRAINING
             rest = "the job is stopping" if ends else "training continues"
             self.log.error(f"no checkpoint; {rest}", reason=outcome["error"])
-        self.last = outcome | {"time": time.time()}
+        self.last = {**outcome, "time": time.time()}
         self._answer(outcome)
 
-    def _answer(self, outcome: dict[str, Any]) -> None:
+    def _answer(self, outcome: Outcome) -> None:
         heard, self._heard = self._heard, []
         for one in heard:
             one(outcome)
@@ -339,7 +349,7 @@ class Checkpoints:
             try:
                 self.ask(one, into, slots=slots)
             except CheckpointError as error:
-                one({"ok": False, "error": str(error)})
+                one(failed_by(str(error)))
 
     def end(self) -> None:
         """End the checkpoint writer and the thread, at the end of the job."""

@@ -43,7 +43,7 @@ from gadei_ps.memory.layout import Phase, Reason, Work
 from gadei_ps.watchdog import script, settings
 from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.batches import Batches
-from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.checkpoints import Checkpoints, Outcome
 from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.launches import Launches
 from gadei_ps.watchdog.loading import Loading
@@ -244,10 +244,11 @@ class Requests:
         if coming := self._admission.model_coming:
             raise CheckpointError(f"{coming}; there is nothing to save yet")
 
-        def heard(outcome: dict[str, Any]) -> None:
-            failed = not outcome["ok"]
-            error = CheckpointError(outcome.get("error", ""))
-            self._sockets.reply(client, failure(error) if failed else outcome)
+        def heard(outcome: Outcome) -> None:
+            self._sockets.reply(
+                client,
+                {**outcome} if outcome["ok"] else failure(CheckpointError(outcome["error"])),
+            )
 
         self._checkpoints.ask(heard)
         return None
@@ -258,10 +259,13 @@ class Requests:
         if not client.fds:
             raise ControlError("copy: no file came with the request")
 
-        def heard(outcome: dict[str, Any]) -> None:
-            failed = not outcome["ok"]
-            error = ControlError(f"no copy of the job: {outcome.get('error', '')}")
-            self._sockets.reply(client, failure(error) if failed else outcome)
+        def heard(outcome: Outcome) -> None:
+            self._sockets.reply(
+                client,
+                {**outcome}
+                if outcome["ok"]
+                else failure(ControlError(f"no copy of the job: {outcome['error']}")),
+            )
 
         self._checkpoints.ask(heard, client.fds.pop(0), slots=request.slots)
         return None

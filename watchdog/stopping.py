@@ -26,7 +26,8 @@ from gadei_ps.errors import CheckpointError, JobStopped
 from gadei_ps.job import service
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Phase, Stop
-from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.checkpoint_writer import failed_by
+from gadei_ps.watchdog.checkpoints import Checkpoints, Outcome
 from gadei_ps.watchdog.durations import LEAVE_NOW_S, PUBLISH_S, STOP_END_S, STOP_SILENT_S
 from gadei_ps.watchdog.liveness import START_LATE_S, Watch
 from gadei_ps.watchdog.memory import JobMemory
@@ -132,12 +133,11 @@ class Stopping:
                     raise CheckpointError(blocked)
                 self.checkpoints.ask(self._heard)
             except CheckpointError as error:
-                self._heard({"error": str(error)})
+                self._heard(failed_by(str(error)))
         elif stuck and not self._saved:
             directory = self.memory.config.checkpoint_directory()
-            self._heard(
-                {"error": f"{directory}: the disk has not got on for {STOP_SILENT_S:.0f} s"}
-            )
+            why = f"{directory}: the disk has made no progress for {STOP_SILENT_S:.0f} s"
+            self._heard(failed_by(why))
         return self._saved
 
     def _is_stuck(self, now: float) -> bool:
@@ -156,9 +156,9 @@ class Stopping:
         _native.store32(word, last)  # SYNC POINT: closed
         self.memory.ring_bells()  # each a full fence, before a look at any ring
 
-    def _heard(self, outcome: dict[str, Any]) -> None:
+    def _heard(self, outcome: Outcome) -> None:
         self._saved = True
-        self.problem = outcome.get("error", "")
+        self.problem = "" if outcome["ok"] else outcome["error"]
 
     def done(self) -> str:
         """Return the message of a complete stop."""

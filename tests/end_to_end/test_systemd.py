@@ -147,7 +147,7 @@ def test_a_stop_on_a_disk_that_blocks(
         service.process.terminate()
         disk.waits()
         assert service.wait().code == NotSaved.exit_code
-    assert "the disk has not got on" in service.err
+    assert "the disk has made no progress" in service.err
     assert "stopped at version 1" in service.err
     assert max(manager.extensions()) < 90e6
     service = start(cli, manager, job_name, text)

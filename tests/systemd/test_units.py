@@ -432,7 +432,7 @@ def test_a_stop_without_progress(service: Service) -> None:
     stopping.wait(100)  # it has lost the manager that it spoke with
     eventually(lambda: service.state != "deactivating", 120, what=service.said)
     assert manager.show(service.unit, "Result") == "exit-code", "and not a time-out"
-    assert "the disk has not got on" in service.said()
+    assert "the disk has made no progress" in service.said()
     service.is_gone()
     learned = service.learned()
     assert learned == service.saved(), "the other unit has tried again"
