@@ -1,11 +1,11 @@
-"""The books of shard 0: statistics and the work ledger, changed in transactions.
+"""The accounts of shard 0: statistics and the work ledger, changed in transactions.
 
 The thread of shard 0 is the only writer of both. What belongs together is changed in one
 transaction (journal.py), so that each frame is counted, and the batch that it answers settled,
 exactly once whichever process is killed. Compiled; `c` is CONTROL, shape (1,).
 
-    booking      what became of a frame: _book, the only place where a frame enters the books. Its
-                 times are noted beside that, by the same functions but outside the transaction
+    booking      what became of a frame: _book, the only place where a frame is counted. Its times
+                 are noted beside that, by the same functions but outside the transaction
     work         batches handed out: into the learner's entry within a transaction, into its ring
                  after that
     departure    a learner is gone
@@ -48,7 +48,7 @@ from gadei_ps.server.context import (
     shown_address,
     slot_of,
 )
-from gadei_ps.server.journal import Books, forget, remember
+from gadei_ps.server.journal import Segments, commit, log_words
 from gadei_ps.server.statistics import (
     ENTRIES,
     ENTRY_BYTES,
@@ -88,17 +88,17 @@ class Outcome(NamedTuple):
 
 
 @inner
-def books(s: Shard) -> Books:
-    """Return the addresses of the accounting words."""
-    return Books(s.control, s.part[0].state)
+def segments_of(s: Shard) -> Segments:
+    """Return the segments that transactions change."""
+    return Segments(s.control, s.part[0].state)
 
 
 @inner
-def _open_books(s: Shard, row: int) -> Books:
-    """Begin a transaction on a learner's entry and the ledger; forget() ends it."""
-    b = books(s)
-    remember(b, False, ENTRIES + np.uint64(row) * ENTRY_BYTES + COUNTED, COUNTED_WORDS)
-    remember(b, False, LEDGER, LEDGER_WORDS)
+def _begin_transaction(s: Shard, row: int) -> Segments:
+    """Begin a transaction on a learner's entry and the ledger; commit() ends it."""
+    b = segments_of(s)
+    log_words(b, False, ENTRIES + np.uint64(row) * ENTRY_BYTES + COUNTED, COUNTED_WORDS)
+    log_words(b, False, LEDGER, LEDGER_WORDS)
     return b
 
 
@@ -141,8 +141,8 @@ def book_arrival(
     transaction: should the server die in between, the next one finds the gradient booked and does
     not note them.
     """
-    b = _open_books(s, row)
-    remember(b, True, BOOKED, 1)
+    b = _begin_transaction(s, row)
+    log_words(b, True, BOOKED, 1)
     if torn:
         _book(s.c, Outcome(row, REFUSE, TORN, NO_BATCH), frame, version)
     else:
@@ -150,7 +150,7 @@ def book_arrival(
     if more:
         ledger.hand_out_more(s.c, row)
     s.state[0].record[0].booked = ONE
-    forget(b)
+    commit(b)
     note_run(s, row, sequence, frame, REFUSE if torn else APPLY)
 
 
@@ -170,13 +170,13 @@ def book_refusal(
         if frame[0].generation != ZERO:
             batch = frame[0].batch
         note_run(s, row, upto - ONE, frame, action)
-    b = _open_books(s, row)
-    remember(b, True, CONSUMED + np.uint64(8 * row), 1)
+    b = _begin_transaction(s, row)
+    log_words(b, True, CONSUMED + np.uint64(8 * row), 1)
     _book(s.c, Outcome(row, action, reason, batch), frame_at(s.here + FRAME_AT), ZERO)
     if more:
         ledger.hand_out_more(s.c, row)
     s.state[0].applied[0, row] = upto
-    forget(b)
+    commit(b)
 
 
 @inner
@@ -188,8 +188,8 @@ def book_superstep(s: Shard, version: np.uint64) -> None:
         action = integer(c[0].superstep_action[row])
         if action == SKIP:
             continue
-        b = _open_books(s, row)
-        remember(b, True, BOOKED, 1)
+        b = _begin_transaction(s, row)
+        log_words(b, True, BOOKED, 1)
         sequence = c[0].superstep_upto[row] - ONE
         ring = s.board[0].ring[row]
         slot = slot_of(c, ring, sequence)
@@ -202,7 +202,7 @@ def book_superstep(s: Shard, version: np.uint64) -> None:
                 reason, batch = TORN, NO_BATCH
         _book(c, Outcome(row, action, reason, batch), frame, version)
         record.booked = np.uint64(row + 1)
-        forget(b)
+        commit(b)
         note_run(s, row, sequence, frame, action)
 
 
@@ -267,10 +267,10 @@ def top_up_all(s: Shard) -> None:
     if get32(s.control + WORK) == NO_WORK:  # SYNC POINT: work
         return
     if c[0].owned != ZERO and ledger.is_taken_back(c):
-        b = books(s)
-        remember(b, False, LEDGER, LEDGER_WORDS)
+        b = segments_of(s)
+        log_words(b, False, LEDGER, LEDGER_WORDS)
         ledger.take_back(c)
-        forget(b)
+        commit(b)
     changed = ledger.close_epochs(c)
     waits = False
     for row in range(MAX_LEARNERS):
@@ -285,9 +285,9 @@ def top_up_all(s: Shard) -> None:
             and ledger.has_more(c)
         ):
             shown = c[0].roster[row].handed
-            b = _open_books(s, row)
+            b = _begin_transaction(s, row)
             ledger.hand_out_more(c, row)
-            forget(b)
+            commit(b)
             show_work(c, row, ring, shown)
         if changed:
             wake(ring + WORK_HEAD)
@@ -302,11 +302,11 @@ def depart(s: Shard, row: int, broken: bool) -> None:
 
     broken: of its ring nothing more is read; what that may hold counts as one refused gradient.
     """
-    b = _open_books(s, row)
+    b = _begin_transaction(s, row)
     if broken:
         count_refused(s.c, row, TORN)
     ledger.requeue_all(s.c, row)
     count_past(s.c, row)
-    forget(b)
+    commit(b)
     # Last, and for good: the manager lets the ring go as soon as it sees this.
     s.c[0].roster[row].drained = np.uint32(1)

@@ -1,6 +1,6 @@
 """Transactions on words that several processes can see: all changes or none, through SIGKILL.
 
-Before a transaction changes words, it saves their old values here; it ends by forgetting them. If a
+Before a transaction changes words, it saves their old values here; its commit discards them. If a
 server dies in between, its successor rolls the words back. The journal lies in the state segment,
 and the thread of shard 0 is its only writer. Compiled; addresses are plain words.
 """
@@ -28,7 +28,7 @@ COUNT = np.uint64(2**16 - 1)
 IN_STATE = np.uint64(1 << 63)
 
 
-class Books(NamedTuple):
+class Segments(NamedTuple):
     """Addresses of the segments whose words a transaction changes."""
 
     control: np.uint64
@@ -36,7 +36,7 @@ class Books(NamedTuple):
 
 
 @inner
-def remember(b: Books, in_state: bool, offset: np.uint64, count: int) -> None:
+def log_words(b: Segments, in_state: bool, offset: np.uint64, count: int) -> None:
     """Save `count` words, which begin `offset` bytes into control (or state), before a change."""
     log = b.state + LOG
     used = np.int64(get(log))
@@ -52,13 +52,13 @@ def remember(b: Books, in_state: bool, offset: np.uint64, count: int) -> None:
 
 
 @inner
-def forget(b: Books) -> None:
+def commit(b: Segments) -> None:
     """The transaction is done: its words stay as they are."""
     put(b.state + LOG, ZERO)
 
 
 @inner
-def roll_back(b: Books) -> bool:
+def roll_back(b: Segments) -> bool:
     """Undo the transaction in which a server died; True if there was one. Twice is once."""
     log = b.state + LOG
     used = np.int64(get(log))

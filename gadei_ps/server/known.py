@@ -15,7 +15,7 @@ from gadei_ps.memory.layout import CONTROL, ENTRY, RING
 from gadei_ps.server.account import show_all_work
 from gadei_ps.server.constants import MAX_LEARNERS, ZERO
 from gadei_ps.server.context import Shard, consumed_at, mark_broken, shown_address, slot_of
-from gadei_ps.server.order import had_news, look_anew
+from gadei_ps.server.order import had_news, reset
 from gadei_ps.server.structs import BOARD, PART
 from gadei_ps.server.symbols import clock, get, get32, pass_on, release, shard_sleep
 
@@ -79,7 +79,7 @@ def look_up(s: Shard) -> int:
         if s.number == 0 and s.c[0].roster[row].drained == 0:
             show_all_work(s.c, row, address)
         count += 1
-    look_anew(s, count)
+    reset(s, count)
     return count
 
 

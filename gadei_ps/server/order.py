@@ -27,8 +27,8 @@ QUIET = np.uint64(4096)
 
 
 @inner
-def look_anew(s: Shard, count: int) -> None:
-    """The table of rings has changed: all count as lively at first."""
+def reset(s: Shard, count: int) -> None:
+    """Begin with another table of rings: all count as lively at first."""
     part = s.part[0]
     for line in range(count):
         s.known[line].lively = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps.kernels.compiled import compiled, inner
-from gadei_ps.server.account import book_arrival, book_superstep, books
+from gadei_ps.server.account import book_arrival, book_superstep, segments_of
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk, reopen
 from gadei_ps.server.constants import ALL_APPLIED, APPLY, IDLE, MAX_LEARNERS, ONE, SKIP, ZERO
@@ -118,10 +118,10 @@ def recover(part: np.ndarray) -> int:
     """
     s = shard_of(address(part))
     if s.number == 0:
-        roll_back(books(s))
-    in_hand = 0
+        roll_back(segments_of(s))
+    in_flight = 0
     if get(s.cursor) != IDLE:
-        in_hand = 1
+        in_flight = 1
         if not _is_finished(s):
             if not _needs_no_ring(s):
                 _finish_gradient(s)
@@ -132,4 +132,4 @@ def recover(part: np.ndarray) -> int:
     lock = s.me + SEQUENCE
     if get(lock) & ONE:
         put(lock, get(lock) + ONE)
-    return in_hand
+    return in_flight

@@ -67,7 +67,7 @@ HEARTBEAT = np.uint64(layout.offset(SHARD, "heartbeat"))
 FRAMES = np.uint64(layout.offset(SHARD, "frames"))
 LEASE = np.uint64(layout.offset(SHARD, "lease"))
 PARKED = np.uint64(layout.offset(SHARD, "parked"))
-OBEYED = np.uint64(layout.offset(SHARD, "mode"))
+ADOPTED_MODE = np.uint64(layout.offset(SHARD, "mode"))
 KIND_OF_MODE = np.uint32(3)
 TABLE_VERSION = np.uint64(layout.offset(BOARD, "table_version"))
 QUIT = np.uint64(layout.offset(BOARD, "quit"))
@@ -85,7 +85,7 @@ PASSES_PER_CLOCK = 16  # polls of the rings between two looks at the clock while
 
 # What a pass has come upon.
 PROGRESS = 1  # frames were consumed
-HEARD = 2  # something that the manager must know
+NEWS = 2  # something that the manager must know
 
 
 @inner
@@ -111,8 +111,8 @@ def _is_settled(s: Shard, row: int) -> bool:
 
 
 @inner
-def _keep_books(s: Shard, count: int) -> bool:
-    """Shard 0: books out learners that are gone, and hands out work. True: a gone one remains."""
+def _update_accounts(s: Shard, count: int) -> bool:
+    """Shard 0: account for learners that are gone, and hand out work. True: a gone one remains."""
     again = False
     for i in range(count):
         ring = s.known[i]
@@ -165,7 +165,7 @@ def _has_requests(s: Shard, looks: int) -> bool:
 
 
 @inner
-def _stands_still(
+def _pauses(
     s: Shard, count: int, superstep: np.uint64, mode: np.uint32, bell_seen: np.uint32
 ) -> bool:
     """Pause the shard for a checkpoint; True: this is all that the pass does."""
@@ -196,14 +196,14 @@ def _pass_held(s: Shard, count: int, superstep: np.uint64, mode: np.uint32) -> i
     elif integer(mode & KIND_OF_MODE) == HOLD:
         if catch_up(s, count, superstep, mode):
             found = PROGRESS
-        elif get32(s.me + OBEYED) != mode:
-            put32(s.me + OBEYED, mode)  # SYNC POINT: mode
+        elif get32(s.me + ADOPTED_MODE) != mode:
+            put32(s.me + ADOPTED_MODE, mode)  # SYNC POINT: mode
             bell(s.control + SHARD_BELL)  # the others look again whether they are behind
-            found = HEARD
+            found = NEWS
     if s.number == 0:
         for i in range(count):
             if has_news(s, s.known[i]):
-                found |= HEARD
+                found |= NEWS
     return found
 
 
@@ -214,8 +214,8 @@ def _pass_on_arrival(s: Shard, looks: int, mode: np.uint32) -> int:
     looks: as chosen (order.py).
     """
     found = 0
-    if get32(s.me + OBEYED) != mode:
-        put32(s.me + OBEYED, mode)
+    if get32(s.me + ADOPTED_MODE) != mode:
+        put32(s.me + ADOPTED_MODE, mode)
     for i in range(looks):
         line = s.part[0].looked[i]
         ring = s.known[line]
@@ -243,8 +243,8 @@ def serve(part: np.ndarray) -> int:
     spin_s = s.c[0].spin_ns * 1e-9
     count = 0
     known_table = IDLE
-    books_bell = np.uint32(0)
-    books_due = True
+    due_bell = np.uint32(0)
+    due = True  # the accounts of shard 0
     last_bell = np.uint32(0)
     look_at_all = True  # in the next pass
     beat = ZERO
@@ -264,12 +264,12 @@ def serve(part: np.ndarray) -> int:
             count = look_up(s)
             put(seen_version, known_table)
             bell(s.control + MANAGER_BELL)
-            books_due = True
+            due = True
         if get(board + QUIT) != ZERO:
             return integer(beat)
         mode = get32(s.control + MODE)  # SYNC POINT: mode
         kind = integer(mode & KIND_OF_MODE)
-        if _stands_still(s, count, superstep, mode, bell_seen):
+        if _pauses(s, count, superstep, mode, bell_seen):
             continue
 
         everything = look_at_all or kind != ON_ARRIVAL or bell_seen != last_bell
@@ -282,16 +282,16 @@ def serve(part: np.ndarray) -> int:
         else:
             found = _pass_held(s, count, superstep, mode)
         if s.number == 0 and _has_requests(s, looks):
-            books_due = True
-            found |= HEARD
+            due = True
+            found |= NEWS
         sort_out(s, looks)
         if found & PROGRESS:
             put(s.me + FRAMES, record.steps)
             # On arrival, each learner gets its next batches with its frame.
-            books_due = books_due or kind != ON_ARRIVAL or (s.number == 0 and others_may_get(s.c))
-        if s.number == 0 and (books_due or bell_seen != books_bell):
-            books_bell = bell_seen
-            books_due = _keep_books(s, count)
+            due = due or kind != ON_ARRIVAL or (s.number == 0 and others_may_get(s.c))
+        if s.number == 0 and (due or bell_seen != due_bell):
+            due_bell = bell_seen
+            due = _update_accounts(s, count)
         if found != 0:
             if kind != ON_ARRIVAL or s.c[0].report != 0:
                 bell(s.control + MANAGER_BELL)
@@ -337,7 +337,7 @@ def stand_by(at: np.uint64) -> None:
             sleep(s, 0, get32(s.control + SHARD_BELL), LEASE_NS)
         taken = lease_take(s.me + LEASE, LEASE_NS)
     s.c[0].shard[s.number].tid = thread_id()
-    put32(s.me + OBEYED, np.uint32(ON_ARRIVAL))  # not what the server before had seen
+    put32(s.me + ADOPTED_MODE, np.uint32(ON_ARRIVAL))  # not what the server before had seen
     # From here on the manager must not unmap what this thread may read.
     put(board + SEEN + number * WORD, ZERO)
     bell(s.control + MANAGER_BELL)

@@ -2,7 +2,7 @@
  *
  * Code: gadei_ps/server/account.py book_arrival, top_up_all, depart, show_work, show_all_work;
  * gadei_ps/server/ledger.py; gadei_ps/server/journal.py; begin and finish in gadei_ps/server/record.py;
- * gadei_ps/server/recover.py; _keep_books in gadei_ps/server/shard.py; native/ps_ring.c ps_hand_out, ps_take_work.
+ * gadei_ps/server/recover.py; _update_accounts in gadei_ps/server/shard.py; native/ps_ring.c ps_hand_out, ps_take_work.
  *
  * Processes: two learners, of which the second may be killed; the watchdog, who then says so; shard
  * 0's thread in KILLS + 1 servers, each but the last killed at any step.

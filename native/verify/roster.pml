@@ -4,7 +4,7 @@
  * Code: watchdog/roster.py adopt, begin, admit, _leave, free_rows; _adopt_rings in watchdog/memory.py;
  * gadei_ps/server/manager.py _follow, _map_ring, _look_at_members, _evict, _retire, _abandoned; take_in
  * in gadei_ps/server/driver.py; gadei_ps/server/rings.py; gadei_ps/memory/ring.py; gadei_ps/server/shard.py
- * stand_by, serve, _keep_books; gadei_ps/server/known.py look_up; gadei_ps/server/arrival.py on_arrival,
+ * stand_by, serve, _update_accounts; gadei_ps/server/known.py look_up; gadei_ps/server/arrival.py on_arrival,
  * settle_broken; gadei_ps/server/recover.py; finish in gadei_ps/server/record.py; native/ps_guard.c; for
  * DETACH native/ps_calls.c, ps_publish_frame in native/ps_ring.c, native/gadei_push.c, ps_land, detach in
  * learners/attach.py.

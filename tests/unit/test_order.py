@@ -29,7 +29,7 @@ class Looker:
         known = np.zeros(MAX_LEARNERS, KNOWN_RING).view(np.recarray)
         known.slot_bytes = slot_bytes
         self.s: Any = SimpleNamespace(part=part, known=known)
-        order.look_anew.py_func(self.s, count)
+        order.reset.py_func(self.s, count)
 
     def chosen(self, everything: bool = False) -> list[int]:
         looks = order.choose.py_func(self.s, self.count, everything)
