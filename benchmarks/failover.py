@@ -40,7 +40,7 @@ from gadei_ps.benchmarks.gang import Failed
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import from_mapping
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind

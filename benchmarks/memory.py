@@ -29,7 +29,7 @@ from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import from_mapping
 from gadei_ps.job.control import Status
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence, shm
 

@@ -33,8 +33,8 @@ from gadei_ps.benchmarks.common import Report
 from gadei_ps.commands import quantities
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError, JobFailed
-from gadei_ps.job import config, processes
-from gadei_ps.job.processes import Processes, Role, Target
+from gadei_ps.job import config, faults
+from gadei_ps.job.faults import Processes, Role, Target
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence
 from gadei_ps.show.counts import counted
@@ -179,7 +179,7 @@ class Soak:
             found = [one for one in found if older(one, MATURE_S)]
         if roles == (Role.LEARNER,):
             found = sorted(found, key=lambda one: one.start)[1:]
-        if not found or processes.send(self.chance.choice(found), signal.SIGKILL) is None:
+        if not found or faults.send(self.chance.choice(found), signal.SIGKILL) is None:
             return False
         self.kills[role] += 1
         return True

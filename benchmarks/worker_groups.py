@@ -38,7 +38,7 @@ from gadei_ps.benchmarks.machines import LOOK_S, Machines, job, needs_ray, place
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.benchmarks.worker_groups_tasks import Examples, Task
 from gadei_ps.errors import GadeiError
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.machine import process
 from gadei_ps.memory import segment, weights
 from gadei_ps.memory.layout import SegmentKind

@@ -18,18 +18,18 @@ from gadei_ps.job.control import (
     Attach,
     Detach,
     Heard,
-    Lasting,
+    LastingConnection,
     Offer,
     TensorOffer,
     memory_file,
 )
-from gadei_ps.job.groups import group_numbers, without
+from gadei_ps.job.parameter_groups import group_numbers, without
 from gadei_ps.learners.optimizer_settings import OptimizerSettings
 from gadei_ps.memory import layout, segment, weights
 from gadei_ps.memory.layout import CONTROL, Phase, Role, SegmentKind
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
-from gadei_ps.show.progress import Lines
+from gadei_ps.show.progress import ProgressLines
 
 DETACH_TIMEOUT_S = 1.0
 SILENT = OptimizerSettings()
@@ -65,11 +65,13 @@ def _is_alone() -> bool:
 def listener() -> Heard | None:
     """Return the display of a large model's progress, if a user has started this learner alone."""
     # `run` and `train` report it once for all of their learners.
-    return Lines() if _is_alone() and sys.stderr is not None and sys.stderr.isatty() else None
+    return (
+        ProgressLines() if _is_alone() and sys.stderr is not None and sys.stderr.isatty() else None
+    )
 
 
 def offer(
-    connection: Lasting,
+    connection: LastingConnection,
     tensors: Arrays,
     buffers: Arrays,
     progress: Heard | None = None,
@@ -161,7 +163,7 @@ def to_the_script() -> int:
 
 
 def attach(
-    connection: Lasting,
+    connection: LastingConnection,
     name: str,
     progress: Heard | None = None,
     settings: OptimizerSettings = SILENT,
@@ -211,7 +213,7 @@ def _map(
 
 
 def detach(
-    connection: Lasting,
+    connection: LastingConnection,
     row: int,
     generation: int,
     pid: int,

@@ -48,11 +48,11 @@ from gadei_ps.errors import (
     PushTimeout,
     UsageError,
 )
-from gadei_ps.job import here, numbers
+from gadei_ps.job import hyperparameters, in_process
 from gadei_ps.job.control import (
     Copy,
     FirstBatch,
-    Lasting,
+    LastingConnection,
     SetWork,
     Status,
     StopJob,
@@ -60,7 +60,7 @@ from gadei_ps.job.control import (
     memory_file,
 )
 from gadei_ps.kernels.optimizers import slots
-from gadei_ps.learners import endings
+from gadei_ps.learners import exit_hook
 from gadei_ps.learners.attach import Arrays, Place, attach, detach, listener, number, offer
 from gadei_ps.learners.batches import Batch, Unanswered, check_integer, epoch_order
 from gadei_ps.learners.gradients import (
@@ -210,19 +210,19 @@ class Client:
         name: str = "",
         **others: Any,
     ) -> None:
-        target = here.wanted(job)
+        target = in_process.target_job(job)
         try:
             self.wire = WireType[wire.upper()]
         except KeyError:
             raise UsageError(f"wire {wire!r}: use float32, bfloat16 or float16") from None
         if not isinstance(name, str):
             raise UsageError(f"name={name!r}: give a text, which status shows")
-        endings.install()
+        exit_hook.install()
         settings = client_settings(optimizer, tensors, others)
         try:
-            self._connection = Lasting(target)
+            self._connection = LastingConnection(target)
         except JobNotFound as error:
-            from gadei_ps.job.absence import explained  # only for this, and not small
+            from gadei_ps.job.diagnosis import explained  # only for this, and not small
 
             if (why := explained(error)) is error and job is None and number() >= 0:
                 ended = Path(str(target)).stem
@@ -296,7 +296,7 @@ class Client:
         self._finalizer = weakref.finalize(self, self._detach)
         # Before weakref's own hook, which runs after threads and modules may be gone.
         atexit.register(self._finalizer)
-        here.enter(self)
+        in_process.register(self)
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(self)
@@ -349,7 +349,7 @@ class Client:
     def hyper(self) -> npt.NDArray[np.float64]:
         """The job's optimizer, packed (gadei_ps.kernels.optimizers.OptimizerSpec.unpack): float64
         of shape (groups, HYPER). The last group has the parameters that no other one names."""
-        return numbers.read(self._control, self._control_at)[1]
+        return hyperparameters.read(self._control, self._control_at)[1]
 
     @property
     def hyper_changes(self) -> int:
@@ -1274,7 +1274,7 @@ class Client:
         file = memory_file(size, [])
         try:
             # A connection of its own: large models take longer than other requests may.
-            connection = Lasting(str(self._connection.path), COPY_TIMEOUT_S)
+            connection = LastingConnection(str(self._connection.path), COPY_TIMEOUT_S)
             try:
                 reply = connection.request(Copy(), fds=[file])
             finally:

@@ -10,13 +10,13 @@ from typing import cast
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.places import Place
+from gadei_ps.learners.stage_devices import StageDevice
 from gadei_ps.learners.stages import Layers, Stage
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.show.counts import counted
 
 
-def cut(model: Trained, where: Sequence[Place], cuts: Sequence[int] | None) -> list[Stage]:
+def cut(model: Trained, where: Sequence[StageDevice], cuts: Sequence[int] | None) -> list[Stage]:
     """Cut into the stages of a chain of layers, one for each place.
 
     model: of an nn.Sequential. cuts: the first layer of each stage but the first; None: see
@@ -76,7 +76,7 @@ def _numbers(cuts: Sequence[int]) -> list[int]:
         ) from None
 
 
-def check_count(layers: Sequence[torch.nn.Module], where: Sequence[Place]) -> None:
+def check_count(layers: Sequence[torch.nn.Module], where: Sequence[StageDevice]) -> None:
     """Raise UsageError if there are more places than layers."""
     if len(layers) < len(where):
         raise UsageError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from gadei_ps.errors import GadeiError, PushTimeout
-from gadei_ps.job.control import Lasting, Load
+from gadei_ps.job.control import LastingConnection, Load
 from gadei_ps.learners.gradients import Assigned
 from gadei_ps.learners.waiting import deadline
 
@@ -27,7 +27,7 @@ Write = Callable[[float | None], object]
 class InitialLoad:
     """Loads of one learner, in agreement with the others."""
 
-    def __init__(self, connection: Lasting, generation: int) -> None:
+    def __init__(self, connection: LastingConnection, generation: int) -> None:
         """Load for the learner of this generation."""
         self._connection = connection
         self._generation = generation

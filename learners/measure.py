@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.partition import Chain, Link, Piece, Times
-from gadei_ps.learners.places import Place
+from gadei_ps.learners.balanced_stages import Chain, Link, Piece, Times
+from gadei_ps.learners.stage_devices import StageDevice
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.survey import label, problem
 from gadei_ps.learners.torch.model import Make, Trained, own_optimizer
@@ -59,12 +59,12 @@ class LearnerTimes:
     """Part of these that a stage on the host has for its memory, weights and sums."""
 
 
-def kind(place: Place) -> str:
+def kind(place: StageDevice) -> str:
     """Return the kind of a place; places of one kind are equally fast."""
     return torch.cuda.get_device_name(place.device) if place.has_own_memory else place.name
 
 
-def memory(place: Place) -> str:
+def memory(place: StageDevice) -> str:
     """Return the memory of a place; places with the same one pass tensors on without a copy."""
     return str(place.device) if place.has_own_memory else "host"
 
@@ -73,7 +73,7 @@ def times(
     layers: Sequence[torch.nn.Module],
     chain: Chain,
     sample: Sample,
-    place: Place,
+    place: StageDevice,
     in_flight: int,
     repeats: int,
 ) -> Times:
@@ -123,7 +123,7 @@ class _Group:
         self,
         modules: Sequence[torch.nn.Sequential],
         pieces: Sequence[Piece],
-        place: Place,
+        place: StageDevice,
         stop: threading.Event,
     ) -> None:
         self._modules, self._pieces, self._place, self._stop = modules, pieces, place, stop
@@ -251,7 +251,7 @@ def learner(trained: Trained, make: Make | None, threads: int) -> LearnerTimes:
             2 if make is None else 1,
         )
 
-    return _there(Place(torch.device("cpu"), threads), measured)
+    return _there(StageDevice(torch.device("cpu"), threads), measured)
 
 
 def _stepping(copies: list[torch.nn.Parameter], make: Make) -> tuple[list[float], list[int]]:
@@ -282,7 +282,7 @@ def _adding(copies: list[torch.nn.Parameter]) -> list[float]:
     return [_timed(add) for _ in range(STEPS)]
 
 
-def links(places: Sequence[Place]) -> dict[tuple[str, str], Link]:
+def links(places: Sequence[StageDevice]) -> dict[tuple[str, str], Link]:
     """Measure the transfer rate from each memory to each other one."""
     devices = {memory(one): one.device for one in places}
     found = {}
@@ -311,7 +311,7 @@ def _timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _there(place: Place, act: Callable[[threading.Event], T]) -> T:
+def _there(place: StageDevice, act: Callable[[threading.Event], T]) -> T:
     """Compute in a thread of its own at that place. The event is set on Control-C."""
     stop = threading.Event()
     made: list[T] = []

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from gadei_ps.errors import UsageError
-from gadei_ps.job.groups import Group
-from gadei_ps.job.optimizer import MOST_GROUPS, Said, Settings
+from gadei_ps.job.optimizer_config import MOST_GROUPS, ScriptSettings, Settings
+from gadei_ps.job.parameter_groups import Group
 from gadei_ps.kernels.optimizers import NAMES, Kind, OptimizerSpec, traits
 
 KINDS = NAMES
@@ -33,17 +33,17 @@ CANNOT = frozenset(
 OF_A_GROUP = ("lr", "momentum", "betas", "alpha", "eps", "weight_decay")
 
 
-class OptimizerSettings(Said):
+class OptimizerSettings(ScriptSettings):
     """Settings of a script, with the names of the parameters in each group."""
 
     groups: tuple[Group, ...] | None = None
 
-    def for_watchdog(self) -> Said | None:
+    def for_watchdog(self) -> ScriptSettings | None:
         """Return the same for the watchdog, which receives the groups of tensors with the model."""
-        if self.is_silent:
+        if self.is_empty:
             return None
-        groups = None if self.groups is None else [Settings(**one.said) for one in self.groups]
-        return Said(**self.said, groups=groups)
+        groups = None if self.groups is None else [Settings(**one.given) for one in self.groups]
+        return ScriptSettings(**self.given, groups=groups)
 
 
 def read_settings(

@@ -15,13 +15,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gadei_ps.errors import UsageError, invalid
-from gadei_ps.learners import cutting, measure, partition, places, timeline
+from gadei_ps.learners import balanced_stages, cutting, measure, stage_devices, timeline
+from gadei_ps.learners.balanced_stages import Device, Placed, Profile
 from gadei_ps.learners.measure import Sample
-from gadei_ps.learners.partition import Device, Placed, Profile
-from gadei_ps.learners.places import Place
+from gadei_ps.learners.stage_devices import StageDevice
 from gadei_ps.learners.survey import survey
 from gadei_ps.learners.torch.model import Make, Trained
-from gadei_ps.machine import cgroups, given
+from gadei_ps.machine import cgroups, user_files
 from gadei_ps.show.counts import counted
 
 MOST_BYTES = 16 << 20  # of a plan's file
@@ -111,7 +111,7 @@ class Plan(_Part):
         """Read a file of `gadei-ps partition --out`. Raises UsageError."""
         again = "make it with gadei-ps partition --out"
         try:
-            return cls.model_validate_json(given.read(path, MOST_BYTES))
+            return cls.model_validate_json(user_files.read(path, MOST_BYTES))
         except OSError as error:
             raise UsageError(f"plan {os.fspath(path)}: {error.strerror}; {again}") from None
         except ValidationError as error:
@@ -172,13 +172,13 @@ def make(
     raise, and if no plan fits.
     """
     layers = cutting.modules(layers)
-    where = places.parse(devices)
+    where = stage_devices.parse(devices)
     check(layers, where, limits)
     if in_flight < 1 or repeats < 1:
         raise UsageError(f"in_flight={in_flight}, repeats={repeats}: give numbers from 1 on")
     trained = Trained.of(torch.nn.Sequential(*layers))
     cutting.check_model(trained)
-    own = measure.learner(trained, optimizer, places.remaining_threads(where))
+    own = measure.learner(trained, optimizer, stage_devices.remaining_threads(where))
     chain = survey(trained, sample.inputs, sample.targets, sample.loss_function, own.state)
     weights = sum(one.weights for one in chain.pieces)
     most = free(where, own.on_host * weights) if limits is None else limits
@@ -186,25 +186,25 @@ def make(
         Device(one.name, measure.kind(one), measure.memory(one), limit)
         for one, limit in zip(where, most, strict=True)
     ]
-    partition.check_fits(chain, there, in_flight)
+    balanced_stages.check_fits(chain, there, in_flight)
     by_kind = {measure.kind(one): one for one in reversed(where)}
     times = {
         kind: measure.times(layers, chain, sample, place, in_flight, repeats)
         for kind, place in by_kind.items()
     }
     profile = Profile(chain, times, measure.links(where))
-    placed = partition.plan(profile, there, in_flight)
+    placed = balanced_stages.plan(profile, there, in_flight)
     return _told(layers, profile, there, placed, own, in_flight)
 
 
 def check(
-    layers: Sequence[torch.nn.Module], where: Sequence[Place], limits: Sequence[int] | None
+    layers: Sequence[torch.nn.Module], where: Sequence[StageDevice], limits: Sequence[int] | None
 ) -> None:
     """Raise UsageError for numbers that do not go together."""
-    if len(where) > partition.MOST_DEVICES:
+    if len(where) > balanced_stages.MOST_DEVICES:
         raise UsageError(
-            f"devices: {len(where)}, and a plan is for at most {partition.MOST_DEVICES}: name the "
-            "best ones"
+            f"devices: {len(where)}, and a plan is for at most {balanced_stages.MOST_DEVICES}: "
+            "name the best ones"
         )
     cutting.check_count(layers, where)
     if limits is not None and len(limits) != len(where):
@@ -216,7 +216,7 @@ def check(
         raise UsageError(f"memory: {min(limits)} bytes: give sizes above 0")
 
 
-def free(where: Sequence[Place], besides: int) -> list[int]:
+def free(where: Sequence[StageDevice], besides: int) -> list[int]:
     """Return bytes of memory that are free at each place, shared by those that have the same.
 
     On the host without `besides`, and within the memory limits of control groups, beyond which the

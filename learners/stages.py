@@ -19,7 +19,7 @@ import torch
 from torch.func import functional_call
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.places import Place
+from gadei_ps.learners.stage_devices import StageDevice
 from gadei_ps.learners.stopwatch import BACKWARD, FORWARD, Stopwatch
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -63,7 +63,7 @@ class Stage:
     """A part of the model: computes passes of it one after another, in a thread of its own once it
     has begun."""
 
-    def __init__(self, number: int, module: torch.nn.Module, place: Place) -> None:
+    def __init__(self, number: int, module: torch.nn.Module, place: StageDevice) -> None:
         self.number = number
         self.module = module
         self.place = place
@@ -104,7 +104,7 @@ class Stage:
             self._backward.append((one, gradient))
             self._ready.notify()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End the thread with the pass that it computes now; join() waits for that."""
         with self._ready:
             self._ends = True
@@ -218,7 +218,7 @@ def _moved(targets: Any, device: torch.device) -> Any:
     return targets
 
 
-def end(stages: Sequence[Stage], of: int = 0) -> None:
+def stop_stages(stages: Sequence[Stage], of: int = 0) -> None:
     """End their threads, and wait for what they compute. of: the process that has them; 0: this.
 
     A forked child has no such threads, and perhaps a lock that one of them held.
@@ -226,6 +226,6 @@ def end(stages: Sequence[Stage], of: int = 0) -> None:
     if of and of != os.getpid():
         return
     for stage in stages:
-        stage.end()
+        stage.stop()
     for stage in stages:
         stage.join()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.partition import Chain, Held, Piece
+from gadei_ps.learners.balanced_stages import Chain, Held, Piece
 from gadei_ps.learners.stages import LossFunction, check_loss
 from gadei_ps.learners.torch.model import Trained
 

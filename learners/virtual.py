@@ -30,18 +30,18 @@ from typing import Any, Self, TypeVar
 import torch
 
 from gadei_ps.errors import JobStopped, UsageError
-from gadei_ps.learners import cutting, places, stages
+from gadei_ps.learners import cutting, stage_devices, stages
 from gadei_ps.learners.client import REST_FIRST, Batch
 from gadei_ps.learners.gradient_waves import GradientWaves
-from gadei_ps.learners.places import Place
 from gadei_ps.learners.plan import Plan
+from gadei_ps.learners.stage_devices import StageDevice
 from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
 from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch import assign
 from gadei_ps.learners.torch.buffers import FIRST, Buffers
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
-from gadei_ps.learners.torch.sums import Elsewhere, Sums
+from gadei_ps.learners.torch.sums import DeviceParameters, Sums
 from gadei_ps.learners.waves import WaveOrder, Waves
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class VirtualWorker:
         if made is not None:
             devices, cuts = made.devices, made.cuts
         where = _places(devices, planned=made is not None)
-        self._threads = places.remaining_threads(where)
+        self._threads = stage_devices.remaining_threads(where)
         self.model = torch.nn.Sequential(*layers)
         """All layers. Its modes train() and eval() are those of the stages. While mini-batches are
         in flight its parameters may be copies that one of them has: call drain() first."""
@@ -121,7 +121,7 @@ class VirtualWorker:
         self._in_use = threading.RLock()  # a wait for batches of the server's drains
         # Even if a script ends without close(): torch must not compute while Python ends.
         self._process = os.getpid()
-        self._end_stages = weakref.finalize(self, stages.end, self._stages, self._process)
+        self._end_stages = weakref.finalize(self, stages.stop_stages, self._stages, self._process)
         self._finite = FiniteGradients(self.client)
         try:
             if made is not None:
@@ -146,14 +146,14 @@ class VirtualWorker:
         ended."""
         if optimizer is not None:
             waves = Waves(self.client)
-            self._elsewhere = Elsewhere(self._place_weights(waves))
+            self._elsewhere = DeviceParameters(self._place_weights(waves))
             waves.before_reading = self._elsewhere.fetch
             self.local = local = self._trained.made(optimizer, "optimizer")
             return waves, lambda: local.step()  # which a scheduler may have replaced
         gradients = GradientWaves(self.client)
-        self._elsewhere = Elsewhere(self._place_weights(gradients))
+        self._elsewhere = DeviceParameters(self._place_weights(gradients))
         sums = Sums(gradients.gradients, self._trained.parameters, self._elsewhere.ids)
-        gradients.before_reading = sums.bring
+        gradients.before_reading = sums.gather
         return gradients, sums.add
 
     # -- training -------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class VirtualWorker:
         self._flying.popleft()
         if pushed:
             assert self._buffers is not None
-            self._buffers.look()
+            self._buffers.write_if_due()
         if len(self._free) + len(self._flying) < self.client.wave:  # it may be fewer by now
             self._free.append(one.weights)
         return one.loss
@@ -388,7 +388,7 @@ class VirtualWorker:
                 self.drain()
                 self.waves.flush()
         assert self._buffers is not None
-        self._buffers.end()
+        self._buffers.close()
         self._leave()
 
     def __enter__(self) -> Self:
@@ -429,10 +429,10 @@ class VirtualWorker:
             return
         self._detached = True
         for stage in self._stages:
-            stage.end()
+            stage.stop()
         try:
             if self._buffers is not None:
-                self._buffers.end(write=False)
+                self._buffers.close(write=False)
             self.client.detach()
         finally:
             self._end_stages()
@@ -475,10 +475,10 @@ def _checked_plan(
     return made
 
 
-def _places(given: Sequence[str | torch.device] | None, *, planned: bool) -> list[Place]:
+def _places(given: Sequence[str | torch.device] | None, *, planned: bool) -> list[StageDevice]:
     """Return where the stages compute. planned: by a plan. Raises UsageError."""
     try:
-        return places.parse(given)
+        return stage_devices.parse(given)
     except UsageError as error:
         if not planned:
             raise

@@ -22,7 +22,7 @@ from gadei_ps.errors import (
     in_words,
 )
 from gadei_ps.job.control import Attach, FirstBatch, Offer
-from gadei_ps.job.optimizer import NOTHING
+from gadei_ps.job.optimizer_config import NOTHING
 from gadei_ps.memory import reserve, segment, shm, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.reserve import Cancelled, Progress

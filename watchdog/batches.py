@@ -19,7 +19,7 @@ import numpy as np
 
 from gadei_ps import _native, sync
 from gadei_ps.errors import ControlError
-from gadei_ps.job import modes
+from gadei_ps.job import sync_change
 from gadei_ps.job.control import Own, SetWork
 from gadei_ps.memory import finished, layout, owned
 from gadei_ps.memory.layout import CONTROL, Work
@@ -45,7 +45,7 @@ class Batches:
     @property
     def awaits(self) -> bool:
         """Whether learners of this job begin together, and have not begun yet."""
-        return self._learners > 1 and modes.awaits_start(self._memory.control)
+        return self._learners > 1 and sync_change.awaits_start(self._memory.control)
 
     @property
     def awaits_first(self) -> bool:
@@ -106,8 +106,8 @@ class Batches:
                 self._memory.ring_bells()
             return {"set": False}
         memory = self._memory.control
-        if modes.wanted(memory) != modes.done(memory):
-            coming = sync.parse(modes.text(memory, modes.wanted(memory)))
+        if sync_change.requested(memory) != sync_change.in_force(memory):
+            coming = sync.parse(sync_change.text(memory, sync_change.requested(memory)))
             if coming.wave != int(control["wave"]):
                 raise ControlError(
                     f"the job is just changing to {coming}, with waves of {coming.wave}; ask again"

@@ -324,7 +324,7 @@ class Checkpoints:
             if outcome["problem"]:
                 self.log.warning("checkpoint", problem=outcome["problem"])
             if outcome["aside"]:
-                way = service.take(self.memory.config.name, Path(outcome["aside"]))
+                way = service.restore_commands(self.memory.config.name, Path(outcome["aside"]))
                 self.log.warning(f"a newer checkpoint is set aside; to resume from it: {way}")
         else:
             control["checkpoint_failures"] += 1

@@ -9,7 +9,7 @@ import signal
 from gadei_ps import _native
 from gadei_ps.errors import JobDiffers, JobInUse, SegmentError
 from gadei_ps.job import service
-from gadei_ps.machine import own, process
+from gadei_ps.machine import ownership, process
 from gadei_ps.memory import holds, layout, presence, segment, shm
 from gadei_ps.memory.layout import Phase, SegmentKind, Stop
 
@@ -69,7 +69,7 @@ def end_servers(job: str) -> None:
 
 def _end_servers(job: str) -> None:
     for pid, start in presence.servers(job):
-        pidfd = own.open_process(pid, start)
+        pidfd = ownership.open_process(pid, start)
         if pidfd is not None:
             _kill(pidfd)
     if presence.living(job).servers:
@@ -109,11 +109,12 @@ def _tell_learners(job: str) -> None:
 
 def differs(job: str, how: str, remedy: str) -> JobDiffers:
     """Return the error for unusable memory. remedy: advice if no unit ends the job."""
-    unit = service.here(job)
+    unit = service.expected(job)
     if service.runs_in(job, watchdog=True):
         remedy = (
-            f"{unit.end} ends it, with its last checkpoint if it can; "
-            f"see {unit.systemctl('status', unit.end)}; {unit.systemctl('start')} starts it again"
+            f"{unit.end_unit} ends it, with its last checkpoint if it can; "
+            f"see {unit.systemctl('status', unit.end_unit)}; "
+            f"{unit.systemctl('start')} starts it again"
         )
     elif service.runs_in(job):
         drop = service.command(job, f"gc {job}")

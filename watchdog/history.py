@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from gadei_ps.errors import in_words
-from gadei_ps.job import modes
+from gadei_ps.job import sync_change
 from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
 from gadei_ps.memory import layout, totals
-from gadei_ps.storage.history import line
+from gadei_ps.storage.history_file import line
 from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.durations import HISTORY_END_S, HISTORY_KILL_S
 from gadei_ps.watchdog.memory import JobMemory
@@ -101,7 +101,7 @@ class History:
 
     def _in_force(self) -> dict[str, Any]:
         control = self._memory.control
-        text = modes.text(control, modes.done(control))
+        text = sync_change.text(control, sync_change.in_force(control))
         return settings.fields(self._memory.specs) | {"sync": text}
 
     def _note_changes(self) -> None:

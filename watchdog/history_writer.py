@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from gadei_ps.machine import command_line, lines
-from gadei_ps.storage import history
-from gadei_ps.storage.history import HistoryFile
+from gadei_ps.storage import history_file
+from gadei_ps.storage.history_file import HistoryFile
 
 KEPT = 1000  # lines that wait for the disk
 
@@ -62,7 +62,7 @@ class Writer:
         if command in ("", self._command):
             return b""
         self._command = command
-        return history.line(values | {"command": command})
+        return history_file.line(values | {"command": command})
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import psutil
 
 from gadei_ps.errors import JobStopped
 from gadei_ps.job.config import LearnersConfig
-from gadei_ps.machine import own, process
+from gadei_ps.machine import ownership, process
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
 from gadei_ps.memory import finished
 from gadei_ps.memory.layout import CONTROL, Stop, Work
@@ -79,7 +79,7 @@ class JobLearners:
     def _adopt(self, pid: int, start: int, environ: Mapping[str, str]) -> None:
         name = NAME.fullmatch(environ.get(NAME_VARIABLE, ""))
         if name and environ.get(JOB_VARIABLE) == self.socket and int(name[1]) < len(self.all):
-            pidfd = own.open_process(pid, start)  # None if the pid is another process' by now
+            pidfd = ownership.open_process(pid, start)  # None if the pid is another process' by now
             if pidfd is None:
                 return
             one = self.all[int(name[1])]

@@ -38,7 +38,7 @@ from gadei_ps.errors import (
     OtherVersion,
     SegmentError,
 )
-from gadei_ps.job import changes, modes, numbers, paths
+from gadei_ps.job import changes, hyperparameters, paths, sync_change
 from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
@@ -125,7 +125,7 @@ class JobMemory:
         control["slots"] = self.config.slots
         control["ahead"] = self.config.ahead
         control["owned"] = self.config.owned
-        modes.begin(self.control, sync)
+        sync_change.initialize(self.control, sync)
         control["refuse_nonfinite"] = self.config.nonfinite == "refuse"
         control["spin_ns"] = int(self.config.resolved_spin_us() * 1e3)
         control["roster"]["outstanding"] = layout.NO_BATCH
@@ -393,8 +393,8 @@ class JobMemory:
         """Apply the request of `gadei-ps set`; return the changed fields, each with both values.
 
         The change is first recorded in memory. From then on this watchdog, or the next one, asks
-        the servers for it until it is in force (job/numbers.py). Raises UsageError, and changes
-        nothing, for settings that the job's optimizer cannot have.
+        the servers for it until it is in force (job/hyperparameters.py). Raises UsageError, and
+        changes nothing, for settings that the job's optimizer cannot have.
         """
         before = self.specs
         values = changes.checked(values, before[-1].kind.name.lower(), len(before) - 1)
@@ -409,12 +409,12 @@ class JobMemory:
     @property
     def is_settled(self) -> bool:
         """Whether the servers apply gradients with the resulting settings."""
-        return numbers.are_in_force(self.control, settings.packed(self.specs))
+        return hyperparameters.are_in_force(self.control, settings.packed(self.specs))
 
     def ask_for_settings(self) -> None:
         """Ask for what is not in force yet: a change may have come amid another one. Every tick."""
         if self.model is not None and not self.is_settled:
-            numbers.ask(self.control, settings.packed(self.specs))
+            hyperparameters.request(self.control, settings.packed(self.specs))
 
     @property
     def effective(self) -> JobConfig:

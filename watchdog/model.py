@@ -20,18 +20,18 @@ from gadei_ps.errors import (
     invalid,
     is_lasting,
 )
-from gadei_ps.job import changes, modes
-from gadei_ps.job import groups as job_groups
+from gadei_ps.job import changes, sync_change
+from gadei_ps.job import parameter_groups as job_groups
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.optimizer import MOST_GROUPS, Said, Settings
+from gadei_ps.job.optimizer_config import MOST_GROUPS, ScriptSettings, Settings
 from gadei_ps.kernels import optimizers
-from gadei_ps.machine import given
+from gadei_ps.machine import user_files
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
 from gadei_ps.show.counts import counted
-from gadei_ps.show.optimizer import start
+from gadei_ps.show.optimizer_line import start
 from gadei_ps.storage import checkpoint, export
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.watchdog import making, script
@@ -86,10 +86,10 @@ class _Saved(_SavedGroup):
     groups: Annotated[Sequence[_SavedGroup], Field(max_length=MOST_GROUPS)] = ()
 
 
-def _saved(has: object) -> Said:
+def _saved(has: object) -> ScriptSettings:
     """The settings of a checkpoint. Raises ValidationError."""
     found = _Saved.model_validate(has)
-    return Said(**found.said, groups=[Settings(**one.said) for one in found.groups])
+    return ScriptSettings(**found.given, groups=[Settings(**one.given) for one in found.groups])
 
 
 def in_groups(config: JobConfig, first: First) -> First:
@@ -161,7 +161,7 @@ def _of_file(config: JobConfig, path: Path) -> First:
     from safetensors.numpy import load_file
 
     try:
-        with given.opened(path):  # reports why not; the library's errors have no number
+        with user_files.open_file(path):  # reports why not; the library's errors have no number
             arrays = load_file(path)
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
@@ -248,6 +248,6 @@ def unused_groups(config: JobConfig, model: Model) -> str:
 
 def started(memory: JobMemory) -> str:
     """Describe in one line what a job with a model does with gradients."""
-    sync = modes.text(memory.control, modes.done(memory.control))
+    sync = sync_change.text(memory.control, sync_change.in_force(memory.control))
     told = script.report(memory.config, memory.script, memory.changes, memory.model)
     return start({"settings": told, "sync": sync})

@@ -15,7 +15,7 @@ import numpy as np
 
 from gadei_ps import sync
 from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, NotSaved, in_words
-from gadei_ps.job import control, modes, paths
+from gadei_ps.job import control, paths, sync_change
 from gadei_ps.job.config import check_room
 from gadei_ps.job.control import (
     Attach,
@@ -325,10 +325,10 @@ class Requests:
         except sync.SpecError as error:
             raise ControlError(str(error)) from None
         memory = self._memory.control
-        if modes.wanted(memory) != modes.done(memory):
+        if sync_change.requested(memory) != sync_change.in_force(memory):
             raise ControlError(
                 f"job {job!r} is just changing to "
-                f"{modes.text(memory, modes.wanted(memory))}; ask again once it has"
+                f"{sync_change.text(memory, sync_change.requested(memory))}; ask again once it has"
             )
         wave = int(self._control["wave"])
         if int(self._control["work"]) == Work.WORKING and wanted.wave != wave:
@@ -337,16 +337,16 @@ class Requests:
                 "that cannot change while it works on them"
             )
         if self._memory.model is None:
-            modes.begin(memory, wanted)  # no server has looked at it yet
+            sync_change.initialize(memory, wanted)  # no server has looked at it yet
             return {"changes": True, "sync": str(wanted)}
         # A file may have been rewritten.
         if (
-            str(wanted) == modes.text(memory, modes.done(memory))
+            str(wanted) == sync_change.text(memory, sync_change.in_force(memory))
             and "file" not in wanted.parameters
         ):
             return {"changes": False, "sync": str(wanted)}
         self._log.info("changing the synchronization model", sync=str(wanted))
-        modes.ask(memory, wanted)
+        sync_change.request(memory, wanted)
         self._memory.ring_bells()
         return {"changes": True, "sync": str(wanted)}
 
@@ -356,14 +356,14 @@ def job_status(memory: JobMemory) -> dict[str, Any]:
     control = memory.control.view(layout.CONTROL)
     state = memory.state.view(layout.STATE) if memory.state is not None else None
     told = script.report(memory.config, memory.script, memory.changes, memory.model)
-    in_force, wanted = modes.done(memory.control), modes.wanted(memory.control)
+    in_force, wanted = sync_change.in_force(memory.control), sync_change.requested(memory.control)
     learners = [_learner(memory, row) for row in sorted(memory.rings)]
     return {
         "job": memory.config.name,
         "job_id": memory.job_id.hex(),
         "phase": Phase(int(control["phase"])).name.lower(),
-        "sync": modes.text(memory.control, in_force),
-        "sync_wanted": modes.text(memory.control, wanted) if wanted != in_force else None,
+        "sync": sync_change.text(memory.control, in_force),
+        "sync_wanted": sync_change.text(memory.control, wanted) if wanted != in_force else None,
         "optimizer": told["kind"],
         "settings": told,
         "history": str(memory.config.history_file()) if memory.config.history else None,

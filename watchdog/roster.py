@@ -24,7 +24,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import ControlError, Evicted
-from gadei_ps.machine import own, process
+from gadei_ps.machine import ownership, process
 from gadei_ps.memory import layout, owned, shm
 from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
@@ -123,7 +123,7 @@ class Roster:
             if int(entry["wanted"]) != generation:
                 continue  # it is leaving
             pid = int(entry["pid"])
-            pidfd = own.watch_process(pid, int(entry["pid_start"]))
+            pidfd = ownership.watch_process(pid, int(entry["pid_start"]))
             if pidfd is not None:
                 self._watch(row, pidfd)
                 if int(ring.view(layout.RING)["detached"]):

@@ -17,8 +17,8 @@ import numpy as np
 from gadei_ps.errors import UsageError
 from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.groups import Group
-from gadei_ps.job.optimizer import FIELDS, NOTHING, Said, Settings, uses
+from gadei_ps.job.optimizer_config import FIELDS, NOTHING, ScriptSettings, Settings, uses
+from gadei_ps.job.parameter_groups import Group
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Role
@@ -50,7 +50,7 @@ class Script:
     a checkpoint.
     """
 
-    settings: Said = NOTHING
+    settings: ScriptSettings = NOTHING
     is_open: bool = False
     saved: bool = False
 
@@ -99,7 +99,7 @@ def read(control: Segment) -> Script:
     said = _read_row(rows[OWN])
     if word & GROUPED:
         said["groups"] = tuple(Settings(**_read_row(row)) for row in rows[: word >> COUNT_AT])
-    return Script(Said(**said), bool(word & OPEN), bool(word & SAVED))
+    return Script(ScriptSettings(**said), bool(word & OPEN), bool(word & SAVED))
 
 
 def _read_row(row: np.ndarray) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _fields(spec: OptimizerSpec) -> dict[str, Any]:
 
 
 def settled(
-    config: JobConfig, script: Script, says: Said, changes: Changes = NO_CHANGES
+    config: JobConfig, script: Script, says: ScriptSettings, changes: Changes = NO_CHANGES
 ) -> tuple[Script, str]:
     """Merge the scripts' settings with this learner's; return them and a warning for it.
 
@@ -155,14 +155,14 @@ def settled(
             "count before the script's"
         )
         told = f"{told}; {theirs}" if told else theirs
-    if script.is_open and not says.is_silent:
+    if script.is_open and not says.is_empty:
         changes.specs(config, merged)
         return Script(merged), told
     return Script(script.settings, saved=script.saved), told
 
 
 def _check_groups(
-    config: JobConfig, script: Script, says: Sequence[Settings], merged: Said
+    config: JobConfig, script: Script, says: Sequence[Settings], merged: ScriptSettings
 ) -> None:
     """Raise UsageError where a script's groups are others than the job's.
 
@@ -190,7 +190,7 @@ def _check_groups(
 
 
 def check_members(
-    config: JobConfig, script: Script, job: Model, offered: Sequence[Tensor], says: Said
+    config: JobConfig, script: Script, job: Model, offered: Sequence[Tensor], says: ScriptSettings
 ) -> None:
     """Raise UsageError where a script puts a parameter into another group than the job has it in.
 
@@ -210,7 +210,7 @@ def check_members(
             )
 
 
-def _place(group: int, says: Said) -> str:
+def _place(group: int, says: ScriptSettings) -> str:
     named = group < len(says.groups or ())
     return f"parameter group {group}" if named else "no parameter group"
 

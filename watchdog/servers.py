@@ -20,8 +20,8 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import in_words
-from gadei_ps.job import modes
-from gadei_ps.machine import own, process
+from gadei_ps.job import sync_change
+from gadei_ps.machine import ownership, process
 from gadei_ps.memory import build, layout, lifecycle, reserve
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.memory.lifecycle import Stage
@@ -175,7 +175,7 @@ class Servers:
         for number in NUMBERS:
             line = self._line(number)
             pid = int(line["pid"])
-            pidfd = own.open_process(pid, int(line["start"]))
+            pidfd = ownership.open_process(pid, int(line["start"]))
             if pidfd is None:
                 self._clear(number)
                 continue
@@ -269,7 +269,7 @@ class Servers:
 
     def _unknown_holder(self) -> bool:
         """Return whether an unknown server holds leases, and kill it. Raises OSError."""
-        pidfd = own.open_process(self.active_pid, int(self._control["lease_start"]))
+        pidfd = ownership.open_process(self.active_pid, int(self._control["lease_start"]))
         if pidfd is None:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -325,7 +325,7 @@ class Servers:
 
     def _prepare_starter(self, now: float) -> None:
         """Prepare the fork server, with the code that the next server needs."""
-        model = modes.text(self.memory.control, modes.wanted(self.memory.control))
+        model = sync_change.text(self.memory.control, sync_change.requested(self.memory.control))
         ready = sum(self._control["server"]["state"] == ServerState.READY)
         self._starter.prepare(int(self._control["optimizer"]), model, int(ready))
         self._starter.look(now)

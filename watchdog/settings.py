@@ -15,11 +15,11 @@ import numpy as np
 
 from gadei_ps import sync
 from gadei_ps.errors import ControlError
-from gadei_ps.job import modes, numbers
+from gadei_ps.job import hyperparameters, sync_change
 from gadei_ps.job.changes import NAMES, NO_CHANGES, OF_GROUPS, Changes
 from gadei_ps.job.config import JobConfig, from_mapping
-from gadei_ps.job.groups import Group
-from gadei_ps.job.numbers import Packed
+from gadei_ps.job.hyperparameters import Packed
+from gadei_ps.job.parameter_groups import Group
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import Segment
@@ -64,8 +64,8 @@ def enter(
     """Enter them into the control segment.
 
     script: what the scripts have said. changes: of `gadei-ps set`. begins: whether no gradient has
-    come yet; after that, the servers change the optimizer's numbers (job/numbers.py). The digests
-    come first: the next watchdog enters the rest again, whenever this one dies.
+    come yet; after that, the servers change them (job/hyperparameters.py). The digests come first:
+    the next watchdog enters the rest again, whenever this one dies.
     """
     control = memory.view(layout.CONTROL)
     specs = specs_of(config, script, changes)
@@ -73,9 +73,9 @@ def enter(
     control["config"][: len(ADOPTED)] = list(digests(config).values())
     recorded.write(memory, config, changes)
     if begins:
-        numbers.enter(memory, packed(specs))
+        hyperparameters.initialize(memory, packed(specs))
     else:
-        numbers.ask(memory, packed(specs))
+        hyperparameters.request(memory, packed(specs))
     control["optimizer"] = spec.kind
     control["staleness_aware"] = spec.staleness_aware
     control["saves"] = config.checkpoint is not None and config.checkpoint.on_stop
@@ -90,7 +90,7 @@ def specs_of(config: JobConfig, script: Script, changes: Changes) -> list[Optimi
 
 
 def packed(specs: Sequence[OptimizerSpec]) -> Packed:
-    """Pack the settings for job/numbers.py."""
+    """Pack the settings for job/hyperparameters.py."""
     return np.array([spec.pack() for spec in specs])
 
 
@@ -122,7 +122,7 @@ def changed(
     new.optimizer.specs(script.settings)
     before, after = (dict(_flat(one, script)) for one in (old, new))
     names = [name for name in before | after if before.get(name) != after.get(name)]
-    if str(sync.parse(new.sync)) == modes.text(memory, modes.wanted(memory)):
+    if str(sync.parse(new.sync)) == sync_change.text(memory, sync_change.requested(memory)):
         names = [name for name in names if name != "sync"]  # gadei-ps set has been there first
     fixed = sorted(name for name in names if name not in CHANGEABLE and not _OF_A_GROUP.match(name))
     if fixed:
@@ -146,7 +146,7 @@ def with_script(config: JobConfig, script: Script) -> dict[str, Any]:
     filled = config.model_copy(update={"optimizer": config.optimizer.filled(said)})
     values = filled.model_dump(mode="json")
     values["optimizer"]["groups"] = [
-        one.said | ({"match": list(one.match)} if isinstance(one, Group) else {})
+        one.given | ({"match": list(one.match)} if isinstance(one, Group) else {})
         for one in config.optimizer.in_groups(said)[0]
     ]
     return values

@@ -177,10 +177,10 @@ class Stopping:
         if self.memory.unnamed:
             rest = "its segments have lost their names, so what came after is gone"
         elif service.runs_in(job, watchdog=True):
-            end = service.here(job).end
+            end = service.expected(job).end_unit
             rest = (
                 f"{end} tries once more to save what is in memory; see "
-                f"{service.here(job).systemctl('status', end)}"
+                f"{service.expected(job).systemctl('status', end)}"
             )
         else:
             rest = (

@@ -24,7 +24,7 @@ import numpy as np
 
 from gadei_ps import _native, sync
 from gadei_ps.errors import JobFailed, JobStopped, NotSaved, in_words
-from gadei_ps.job import modes, paths, service
+from gadei_ps.job import paths, service, sync_change
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import cgroups, log, process
 from gadei_ps.memory import layout
@@ -114,7 +114,7 @@ class Supervisor:
     @property
     def _sync(self) -> str:
         """The synchronization model in force."""
-        return modes.text(self.memory.control, modes.done(self.memory.control))
+        return sync_change.text(self.memory.control, sync_change.in_force(self.memory.control))
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Supervisor:
                 self._log.error("the job has failed", reason=self._failed)
                 self._notify.failed(self._failed)
                 if self._stays and not self.memory.names_lost():
-                    self._log.error(f"its memory stays: {service.way_on(self.config.name)}")
+                    self._log.error(f"its memory stays: {service.next_steps(self.config.name)}")
                 return 1
             if self._stopping.begun and self._stopping.over(now):
                 if not self._stopping.problem:
@@ -367,7 +367,7 @@ class Supervisor:
                 "Did logind remove them (RemoveIPC)? Run gadei-ps doctor",
                 segment=lost[0][1:],
             )
-        if killed := self._kills.told():
+        if killed := self._kills.describe():
             self._log.error("a process of this control group is dead", reason=killed)
         self._tell_status(now)
 

@@ -39,7 +39,7 @@ class Wanted:
             return
         if made is None:
             return
-        start = service.here(self._job).systemctl("start", f"gadei-ps-learner@{self._job}")
+        start = service.expected(self._job).systemctl("start", f"gadei-ps-learner@{self._job}")
         self._log.warning(
             "the file that lets units of learners start was lost, and is made again: start those "
             f"that were refused meanwhile ({start})",

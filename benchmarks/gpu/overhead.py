@@ -26,7 +26,7 @@ from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.gpu import networks, texts
 from gadei_ps.benchmarks.gpu.target import Target, job
 from gadei_ps.learners.torch import Optimizer
-from gadei_ps.learners.torch.gpu import GpuBackend
+from gadei_ps.learners.torch.gpu_backend import GpuBackend
 
 OURS, TORCH = "gadei-ps", "torch SGD"
 REACH_S = 30e-6

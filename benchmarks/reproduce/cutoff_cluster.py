@@ -17,9 +17,9 @@ from matplotlib import pyplot
 from gadei_ps.benchmarks.reproduce import cutting, part
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Driven
 from gadei_ps.benchmarks.reproduce.part import Part, Row
-from gadei_ps.run_times import training
+from gadei_ps.run_times import fitting
+from gadei_ps.run_times.fitting import TrainingResult
 from gadei_ps.run_times.traces import Trace
-from gadei_ps.run_times.training import TrainingResult
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor, elfving
 from gadei_ps.sync.prediction import FloatArray
 from gadei_ps.sync.run_time_model import RunTimeModel
@@ -98,7 +98,7 @@ def trial(seed: int, *, learners: int = LEARNERS, node: int = NODE, which: int =
 
 def model(out: Path, quick: bool) -> TrainingResult:
     """Train the model of this cluster."""
-    return training.train(recording(), out=out, epochs=4 if quick else training.EPOCHS)
+    return fitting.train(recording(), out=out, epochs=4 if quick else fitting.EPOCHS)
 
 
 def run(quick: bool = False) -> Part:

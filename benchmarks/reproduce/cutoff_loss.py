@@ -15,7 +15,7 @@ from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.show.colours import SYNC
 from gadei_ps.simulate import compare, oracle
 from gadei_ps.simulate.compare import Learning
-from gadei_ps.simulate.run_times import Recorded
+from gadei_ps.simulate.run_times import RecordedTimes
 from gadei_ps.simulate.setting import Setting
 
 BATCH = 64  # of a learner; 10,112 for all 158, as in the paper
@@ -34,7 +34,7 @@ def run(quick: bool = False) -> Part:
     learners = cutoff_cluster.LEARNERS
     # Twice the mean number of iterations, for learners that never wait.
     slow = np.arange(2 * ITERATIONS) < cutoff_cluster.SWITCH
-    times = Recorded(cutoff_cluster.cluster(slow, SEED))
+    times = RecordedTimes(cutoff_cluster.cluster(slow, SEED))
     setting = Setting(learners, times, iterations=QUICK_ITERATIONS if quick else ITERATIONS)
     learning = Learning(Digits(LR, 1000 if quick else None), BATCH, points=POINTS)
     best = oracle.run(setting)

@@ -18,8 +18,8 @@ from matplotlib import pyplot
 from gadei_ps.benchmarks.reproduce import cutoff_cluster, cutting, part
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Calibration
 from gadei_ps.benchmarks.reproduce.part import Part, Row
-from gadei_ps.run_times import training
-from gadei_ps.run_times.training import TrainingResult
+from gadei_ps.run_times import fitting
+from gadei_ps.run_times.fitting import TrainingResult
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor, best_cutoff
 from gadei_ps.sync.prediction import FloatArray
 from gadei_ps.sync.run_time_model import RunTimeModel
@@ -79,10 +79,10 @@ def _measure(cluster: Cluster, quick: bool) -> Measured:
     times = cutoff_cluster.trial(0, **size)
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.safetensors"
-        trained = training.train(
+        trained = fitting.train(
             cutoff_cluster.recording(**size),
             out=file,
-            epochs=4 if quick else training.EPOCHS,
+            epochs=4 if quick else fitting.EPOCHS,
         )
         calibration = {
             "learned": cutting.calibrate(RunTimeModel.load(file), times),
@@ -108,7 +108,7 @@ def _text(measured: list[Measured]) -> str:
     )
     return f"""\
 Figure 3 of Teng and Wood 2018, on the synthetic cluster of the section on throughput. The run times
-of each iteration are predicted from the {training.LAG} iterations before it, whose run times are
+of each iteration are predicted from the {fitting.LAG} iterations before it, whose run times are
 all known. Predicted and observed run times are compared in ascending order. {trained}. The larger
 cluster stands for the paper's 32 nodes of 68 cores; one of its nodes is also slow at first.
 

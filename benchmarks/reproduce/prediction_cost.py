@@ -62,7 +62,7 @@ def _rounds(quick: bool) -> int:
 
 
 def _learned(learners: int) -> RunTimeModel:
-    from gadei_ps.run_times.training import HIDDEN, LAG, LATENT, RECURRENT
+    from gadei_ps.run_times.fitting import HIDDEN, LAG, LATENT, RECURRENT
 
     sizes = Sizes(learners, LAG, LATENT, RECURRENT, HIDDEN)
     generator = np.random.default_rng(0)

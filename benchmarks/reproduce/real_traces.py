@@ -21,7 +21,7 @@ from gadei_ps.benchmarks.reproduce import cutting, part
 from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Calibration, Driven
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.errors import UsageError
-from gadei_ps.run_times import traces, training
+from gadei_ps.run_times import fitting, traces
 from gadei_ps.run_times.traces import Trace
 from gadei_ps.sync.order_statistics import NormalPredictor, SampledPredictor
 from gadei_ps.sync.prediction import FloatArray
@@ -29,7 +29,7 @@ from gadei_ps.sync.run_time_model import RunTimeModel
 
 FOLDER = "trace-pai-minibatch"
 JOBS = (1, 3)
-LAG = training.LAG
+LAG = fitting.LAG
 
 
 RANKS = {"1st": "skyblue", "6th": "tab:blue", "9th": "navy", "10th": "black"}
@@ -70,8 +70,8 @@ def run(quick: bool = False) -> Part:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "model.safetensors"
             half = len(jobs[job].times) // 2
-            trained = training.train(
-                jobs[job].part(0, half), out=file, epochs=4 if quick else training.EPOCHS
+            trained = fitting.train(
+                jobs[job].part(0, half), out=file, epochs=4 if quick else fitting.EPOCHS
             )
             seconds.append(trained.seconds)
             for other in JOBS:

@@ -29,7 +29,7 @@ from gadei_ps.job.config import from_mapping
 from gadei_ps.learners.client import Client
 from gadei_ps.simulate import compare
 from gadei_ps.simulate.outcome import Outcome
-from gadei_ps.simulate.run_times import Recorded
+from gadei_ps.simulate.run_times import RecordedTimes
 from gadei_ps.simulate.setting import Setting
 
 MODELS = ("asp", "ssp:1", "bsp")
@@ -119,7 +119,7 @@ def _simulated(model: str, trace: Trace, seconds: float) -> Outcome:
     """Simulate a run. Learners with fewer iterations use their run times again."""
     most = max(map(len, trace))
     times = np.stack([np.resize(np.array(one), most) for one in trace], axis=1)
-    setting = Setting(len(trace), Recorded(times), seconds=seconds)
+    setting = Setting(len(trace), RecordedTimes(times), seconds=seconds)
     return compare.run(compare.model(model, len(trace)), setting)
 
 

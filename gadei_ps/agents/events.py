@@ -13,7 +13,7 @@ from gadei_ps.errors import CallRefused, GadeiError, JobStopped, UsageError, in_
 from gadei_ps.groups.agreement import Agreement
 from gadei_ps.groups.membership import Member
 from gadei_ps.groups.messages import Decision, Model
-from gadei_ps.sync.parameters import shown
+from gadei_ps.sync.parameters import short_repr
 
 EXPELLED = "the group goes on without this machine: it was silent for too long"
 GIVEN_UP = "the group goes on without this machine: somebody has said that it is dead"
@@ -85,8 +85,8 @@ def of_job(error: BaseException) -> str:
 def not_alike(mine: str, number: int, theirs: str) -> str:
     """Why a life is over that has other settings than its group."""
     return (
-        f"this machine has {mine}, but machine {number} has {shown(theirs)}: give all machines of "
-        "a group the same"
+        f"this machine has {mine}, but machine {number} has {short_repr(theirs)}: give all "
+        "machines of a group the same"
     )
 
 

@@ -18,7 +18,7 @@ from gadei_ps.agents import addresses, handshake, threads, tls
 from gadei_ps.agents.addresses import Address
 from gadei_ps.agents.handshake import Hello, Identity, Link, Verdict
 from gadei_ps.errors import AgentError, CallRefused, UsageError, in_words
-from gadei_ps.sync.parameters import shown
+from gadei_ps.sync.parameters import short_repr
 
 CALLS = 32
 CALLS_OF_HOST = 16
@@ -157,7 +157,7 @@ def call(
     try:
         connection = socket.create_connection(address, max(0.001, until - time.monotonic()))
     except ValueError:  # UnicodeError, of a label that is empty, say
-        raise AgentError(f"{shown(address[0])} is no name of a host") from None
+        raise AgentError(f"{short_repr(address[0])} is no name of a host") from None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if unheard_s is not None:

@@ -23,7 +23,7 @@ from gadei_ps.agents.training import LOOK_S, JobTraining, StandingTraining
 from gadei_ps.errors import AgentError, GadeiError, UsageError
 from gadei_ps.groups.membership import Member
 from gadei_ps.groups.shares import Said, Shares, Span, Work, without
-from gadei_ps.learners.owned import Owned
+from gadei_ps.learners.assigned_batches import AssignedBatches
 from gadei_ps.memory import layout, owned
 
 IDLE_S = 0.05
@@ -55,7 +55,7 @@ class OwningTraining(JobTraining):
                 f"job {job!r} hands out all batches, but the group divides them: write "
                 "`owned = true` into its job file"
             )
-        self._owned = Owned(self._client)
+        self._owned = AssignedBatches(self._client)
         self._owned.take_back()
         self._is_empty = False
         self._given: list[Span] = []
@@ -93,7 +93,7 @@ class OwningTraining(JobTraining):
         self._given = shares.of(self._me)
         self._rest += new
         self._refill()
-        self._owned.end(shares.done)
+        self._owned.finish(shares.done)
 
     def close(self) -> None:
         """Leaves the job, which answers what its learners have. No other call may follow."""

@@ -19,11 +19,11 @@ from typing import Any
 from gadei_ps.chaos import observer
 from gadei_ps.chaos.observer import Observer
 from gadei_ps.chaos.tally import Count
-from gadei_ps.chaos.victims import Given, Own, OwnJob
+from gadei_ps.chaos.targets import CountedJob, ExistingJob, OwnJob
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import ControlError, GadeiError, UsageError
-from gadei_ps.job import processes
-from gadei_ps.job.processes import Role, Target
+from gadei_ps.job import faults
+from gadei_ps.job.faults import Role, Target
 from gadei_ps.machine import interrupts
 from gadei_ps.memory.totals import counts
 from gadei_ps.show.counts import counted
@@ -62,7 +62,7 @@ def run(job: str | None, options: Options) -> dict[str, Any]:
         raise UsageError(f"--signals: {odd[0]} is not KILL or STOP; gadei-ps kill sends any")
     if job is not None:
         with interrupts.held():
-            return _Chaos(Given(job), options).run()
+            return _Chaos(ExistingJob(job), options).run()
     own = options.own
     with (
         interrupts.held(),
@@ -72,7 +72,7 @@ def run(job: str | None, options: Options) -> dict[str, Any]:
             silent=not own.verbose,  # it would report each death
             policy=Policy(limit=sys.maxsize),  # chaos kills it on purpose
         ) as daemon,
-        Own(daemon, own) as victims,
+        CountedJob(daemon, own) as victims,
     ):
         return _Chaos(victims, options).run()
 
@@ -81,7 +81,7 @@ def run(job: str | None, options: Options) -> dict[str, Any]:
 class _Chaos:
     """One run."""
 
-    job: Given | Own
+    job: ExistingJob | CountedJob
     options: Options
     hits: Counter[tuple[Role, signal.Signals]] = field(default_factory=Counter)
     _stopped: list[tuple[float, Target]] = field(default_factory=list)
@@ -123,7 +123,7 @@ class _Chaos:
         told = begin
         while (now := time.monotonic()) < end:
             interrupts.check()
-            self.job.look_after()
+            self.job.maintain()
             self._go_on(now)
             if now >= due and self._strike(now):
                 due = time.monotonic() + self.options.every_s * (0.5 + self._chance.random())
@@ -152,7 +152,7 @@ class _Chaos:
         target = self._chance.choice(found)
         number = self._round_number if first else self._chance.choice(list(self.options.signals))
         self._announce(target, number)
-        if processes.send(target, number, owner=self._processes.owner) is None:
+        if faults.send(target, number, owner=self._processes.owner) is None:
             return True
         self.hits[target.role, number] += 1
         if number == signal.SIGSTOP:
@@ -222,7 +222,7 @@ class _Chaos:
             if everyone or now >= until or not target.alive:
                 self._stopped.remove(entry)
                 with contextlib.suppress(GadeiError):
-                    processes.send(target, signal.SIGCONT, owner=self._processes.owner)
+                    faults.send(target, signal.SIGCONT, owner=self._processes.owner)
 
     # -- telling ------------------------------------------------------------------------------
 

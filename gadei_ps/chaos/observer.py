@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gadei_ps.job.processes import Processes, Target
+from gadei_ps.job.faults import Processes, Target
 from gadei_ps.memory import segment
 from gadei_ps.memory.layout import STATE, SegmentKind
 from gadei_ps.memory.shm import segment_name

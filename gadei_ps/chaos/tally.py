@@ -1,8 +1,8 @@
 """Counts how often each gradient of `gadei-ps chaos` is in the weights, without any counter.
 
 The number of published gradients is the head of a ring, which only its learner writes. The number
-of applied gradients is in the ledger tensor (gadei_ps/chaos/learner.py); under another optimizer
-than SGD it is the number of the optimizer's steps.
+of applied gradients is in the ledger tensor (gadei_ps/chaos/counted_learner.py); under another
+optimizer than SGD it is the number of the optimizer's steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.chaos.learner import BODY, LANES, sign
+from gadei_ps.chaos.counted_learner import BODY, LANES, sign
 from gadei_ps.memory import segment, weights
 from gadei_ps.memory.layout import CONTROL, RING, STATE, SegmentKind
 from gadei_ps.memory.segment import Segment

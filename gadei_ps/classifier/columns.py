@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import NamedTuple
 
-from gadei_ps.classifier.records import Row, error, shown
+from gadei_ps.classifier.records import Row, error, list_names
 
 TEXT, LABEL = "text", "label"
 HELD = {TEXT: "the sentences", LABEL: "the labels"}
@@ -103,7 +103,7 @@ def _usual(
         if len(those) == 1:
             return those[0]
         if those:
-            what = f"columns {shown([first[at] for at in those])} may all be the {role}s"
+            what = f"columns {list_names([first[at] for at in those])} may all be the {role}s"
             raise error(path, line or None, what, f"choose one with {OPTIONS[role]}")
     # Of two columns, the one that is not the other's.
     rest = [at for at in left if first[at].lower() not in USUAL[other]]
@@ -119,7 +119,7 @@ def _missing(
     return error(
         path,
         line or None,
-        f"{what} named {name!r}; the columns are {shown(first)}",
+        f"{what} named {name!r}; the columns are {list_names(first)}",
         f"give a name or a number with {OPTIONS[role]}",
     )
 
@@ -154,7 +154,7 @@ def _without_header(
     found = dict(given)
     why = "line 1 is not a header"
     if width > 1:
-        why += f" ({shown([again])} stands in later rows too)"
+        why += f" ({list_names([again])} stands in later rows too)"
     if len(found) < len(wanted):
         if width > 2:
             numbers = " ".join(f"{OPTIONS[role]} N" for role in wanted)

@@ -9,7 +9,7 @@ import numpy as np
 from gadei_ps.classifier import dataset, hold_out, words
 from gadei_ps.classifier.dataset import Dataset
 from gadei_ps.classifier.records import place
-from gadei_ps.classifier.settings import Settings
+from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.classifier.words import Encoded, Vocabulary
 from gadei_ps.show.counts import counted
 

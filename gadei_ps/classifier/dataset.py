@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gadei_ps.classifier import columns, records
 from gadei_ps.classifier.columns import LABEL, TEXT, Columns
 from gadei_ps.classifier.records import DatasetError as DatasetError
-from gadei_ps.classifier.records import Row, error, place, shown
+from gadei_ps.classifier.records import Row, error, list_names, place
 from gadei_ps.show.counts import counted
 
 UNSEEN_LABEL = -1
@@ -91,7 +91,7 @@ def read_training(
     rows, notices, warnings = _labelled(path, text_column, label_column)
     names = tuple(sorted({row.label for row in rows}))
     if len(names) == 1:
-        what = f"every row has the label {shown(names)}"
+        what = f"every row has the label {list_names(names)}"
         raise error(path, None, what, "give rows of at least two labels")
     if len(rows) < MIN_ROWS:
         what = f"the file has only {counted(len(rows), 'row')}, but a tenth is held out"
@@ -118,7 +118,8 @@ def read_test(
         names = sorted({row.label for row in unseen})
         share = f"{len(unseen)} of {counted(len(rows), 'row')}"
         what = (
-            f"labels that the training data lack ({shown(names)}) in {share}: they count as wrong"
+            f"labels that the training data lack ({list_names(names)}) in {share}: "
+            "they count as wrong"
         )
         warnings.append(f"{place(path, unseen[0].line)}: {what}")
     return _dataset(rows, tuple(label_names), notices, warnings)

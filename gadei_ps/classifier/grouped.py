@@ -18,9 +18,9 @@ from typing import Any
 
 from gadei_ps.classifier.counting import Progress, sources
 from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
-from gadei_ps.classifier.plan import Plan
-from gadei_ps.classifier.settings import Settings
 from gadei_ps.classifier.train import MAX_REFUSED, STALLED_S
+from gadei_ps.classifier.training_plan import Plan
+from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.cluster import config
 from gadei_ps.cluster.program import Program
 from gadei_ps.cluster.training import Training
@@ -71,7 +71,7 @@ def train(
     display = Display(plan.epochs, silent=display_silent)
     machines, groups = counted(run.machines, "machine"), counted(len(run.groups), "group")
     learners = counted(settings.learners, "learner")
-    plan.tell(display, f"{learners} on each of {machines} in {groups}")
+    plan.print(display, f"{learners} on each of {machines} in {groups}")
     options = plan.options(settings.device, None, own_order=not run.divide)
     program = Program(LEARNER, "torch", settings.device, plan.digest(options))
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gadei_ps.classifier.dataset import Dataset
-from gadei_ps.classifier.records import error, shown
+from gadei_ps.classifier.records import error, list_names
 from gadei_ps.classifier.words import Encoded, cut_for, number
 from gadei_ps.show.counts import counted
 
@@ -100,7 +100,7 @@ def check(path: str | PathLike[str], dataset: Dataset, groups: Groups) -> None:
     pairs = np.unique(np.stack([dataset.labels, groups]), axis=1)
     if np.bincount(pairs[0]).max() > 1:
         return
-    names = shown(dataset.label_names, most=4)
+    names = list_names(dataset.label_names, most=4)
     raise error(
         path,
         None,
@@ -123,14 +123,14 @@ def findings(dataset: Dataset, groups: Groups) -> list[str]:
     if several := int((labels_of_text > 1).sum()):
         one = dataset.texts[int((groups == int((labels_of_text > 1).argmax())).argmax())]
         found.append(
-            f"{counted(several, 'text')} with copies of different labels ({shown([one])}): they "
-            "are left as they are, and the network cannot learn them"
+            f"{counted(several, 'text')} with copies of different labels ({list_names([one])}): "
+            "they are left as they are, and the network cannot learn them"
         )
     texts_of_label = np.bincount(pairs[1], minlength=len(dataset.label_names))
     if single := [dataset.label_names[at] for at in np.flatnonzero(texts_of_label == 1)]:
         found.append(
-            f"{counted(len(single), 'label')} with a single text ({shown(single, most=4)}): it is "
-            "trained on, but not measured"
+            f"{counted(len(single), 'label')} with a single text ({list_names(single, most=4)}): "
+            "it is trained on, but not measured"
         )
     return found
 

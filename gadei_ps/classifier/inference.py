@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from gadei_ps.classifier.words import PADDING, Vocabulary
 from gadei_ps.errors import GadeiError
-from gadei_ps.machine import given
+from gadei_ps.machine import user_files
 from gadei_ps.show.counts import counted
 
 Floats = NDArray[np.float32]
@@ -203,7 +203,7 @@ def resolved(directory: str | os.PathLike[str]) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
-        with given.opened(path) as file:
+        with user_files.open_file(path) as file:
             return file.read()
     except OSError as error:
         raise _damaged(path, str(error.strerror)) from None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gadei_ps.classifier.inference import ModelDirectoryError
-from gadei_ps.classifier.plan import Plan
+from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.errors import JobFailed, JobStopped
 from gadei_ps.job import paths
 from gadei_ps.job.config import state_directory

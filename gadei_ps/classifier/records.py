@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gadei_ps.errors import UsageError
-from gadei_ps.machine import given
+from gadei_ps.machine import user_files
 
 MOST_BYTES = 1 << 31
 """The most bytes of a file, decompressed: some ten million sentences."""
@@ -103,7 +103,7 @@ def place(path: str | PathLike[str], line: int | None = None) -> str:
     return name if line is None else f"{name}:{line}"
 
 
-def shown(names: Sequence[str], most: int = 8) -> str:
+def list_names(names: Sequence[str], most: int = 8) -> str:
     """Quote at most `most` names for a message, each with at most 40 characters."""
     some = [repr(name if len(name) <= 40 else name[:37] + "...") for name in names[:most]]
     return ", ".join(some + (["..."] if len(names) > most else []))
@@ -128,7 +128,7 @@ def _data(path: str | PathLike[str]) -> bytes:
     try:
         if Path(path).is_file() and Path(path).stat().st_size > MOST_BYTES:
             raise error(path, None, *_TOO_LARGE)
-        return given.stream(path)
+        return user_files.read_all(path)
     except (OSError, ValueError) as failure:
         reason = failure.strerror if isinstance(failure, OSError) else failure
         what = f"cannot be read ({reason})"

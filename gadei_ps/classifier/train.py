@@ -17,8 +17,8 @@ from typing import Any
 
 from gadei_ps import sync
 from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
-from gadei_ps.classifier.plan import Plan
-from gadei_ps.classifier.settings import Settings
+from gadei_ps.classifier.training_plan import Plan
+from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.commands.daemon import Daemon, kept_version
 from gadei_ps.errors import DeviceError, JobFailed, JobInUse, JobStopped
 from gadei_ps.job.config import check_sync, from_mapping
@@ -65,7 +65,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
 
     network.check_result_directory(settings.out or Path("model-1"))
     display = Display(plan.epochs, silent=display_silent)
-    plan.tell(display, counted(settings.learners, "learner"))
+    plan.print(display, counted(settings.learners, "learner"))
     display.event(_where(compute, settings.learners))
     display.event(f"job {config.name}; its history is in {config.history_file()}")
     threads = max(1, process.cores() // settings.learners)
@@ -107,7 +107,7 @@ def _compute(settings: Settings) -> Compute:
     """The device on which learners compute. Raises UsageError or DeviceError."""
     # If the user names GPUs, they must be used.
     device = "cuda" if settings.gpus is not None and settings.device == "auto" else settings.device
-    compute = Compute.wanted(device, settings.gpus).settled()
+    compute = Compute.choose(device, settings.gpus).settled()
     if compute.device == "cuda" and (why := _torch_lacks()):
         if device == "cuda":
             raise DeviceError(f"device cuda: {why}")
@@ -193,7 +193,7 @@ class _Run:
             self.daemon.keeps = False  # as the model is on the disk
             if not self.stopped:
                 self.status = self.daemon.request(StopJob(drain=True, timeout_s=30.0), 60.0)
-            learners.end()
+            learners.stop()
         except BaseException:
             self.daemon.keeps &= self.measuring.directory is None
             raise

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gadei_ps.classifier.records import error
-from gadei_ps.machine import given
+from gadei_ps.machine import user_files
 from gadei_ps.storage import files
 
 PADDING = 0
@@ -166,7 +166,7 @@ class Vocabulary:
         """Read what `save` wrote. Raises DatasetError if the file is missing or damaged."""
         remedy = "restore it from the model it was saved with"
         try:
-            with given.opened(path) as file:
+            with user_files.open_file(path) as file:
                 return cls.from_json(file.read().decode())
         except OSError as failure:
             raise error(path, None, f"cannot be read ({failure.strerror})", remedy) from None

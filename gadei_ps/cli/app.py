@@ -1,7 +1,7 @@
 """The command line: one app, put together from the modules beside this one.
 
 A command returns its exit code, prints its result on stdout and everything else on stderr; with
---json the result is one JSON object. A command raises its errors, and outcome.py prints them. Each
+--json the result is one JSON object. A command raises its errors, and exits.py prints them. Each
 command imports what it needs when it runs, so that --help and completion are quick.
 """
 
@@ -15,12 +15,12 @@ import typer
 import gadei_ps
 from gadei_ps.cli import (
     checkpoints,
+    exits,
     faults,
     groups,
     history,
     jobs,
     machine,
-    outcome,
     partition,
     runtime_model,
     serving,
@@ -93,4 +93,4 @@ def _root(
 
 def main() -> None:
     """Entry point of `gadei-ps` and of `python -m gadei_ps`."""
-    sys.exit(outcome.execute(app, sys.argv[1:]))
+    sys.exit(exits.execute(app, sys.argv[1:]))

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-from gadei_ps.cli.options import Details, JobArgument, Json, JsonLog, argument, option, tell
+from gadei_ps.cli.options import Details, JobArgument, Json, JsonLog, argument, option, print_result
 from gadei_ps.cli.serving import serve_job
-from gadei_ps.show.plain import say
+from gadei_ps.show.plain import print_text
 
 
 def checkpoint(job: JobArgument, as_json: Json = False) -> int:
@@ -17,7 +17,7 @@ def checkpoint(job: JobArgument, as_json: Json = False) -> int:
     from gadei_ps.show import view
 
     made = jobs.checkpoint(job)
-    tell(as_json, made, lambda: view.checkpointed(made))
+    print_result(as_json, made, lambda: view.checkpointed(made))
     return 0
 
 
@@ -87,11 +87,11 @@ def export(
     result = saved.export(source, out, version)
     if not as_json:
         _warn(result["problems"])
-    tell(as_json, result, lambda: view.exported(result))
+    print_result(as_json, result, lambda: view.exported(result))
     return 0
 
 
 def _warn(problems: Iterable[str]) -> None:
     """Print the checkpoints that cannot be used; an older one is used instead."""
     for problem in problems:
-        say(f"gadei-ps: warning: {problem}")
+        print_text(f"gadei-ps: warning: {problem}")

@@ -11,12 +11,12 @@ from gadei_ps.cli.options import (
     Verbose,
     argument,
     option,
+    print_result,
     running_jobs,
     switch,
-    tell,
 )
 from gadei_ps.errors import UsageError
-from gadei_ps.show.plain import say
+from gadei_ps.show.plain import print_text
 
 
 def kill(
@@ -36,8 +36,8 @@ def kill(
     as_json: Json = False,
 ) -> int:
     """Send a signal to one process of a job; training continues and nothing is lost."""
-    from gadei_ps.job import processes
-    from gadei_ps.job.processes import Role
+    from gadei_ps.job import faults
+    from gadei_ps.job.faults import Role
     from gadei_ps.show import view
 
     asked = {
@@ -52,8 +52,8 @@ def kill(
         raise UsageError(
             "give exactly one of --learner K, --server, --standby, --watchdog and --fork-server"
         )
-    sent = processes.kill(job, roles[0], learner, processes.signal_number(name))
-    tell(as_json, sent, lambda: view.killed(sent))
+    sent = faults.kill(job, roles[0], learner, faults.signal_number(name))
+    print_result(as_json, sent, lambda: view.killed(sent))
     return 0
 
 
@@ -113,10 +113,10 @@ def chaos(
     report has only times and the job's counters.
     """
     from gadei_ps.chaos import campaign
-    from gadei_ps.chaos.victims import OwnJob
+    from gadei_ps.chaos.targets import OwnJob
     from gadei_ps.commands import quantities
-    from gadei_ps.job import processes
-    from gadei_ps.job.processes import Role
+    from gadei_ps.job import faults
+    from gadei_ps.job.faults import Role
     from gadei_ps.show import view
 
     asked = {
@@ -140,12 +140,12 @@ def chaos(
             seconds=quantities.duration(time_),
             targets=[Role(name) for name in names],
             every_s=quantities.duration(every),
-            signals=[processes.signal_number(one.strip()) for one in signals.split(",")],
+            signals=[faults.signal_number(one.strip()) for one in signals.split(",")],
             seed=seed,
             own=OwnJob(**own, verbose=verbose),
             impatient=impatient,
-            say=lambda line: None if as_json else say(line),
+            say=lambda line: None if as_json else print_text(line),
         ),
     )
-    tell(as_json, report, lambda: view.raged(report))
+    print_result(as_json, report, lambda: view.chaos_summary(report))
     return 1 if report["clean"] is False else 0

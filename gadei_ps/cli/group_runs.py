@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from gadei_ps.cli.options import Command, Json, tell
-from gadei_ps.cli.outcome import print_json
-from gadei_ps.show.plain import say
+from gadei_ps.cli.exits import print_json
+from gadei_ps.cli.options import Command, Json, print_result
+from gadei_ps.show.plain import print_text
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="Name of a run, as its GROUPS.toml has it.")
@@ -27,7 +27,7 @@ Address = Annotated[
 
 def _say(line: str, progress: bool) -> None:
     if not progress or sys.stderr.isatty():
-        say(f"gadei-ps: {line}")
+        print_text(f"gadei-ps: {line}")
 
 
 def run(
@@ -66,7 +66,7 @@ def run(
     if as_json:
         print_json(summary)
     else:
-        say(f"gadei-ps: {groups.ran(summary)}")
+        print_text(f"gadei-ps: {groups.ran(summary)}")
     return int(summary["exit_code"])
 
 
@@ -76,7 +76,7 @@ def status(name: RunArgument, address: Address = None, as_json: Json = False) ->
     from gadei_ps.show import groups
 
     report = orders.ask("status", name, address, _say)
-    tell(as_json, report, lambda: groups.Machines(report["machines"]))
+    print_result(as_json, report, lambda: groups.Machines(report["machines"]))
     return 0
 
 
@@ -98,7 +98,9 @@ def join(
     from gadei_ps.cluster import orders
 
     told = orders.ask("join", name, address, _say, group=group, node=node)
-    tell(as_json, told, lambda: f"machine {told['machine']} of {name} starts at {told['host']}")
+    print_result(
+        as_json, told, lambda: f"machine {told['machine']} of {name} starts at {told['host']}"
+    )
     return 0
 
 
@@ -121,7 +123,7 @@ def leave(
     from gadei_ps.show import groups
 
     told = orders.ask("leave", name, address, _say, machine=machine, dead=dead)
-    tell(as_json, told, lambda: groups.left(told, machine, dead=dead))
+    print_result(as_json, told, lambda: groups.left(told, machine, dead=dead))
     return 0
 
 
@@ -132,5 +134,5 @@ def stop(name: RunArgument, address: Address = None, as_json: Json = False) -> i
 
     told = orders.ask("stop", name, address, _say)
     machines = counted(len(told["machines"]), "machine")
-    tell(as_json, told, lambda: f"run {name} has stopped: {machines}")
+    print_result(as_json, told, lambda: f"run {name} has stopped: {machines}")
     return 0

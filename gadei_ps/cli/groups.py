@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from gadei_ps.cli import group_runs
+from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import Json
-from gadei_ps.cli.outcome import print_json
 from gadei_ps.cli.simulate import ProblemName, moment
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
-from gadei_ps.show.plain import say
+from gadei_ps.show.plain import print_text
 
 app = App(help="Groups of machines that train together.")
 
@@ -187,7 +187,7 @@ def simulate(
             return_s=None if return_after is None else _seconds("--return-after", return_after),
         ),
     )
-    told = groups_report.compare(rules, setting, learning, lambda line: say(line))
+    told = groups_report.compare(rules, setting, learning, lambda line: print_text(line))
     asked = {"machines": setting.machines, "groups": len(sizes), "sizes": list(sizes)}
     asked |= {"neighbours": neighbours, "k": setting.k, "batch": batch, "times": times}
     asked |= {"values": setting.values, "wire": wire, "broadcast": broadcast, "seed": seed}

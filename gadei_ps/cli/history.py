@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from gadei_ps.cli import results
-from gadei_ps.cli.options import Json, argument, option, recorded_jobs, tell
+from gadei_ps.cli.options import Json, argument, option, print_result, recorded_jobs
 
 HELP = "The job's name, even after it has ended; its job file, or the file of its history."
 RUNS = 20  # that are listed without --last
@@ -30,15 +30,15 @@ def history(
     """Show loss, speed, staleness, learners and changes of a job over time, or list all runs."""
     from gadei_ps.commands import history as saved
     from gadei_ps.job.config import state_directory
-    from gadei_ps.show.history import runs, shown
+    from gadei_ps.show.history_view import render, runs
 
     if job is None:
         found = [one._asdict() for one in saved.runs()]
         where = str(state_directory())
-        tell(as_json, {"runs": found[:last]}, lambda: runs(found, where, last or RUNS))
+        print_result(as_json, {"runs": found[:last]}, lambda: runs(found, where, last or RUNS))
         return 0
     result = saved.read(job, last)
-    tell(as_json, result, lambda: shown(result["lines"]))
+    print_result(as_json, result, lambda: render(result["lines"]))
     return 0
 
 
@@ -51,7 +51,7 @@ def plot(
 ) -> int:
     """Draw loss and samples/s of a job over time and versions, as SVG; needs matplotlib."""
     from gadei_ps.commands import history as saved
-    from gadei_ps.show import history as drawing
+    from gadei_ps.show import history_view as drawing
 
     drawing.check_plot()
     name = Path(job).name.removesuffix(".jsonl").removesuffix(".toml").removesuffix(".sock")
@@ -60,5 +60,5 @@ def plot(
     result = saved.read(job)
     results.write("--out", file, drawing.plot(result["lines"], name))
     lines = len(result["lines"])
-    tell(as_json, {"job": job, "file": str(file), "lines": lines}, lambda: f"wrote {file}")
+    print_result(as_json, {"job": job, "file": str(file), "lines": lines}, lambda: f"wrote {file}")
     return 0

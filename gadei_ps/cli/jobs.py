@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from gadei_ps.cli import results
+from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import (
     MODELS,
     SERVED,
@@ -25,13 +26,12 @@ from gadei_ps.cli.options import (
     argument,
     limits,
     option,
+    print_result,
     running_jobs,
     switch,
-    tell,
 )
-from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
-from gadei_ps.show.plain import plain, say
+from gadei_ps.show.plain import plain, print_text
 
 WATCH_INTERVAL_S = 1.0
 MOST_SILENT = 3  # --watch fails after more unanswered requests in a row
@@ -145,9 +145,9 @@ def run(
     if as_json:
         print_json(summary)
     else:
-        say(f"gadei-ps: {view.ran(summary)}")
+        print_text(f"gadei-ps: {view.ran(summary)}")
     if kept := view.kept(summary):
-        say(f"gadei-ps: {kept}")
+        print_text(f"gadei-ps: {kept}")
     return int(summary["exit_code"])
 
 
@@ -209,11 +209,11 @@ def status(
         _draw(job, svg)
     elif job is None:
         found = jobs.statuses()
-        tell(as_json, {"jobs": found}, lambda: statuses(found))
+        print_result(as_json, {"jobs": found}, lambda: statuses(found))
         _tell_where(not found, as_json)
     else:
         report = jobs.status(job)
-        tell(as_json, report, lambda: job_status(report))
+        print_result(as_json, report, lambda: job_status(report))
     return 0
 
 
@@ -234,7 +234,7 @@ def _draw(job: str | None, file: Path) -> None:
         shown = job_status(report, rates.update(report["learners"]))
     made = picture.svg(shown, " ".join(("gadei-ps status", job or "")).rstrip())
     results.write("--svg", file, made)
-    say(f"wrote {file}", sys.stdout)
+    print_text(f"wrote {file}", sys.stdout)
 
 
 def _watch(job: str | None) -> None:
@@ -265,14 +265,14 @@ def _watch(job: str | None) -> None:
                         raise
                     continue
                 shown = job_status(report, rates.update(report["learners"]))
-            seen, silent, shown = True, 0, tables.Harmless(shown)
+            seen, silent, shown = True, 0, tables.Escaped(shown)
             if console.is_terminal:
                 live.update(shown, refresh=True)
             else:
                 console.print(shown)
                 sys.stdout.flush()
             time.sleep(WATCH_INTERVAL_S)
-    say(f"job {job} has ended", sys.stdout)
+    print_text(f"job {job} has ended", sys.stdout)
 
 
 def stop(
@@ -298,7 +298,7 @@ def stop(
     from gadei_ps.show import view
 
     report = jobs.stop(job, drain=drain, timeout_s=timeout, discard=discard)
-    tell(as_json, report, lambda: view.stopped(report))
+    print_result(as_json, report, lambda: view.stopped(report))
     return 0
 
 
@@ -310,7 +310,7 @@ def list_jobs(as_json: Json = False) -> int:
     from gadei_ps.show import view
 
     found = [asdict(one) for one in jobs.jobs()]
-    tell(as_json, {"jobs": found}, lambda: view.jobs(found))
+    print_result(as_json, {"jobs": found}, lambda: view.jobs(found))
     _tell_where(not found, as_json)
     return 0
 
@@ -320,13 +320,13 @@ def _tell_where(nothing: bool, as_json: bool) -> None:
     if not nothing:
         return
     from gadei_ps.job import paths
-    from gadei_ps.job.absence import elsewhere
+    from gadei_ps.job.diagnosis import jobs_elsewhere
 
     if not as_json:
         name = paths.user(paths.owner())
-        say(f"gadei-ps: looked in {paths.directory()}, for user {name}")
-    for line in elsewhere():
-        say(f"gadei-ps: {plain(line)}")
+        print_text(f"gadei-ps: looked in {paths.directory()}, for user {name}")
+    for line in jobs_elsewhere():
+        print_text(f"gadei-ps: {plain(line)}")
 
 
 def gc(
@@ -352,10 +352,10 @@ def gc(
         "removed": [one.as_dict() for one in left],
         "bytes": sum(one.bytes for one in left),
     }
-    tell(as_json, result, lambda: view.removed(result))
+    print_result(as_json, result, lambda: view.removed(result))
     for why in jobs.foreign(names):
-        say(f"gadei-ps: left alone: {plain(why)}")
+        print_text(f"gadei-ps: left alone: {plain(why)}")
     for why in jobs.left_alone(jobs.kept() if names is None else names, left):
-        say(f"gadei-ps: {plain(why)}")
+        print_text(f"gadei-ps: {plain(why)}")
     _tell_where(not left and not names, as_json)
     return 0

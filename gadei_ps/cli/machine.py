@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gadei_ps.cli.options import DryRun, Json, argument, option, switch, tell
-from gadei_ps.cli.outcome import print_json
+from gadei_ps.cli.exits import print_json
+from gadei_ps.cli.options import DryRun, Json, argument, option, print_result, switch
 from gadei_ps.errors import UsageError
-from gadei_ps.show.plain import say
+from gadei_ps.show.plain import print_text
 
 if TYPE_CHECKING:
     from gadei_ps.commands.manager import Scope
@@ -28,7 +28,7 @@ def doctor(as_json: Json = False) -> int:
     checks = examine()
     healthy = all(check.level != Level.ERROR for check in checks)
     rows = [check.as_dict() for check in checks]
-    tell(as_json, {"ok": healthy, "checks": rows}, lambda: view.checks(rows))
+    print_result(as_json, {"ok": healthy, "checks": rows}, lambda: view.checks(rows))
     return 0 if healthy else 1
 
 
@@ -63,7 +63,7 @@ def bench(
         if out is not None:
             suite.write(result, out)
         if not as_json:
-            say(f"== {name}\n{shown}", sys.stdout)
+            print_text(f"== {name}\n{shown}", sys.stdout)
     if as_json:
         print_json(results[0] if len(results) == 1 else {"results": results})
     return 0
@@ -126,12 +126,12 @@ def install_unit(
     if as_json:
         print_json(asdict(done))
     elif dry_run:
-        say("\n".join(f"# {one.path}\n{one.unit}" for one in done.units), sys.stdout, end="")
+        print_text("\n".join(f"# {one.path}\n{one.unit}" for one in done.units), sys.stdout, end="")
     else:
         for one in (*done.units, *((done.job_file,) if done.job_file else ())):
-            say(f"{'wrote' if one.written else 'is up to date:'} {one.path}", sys.stdout)
+            print_text(f"{'wrote' if one.written else 'is up to date:'} {one.path}", sys.stdout)
         who = f", which runs as user {done.user}" if done.user else ""
-        say(f"\nNext, for a job named {done.job}{who}:\n", sys.stdout)
+        print_text(f"\nNext, for a job named {done.job}{who}:\n", sys.stdout)
         _print_steps(done.next)
     return 0
 
@@ -153,16 +153,16 @@ def uninstall_unit(
         print_json(asdict(done))
         return 0
     for path in done.removed:
-        say(f"{'would remove' if dry_run else 'removed'} {path}", sys.stdout)
+        print_text(f"{'would remove' if dry_run else 'removed'} {path}", sys.stdout)
     if not done.removed:
-        say("there is nothing to remove", sys.stdout)
+        print_text("there is nothing to remove", sys.stdout)
     for what, why in done.left:
-        say(f"stays: {what if what.isprintable() else ascii(what)}: {why}", sys.stdout)
-    say("\nNext:\n", sys.stdout)
+        print_text(f"stays: {what if what.isprintable() else ascii(what)}: {why}", sys.stdout)
+    print_text("\nNext:\n", sys.stdout)
     _print_steps(done.next)
     return 0
 
 
 def _print_steps(lines: Sequence[str]) -> None:
     for line in lines:
-        say(f"  {line}", sys.stdout)
+        print_text(f"  {line}", sys.stdout)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gadei_ps.cli.outcome import print_json
+from gadei_ps.cli.exits import print_json
 from gadei_ps.errors import UsageError
 from gadei_ps.kernels.optimizers import NAMES
 from gadei_ps.machine.launch import DEVICE_VARIABLE
@@ -82,7 +82,7 @@ def running_jobs(incomplete: str) -> list[str]:
 def recorded_jobs(incomplete: str) -> list[str]:
     """List the names of jobs that run or have left a history for a shell's completion."""
     from gadei_ps.commands import history
-    from gadei_ps.storage.history import job_of
+    from gadei_ps.storage.history_file import job_of
 
     names = {*running_jobs(""), *map(job_of, history.files())}
     return sorted(name for name in names if name.startswith(incomplete))
@@ -140,7 +140,9 @@ def limits(given: Sequence[str]) -> dict[str, str]:
     return dict(one.split("=") for one in given)
 
 
-def tell(as_json: bool, result: Mapping[str, Any], shown: Callable[[], RenderableType]) -> None:
+def print_result(
+    as_json: bool, result: Mapping[str, Any], shown: Callable[[], RenderableType]
+) -> None:
     """Print the result of a command, for programs or for people; before anything else it says."""
     if as_json:
         print_json(result)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 from gadei_ps.cli import results
-from gadei_ps.cli.options import Json, argument, option, tell
+from gadei_ps.cli.options import Json, argument, option, print_result
 from gadei_ps.errors import UsageError
-from gadei_ps.show.plain import say
+from gadei_ps.show.plain import print_text
 
 REPEATS = 20  # learners.plan.REPEATS, whose module imports PyTorch
 SYNC = "wsp:D=1,s_local=3"
@@ -82,8 +82,8 @@ def partition(
 
     from gadei_ps.commands import partition as planner
     from gadei_ps.machine import process
-    from gadei_ps.show import partition as view
     from gadei_ps.show import picture
+    from gadei_ps.show import pipeline_plan as view
 
     made, call = planner.partition(layers, sample, devices, memory, sync, optimizer, repeats)
     told = made.model_dump()
@@ -94,10 +94,10 @@ def partition(
         results.write(
             "--svg", svg, picture.svg(Group(shown, "", call), f"gadei-ps partition {layers}")
         )
-    tell(as_json, told, lambda: shown)
+    print_result(as_json, told, lambda: shown)
     if not as_json:
-        say(f"\n{call}", sys.stdout)  # in one line, however narrow the terminal is
+        print_text(f"\n{call}", sys.stdout)  # in one line, however narrow the terminal is
     for file in (out, svg):
         if file is not None:
-            say(f"wrote {file}")
+            print_text(f"wrote {file}")
     return 0

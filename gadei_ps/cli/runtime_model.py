@@ -9,16 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import Json, argument, option
-from gadei_ps.cli.outcome import print_json
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
-from gadei_ps.show.plain import say
+from gadei_ps.show.plain import print_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gadei_ps.run_times.training import Progress, TrainingResult
+    from gadei_ps.run_times.fitting import Progress, TrainingResult
 
 EPOCH_LINE_S = 5.0  # at most one line of progress in this time
 DEFAULT_OUT = Path("runtime-model.safetensors")
@@ -56,9 +56,9 @@ def train(
 
     # The file is read first, so that a mistake in it is reported before PyTorch is imported.
     read = traces.read(trace)
-    from gadei_ps.run_times import training
+    from gadei_ps.run_times import fitting
 
-    result = training.train(
+    result = fitting.train(
         read,
         out=out,
         epochs=epochs,
@@ -83,7 +83,7 @@ def _teller() -> Progress:
         if time.monotonic() - last >= EPOCH_LINE_S:
             last = time.monotonic()
             text = f"epoch {epoch} of {epochs}, held-out ELBO {held_out:.3f} nats a run time"
-            say(text)
+            print_text(text)
 
     return tell
 

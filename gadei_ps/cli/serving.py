@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import Details, Json, JsonLog, argument, option, switch
-from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import GadeiError, UsageError
-from gadei_ps.show.plain import say
+from gadei_ps.show.plain import print_text
 
 if TYPE_CHECKING:
     from gadei_ps.job.config import JobConfig
@@ -150,7 +150,7 @@ def reload(
         print_json(result)
         return 0
     changed = [f"{field} = {json.dumps(value)}" for field, value in result["changed"].items()]
-    say(f"{result['job']}: {', '.join(changed) or 'nothing has changed'}", sys.stdout)
+    print_text(f"{result['job']}: {', '.join(changed) or 'nothing has changed'}", sys.stdout)
     return 0
 
 

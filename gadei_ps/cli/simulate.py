@@ -7,13 +7,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import Json, argument, option
-from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
-from gadei_ps.show.plain import say
+from gadei_ps.show.plain import print_text
 
 if TYPE_CHECKING:
-    from gadei_ps.simulate.setting import GiveUp
+    from gadei_ps.simulate.setting import Abandonment
 
 ITERATIONS = 100
 LEARNERS = 8
@@ -145,7 +145,7 @@ def simulate(
     if loss is not None:
         problem = compare.problem(loss.value, seed)
         learning = compare.Learning(problem, batch, lr, lr_on_arrival)
-    told = compare.compare(models, setting, learning, lambda line: say(line))
+    told = compare.compare(models, setting, learning, lambda line: print_text(line))
     asked = {"learners": learners, "times": times, "seed": seed, "iterations": iterations}
     asked |= {"gradients": gradients, "time_s": setting.seconds, "server_s": setting.server_s}
     asked |= {"slots": slots, "give_up_after": give_up_after, "deaths": deaths}
@@ -157,20 +157,20 @@ def simulate(
     if as_json:
         print_json(result)
     else:
-        tables.show(report.shown(result))
+        tables.show(report.render(result))
     return 0
 
 
-def _give_up(text: str) -> GiveUp:
+def _give_up(text: str) -> Abandonment:
     """Parse `never`, `0`, `50ms` or `10%`. Raises UsageError."""
     from gadei_ps.commands import quantities
-    from gadei_ps.simulate.setting import GiveUp
+    from gadei_ps.simulate.setting import Abandonment
 
     word = text.strip()
     if word == "never":
-        return GiveUp(None)
+        return Abandonment(None)
     if word in ("0", "0s"):
-        return GiveUp()
+        return Abandonment()
     if word.endswith("%"):
         try:
             share = float(word[:-1]) / 100
@@ -178,8 +178,8 @@ def _give_up(text: str) -> GiveUp:
             share = -1.0
         if not 0 <= share <= 1:
             raise UsageError(f"--give-up-after {text!r}: a share must be from 0% to 100%")
-        return GiveUp(0.0, share)
-    return GiveUp(quantities.duration(word))
+        return Abandonment(0.0, share)
+    return Abandonment(quantities.duration(word))
 
 
 def moment(option: str, text: str, who: str = "learner") -> tuple[int, float]:

@@ -6,10 +6,18 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from gadei_ps.cli.options import MODELS, JobArgument, Json, argument, option, running_jobs, tell
-from gadei_ps.cli.outcome import print_json
+from gadei_ps.cli.exits import print_json
+from gadei_ps.cli.options import (
+    MODELS,
+    JobArgument,
+    Json,
+    argument,
+    option,
+    print_result,
+    running_jobs,
+)
 from gadei_ps.errors import UsageError
-from gadei_ps.show.plain import say
+from gadei_ps.show.plain import print_text
 
 
 def set_job(
@@ -36,13 +44,13 @@ def set_job(
     """
     from gadei_ps.commands import change
     from gadei_ps.job import changes
-    from gadei_ps.show.optimizer import changed
+    from gadei_ps.show.optimizer_line import changed
 
     models = [one.removeprefix("sync=") for one in settings if one.startswith("sync=")]
     if not models:
         values = changes.parse(settings)
         result = change.set_optimizer(job, values, timeout)
-        tell(as_json, result, lambda: f"{job}: {changed(result)}")
+        print_result(as_json, result, lambda: f"{job}: {changed(result)}")
         return 0
     if len(settings) > 1:
         raise UsageError("sync is changed at a barrier, the rest at once: give sync=MODEL alone")
@@ -50,9 +58,9 @@ def set_job(
     if as_json:
         print_json(result)
     elif result["changed"]:
-        say(f"{job}: {result['before']} -> {result['sync']}", sys.stdout)
+        print_text(f"{job}: {result['before']} -> {result['sync']}", sys.stdout)
     else:
-        say(f"{job}: already has {result['sync']}", sys.stdout)
+        print_text(f"{job}: already has {result['sync']}", sys.stdout)
     return 0
 
 
@@ -78,16 +86,16 @@ def trace(
     """
     from gadei_ps.commands import quantities
     from gadei_ps.job import paths
-    from gadei_ps.run_times import record
+    from gadei_ps.run_times import run_time_recorder
     from gadei_ps.show.counts import counted
 
     seconds = None if time_ is None else quantities.duration(time_)
-    result = record.record(job, out or Path(f"{job}-trace.csv"), seconds, paths.owner())
+    result = run_time_recorder.record(job, out or Path(f"{job}-trace.csv"), seconds, paths.owner())
     if as_json:
         print_json(result)
         return 0
     missed = f", {result['missed']:,} missed" if result["missed"] else ""
-    say(
+    print_text(
         f"{result['file']}: {counted(result['run_times'], 'run time')} of "
         f"{counted(result['learners'], 'learner')} "
         f"in {result['seconds']:.1f} s{missed}",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import (
     MODELS,
     Device,
@@ -18,13 +19,12 @@ from gadei_ps.cli.options import (
     Wire,
     argument,
     option,
+    print_result,
     switch,
-    tell,
 )
-from gadei_ps.cli.outcome import print_json
 from gadei_ps.errors import UsageError
 from gadei_ps.show.counts import counted
-from gadei_ps.show.plain import say, shown
+from gadei_ps.show.plain import escaped, print_text
 
 if TYPE_CHECKING:
     from gadei_ps.classifier.predict import Prediction, Predictor
@@ -120,7 +120,7 @@ def train(
         raise UsageError("--address needs --groups")
     if importlib.util.find_spec("torch") is None:
         raise UsageError("train needs PyTorch: pip install 'gadei-ps[torch]'")
-    from gadei_ps.classifier.settings import Settings
+    from gadei_ps.classifier.training_settings import Settings
     from gadei_ps.show import view
 
     wanted = {
@@ -160,7 +160,7 @@ def train(
         from gadei_ps.classifier.grouped import train as run_grouped
 
         summary = run_grouped(settings, given, display_silent=as_json)
-    tell(as_json, summary, lambda: view.trained(summary, str(test)))
+    print_result(as_json, summary, lambda: view.trained(summary, str(test)))
     return int(summary["exit_code"])
 
 
@@ -228,7 +228,7 @@ def _predict_table(
     if out is not None or not as_json:
         write_csv(table, found, out)
     if out is not None and not as_json:
-        say(f"{counted(len(found), 'sentence')} labelled: {out}", sys.stdout)
+        print_text(f"{counted(len(found), 'sentence')} labelled: {out}", sys.stdout)
     if (true := compare(table, found, predictor.label_names)) is None:
         return found, {}
     rows = counted(true.rows, "row")
@@ -252,11 +252,11 @@ def _predict_lines(predictor: Predictor, as_json: bool) -> list[Prediction]:
 
 
 def _notice(text: str) -> None:
-    say(f"gadei-ps: {text}")
+    print_text(f"gadei-ps: {text}")
 
 
 def _print_prediction(one: Prediction) -> None:
     """Print label, probability and sentence, separated by tabs."""
     terminal = sys.stdout.isatty()
-    label, text = (shown(part) if terminal else part for part in (one.label, one.text))
+    label, text = (escaped(part) if terminal else part for part in (one.label, one.text))
     print(label, f"{one.probability:.4f}", text, sep="\t", flush=terminal)

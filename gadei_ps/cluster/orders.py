@@ -31,7 +31,7 @@ from gadei_ps.errors import (
     in_words,
 )
 from gadei_ps.job import paths
-from gadei_ps.job.absence import locked
+from gadei_ps.job.diagnosis import locked
 from gadei_ps.machine import interrupts, process
 
 POLL_S = 0.2

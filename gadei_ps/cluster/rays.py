@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from gadei_ps.agents import addresses
 from gadei_ps.errors import ClusterError, NotOurs, UsageError, in_words
 from gadei_ps.job import paths
-from gadei_ps.machine import own as owned
+from gadei_ps.machine import ownership as owned
 from gadei_ps.storage import files
 
 CONNECT_S = 5.0

@@ -30,9 +30,9 @@ from gadei_ps.errors import (
     in_words,
 )
 from gadei_ps.job import control, paths
-from gadei_ps.job.absence import absence, locked
 from gadei_ps.job.config import JobConfig, state_directory
 from gadei_ps.job.control import Status
+from gadei_ps.job.diagnosis import diagnose, locked
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.lines import Lines
 from gadei_ps.memory import presence, segment
@@ -113,7 +113,7 @@ class Daemon:
                 f"job {self.config.name!r} is running already; choose another name, or stop it: "
                 f"gadei-ps stop {self.config.name}"
             )
-        why = absence(self.config.name)
+        why = diagnose(self.config.name)
         if why is not None and not (self.survives and restartable(self.config.name)):
             raise JobInUse(why)
         try:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from gadei_ps.commands import jobs
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.job import config
-from gadei_ps.machine import given
+from gadei_ps.machine import user_files
 from gadei_ps.memory import shm
-from gadei_ps.storage import history
+from gadei_ps.storage import history_file
 
 PART_BYTES = 64 << 10  # of each end of a file, for a list of runs
 
@@ -82,20 +82,20 @@ def files() -> list[Path]:
     """Histories in the state directory; of jobs with checkpoints, in directories there."""
     state = config.state_directory()
     there = (*state.glob("*.history*.jsonl"), *state.glob("*/history*.jsonl"))
-    return [path for path in there if history.is_own(path.name)]
+    return [path for path in there if history_file.is_own(path.name)]
 
 
 def _run(path: Path, running: str | None) -> Run | None:
     """None for a file that has no line. running: the job's name, if it runs."""
     try:
-        with given.opened(path) as file:
+        with user_files.open_file(path) as file:
             raw = file.read(PART_BYTES)
             if len(raw) == PART_BYTES:  # of a long one, both ends are enough
                 file.seek(max(PART_BYTES, path.stat().st_size - PART_BYTES))
                 raw += b"\n" + file.read(PART_BYTES)
     except OSError:
         return None
-    lines = history.parsed(raw)
+    lines = history_file.parsed(raw)
     if not lines:
         return None
     last: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def _run(path: Path, running: str | None) -> Run | None:
     measured, version = last.get("measured"), last.get("version")
     state = str(lines[-1].get("ended", ""))
     return Run(
-        job=running or history.job_of(path),
+        job=running or history_file.job_of(path),
         file=str(path),
         started=lines[0]["time"],
         changed=lines[-1]["time"],
@@ -120,8 +120,8 @@ def read(source: str, last: int | None = None) -> dict[str, Any]:
     """`job`, `file` and `lines`: the whole history, or its last lines. Raises UsageError."""
     path = find(source)
     try:
-        with given.opened(path) as file:
-            lines = history.parsed(file.read(history.MOST_BYTES))
+        with user_files.open_file(path) as file:
+            lines = history_file.parsed(file.read(history_file.MOST_BYTES))
     except FileNotFoundError:
         raise UsageError(
             f"{path}: there is no history yet; it starts a second after the job's model exists"

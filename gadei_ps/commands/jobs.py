@@ -20,7 +20,6 @@ import numpy as np
 from gadei_ps.commands.durations import ANSWER_TIMEOUT_S, STOP_MARGIN_S
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import config, control, paths, service
-from gadei_ps.job.absence import absence, cut_off, explained, how, locked, unseen
 from gadei_ps.job.control import (
     Checkpoint,
     Connection,
@@ -28,13 +27,21 @@ from gadei_ps.job.control import (
     Status,
     StopJob,
 )
+from gadei_ps.job.diagnosis import (
+    diagnose,
+    diagnose_other_users,
+    explained,
+    has_lost_socket,
+    locked,
+    serve_again,
+)
 from gadei_ps.job.lock_file import LockFile
 from gadei_ps.machine import command_line, process
 from gadei_ps.memory import holds, presence, segment, shm
 from gadei_ps.memory.layout import CONTROL, SegmentKind
 from gadei_ps.memory.totals import counts
 from gadei_ps.show.counts import counted
-from gadei_ps.storage import history
+from gadei_ps.storage import history_file
 from gadei_ps.watchdog.dead import clear_dead
 
 CHECKPOINT_TIMEOUT_S = 3600.0  # gigabytes, on a slow disk
@@ -123,7 +130,7 @@ def _look(name: str) -> Job:
     try:
         report = status(name)
     except JobNotFound:
-        if cut_off(name, paths.owner()):
+        if has_lost_socket(name, paths.owner()):
             state = "silent"
         elif locked(paths.lock_path(name)):
             state = "starting"
@@ -210,8 +217,8 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
         wait_s += LAST_CHECKPOINT_TIMEOUT_S
     try:
         try:
-            how = Discard() if discard else StopJob(drain=drain, timeout_s=timeout_s)
-            report = plain(control.ask(job, how, timeout_s=wait_s))
+            request = Discard() if discard else StopJob(drain=drain, timeout_s=timeout_s)
+            report = plain(control.ask(job, request, timeout_s=wait_s))
         except (JobNotFound, ControlError):
             # Another process may have stopped it between the two requests.
             if watchdog < 0 or not process.gone(watchdog, 1.0):
@@ -253,13 +260,13 @@ def _check_saved(job: str) -> None:
         ).view(CONTROL)
     except OtherVersion as error:
         raise ControlError(
-            f"{problem} {how(job, error.what)} and then stop it, or lose what no checkpoint has "
-            f"{command}"
+            f"{problem} {serve_again(job, error.what)} and then stop it, or lose what no "
+            f"checkpoint has {command}"
         ) from None
     version, saved = int(control_["version"]), int(control_["checkpoint_version"])
     kept = int(control_["saves"]) or int(control_["checkpoints"])
     if kept and saved != version:
-        again = how(job, segment.other_build(job))
+        again = serve_again(job, segment.other_build(job))
         raise ControlError(
             f"{problem} {again} and then stop it, end it with its job file "
             f"(gadei-ps serve --finish JOB.toml), or lose {counted(version - saved, 'gradient')} "
@@ -350,10 +357,10 @@ def old_histories(
     wanted, latest = None if names is None else set(names), time.time() - days * DAY_S
     found = []
     for path in sorted(config.state_directory().glob("*.history*.jsonl")):
-        job = history.job_of(path)
+        job = history_file.job_of(path)
         with contextlib.suppress(OSError):
             state = path.stat()
-            if not history.is_own(path.name) or state.st_mtime > latest:
+            if not history_file.is_own(path.name) or state.st_mtime > latest:
                 continue
             if (wanted is not None and job not in wanted) or state.st_uid != os.geteuid():
                 continue
@@ -392,7 +399,7 @@ def left_alone(names: Iterable[str], removed: Iterable[Leftover]) -> list[str]:
     for name in set(names) - {one.job for one in removed}:
         if _answers(name):
             lines.append(f"job {name!r} is running: {service.command(name, f'stop {name}')}")
-        elif (why := absence(name) or unseen(name)) is not None:
+        elif (why := diagnose(name) or diagnose_other_users(name)) is not None:
             lines.append(why)
     return sorted(lines)
 

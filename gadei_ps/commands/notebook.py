@@ -29,7 +29,7 @@ from gadei_ps.errors import (
     JobStopped,
     UsageError,
 )
-from gadei_ps.job import config, control, here, paths
+from gadei_ps.job import config, control, in_process, paths
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Status
 from gadei_ps.machine import interrupts
@@ -209,7 +209,7 @@ class ServedJob:
                 self._keeper = _Keeper(wanted, fresh=fresh, verbose=verbose)
                 self._keeper.begin()
             _served[self.name] = self
-            here.tell(self.socket)
+            in_process.set_default_job(self.socket)
             atexit.register(self._at_exit)
         except BaseException:
             self.let_go()
@@ -309,9 +309,9 @@ class ServedJob:
         if self._closed or not self.of_this_process:
             return False
         try:
-            here.leave(self.name)
+            in_process.detach_all(self.name)
         finally:
-            here.untell(self.socket)
+            in_process.unset_default_job(self.socket)
             self._closed = True
             if _served.get(self.name) is self:
                 del _served[self.name]

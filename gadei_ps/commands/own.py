@@ -107,4 +107,4 @@ def _started(pid: int, pids: Collection[int]) -> int | None:
         group = os.getpgid(pid)
     except ProcessLookupError:
         return 0
-    return next((one for one in (group, *process.lineage(pid)) if one in pids), None)
+    return next((one for one in (group, *process.ancestors(pid)) if one in pids), None)

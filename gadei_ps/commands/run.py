@@ -35,9 +35,9 @@ from gadei_ps.errors import (
     reason_of,
 )
 from gadei_ps.job import config, paths
-from gadei_ps.job.absence import locked
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Launch, Status
+from gadei_ps.job.diagnosis import locked
 from gadei_ps.machine import gpus, interrupts
 from gadei_ps.machine.foreground import suspends
 from gadei_ps.machine.interrupts import Interrupted
@@ -48,9 +48,9 @@ from gadei_ps.memory.layout import Stop
 from gadei_ps.memory.shm import check_job_name
 from gadei_ps.show import view
 from gadei_ps.show.counts import counted, mostly_refused
-from gadei_ps.show.optimizer import advice, start
-from gadei_ps.show.plain import say
-from gadei_ps.show.progress import Lines, Training, above
+from gadei_ps.show.optimizer_line import advice, start
+from gadei_ps.show.plain import print_text
+from gadei_ps.show.progress import ProgressLines, Training, above
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.export import check as check_export
 from gadei_ps.storage.export import export as write_weights
@@ -249,7 +249,7 @@ def _kept(wanted: JobConfig) -> dict[str, Any]:
 
 def _compute(options: RunOptions) -> Compute:
     """Devices of the learners. Raises UsageError or DeviceError before anything is started."""
-    compute = Compute.wanted(options.device, options.gpus, options.devices_per_learner)
+    compute = Compute.choose(options.device, options.gpus, options.devices_per_learner)
     if shared := compute.shared(options.learners):
         _say(shared)
     if compute.why:
@@ -262,7 +262,7 @@ def _compute(options: RunOptions) -> Compute:
 
 
 def _say(text: str) -> None:
-    say(f"gadei-ps: {text}")
+    print_text(f"gadei-ps: {text}")
 
 
 def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:
@@ -358,7 +358,7 @@ class _Run:
         self.begin = time.monotonic()
         self.first_gradient = 0.0
         self.reported = 0.0
-        self.making, self.awaiting = Lines(), Lines()
+        self.making, self.awaiting = ProgressLines(), ProgressLines()
         shows = not options.quiet and options.stdout is None and sys.stderr.isatty()
         self.progress = Training() if shows else None
         self.told = False  # what the job does with gradients
@@ -504,7 +504,7 @@ class _Run:
             try:
                 yield learners
             finally:
-                learners.end(grace_s=0.0)
+                learners.stop(grace_s=0.0)
 
     def _look_at_job(self) -> bool:
         """False once the job has ended."""

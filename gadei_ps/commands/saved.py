@@ -22,9 +22,9 @@ from gadei_ps.errors import (
     UsageError,
 )
 from gadei_ps.job import config, control, paths
-from gadei_ps.job.absence import unseen
 from gadei_ps.job.config import CheckpointConfig, JobConfig
 from gadei_ps.job.control import Status
+from gadei_ps.job.diagnosis import diagnose_other_users
 from gadei_ps.memory import presence, segment, shm, weights
 from gadei_ps.memory.layout import CONTROL, SegmentKind
 from gadei_ps.storage import checkpoint
@@ -190,7 +190,7 @@ def _find_named(job: str, version: int | None) -> Saved:
         return find(job, version)
     except CheckpointError as found:
         error = found
-        place, why = config.state_directory() / job, unseen(job)
+        place, why = config.state_directory() / job, diagnose_other_users(job)
         if not place.is_dir():  # also for the shell's user who has just seen `run` end
             error = CheckpointMistake(
                 f"job {job!r} is not in memory and has no checkpoints: {place}: no such directory; "

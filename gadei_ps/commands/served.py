@@ -16,9 +16,9 @@ from gadei_ps.commands.durations import DRAIN_S
 from gadei_ps.errors import ControlError, GadeiError, JobNotFound, JobStopped
 from gadei_ps.job import control
 from gadei_ps.job.control import Connection, Launch, LeaveOut, Status, StopJob
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.machine import command_line
-from gadei_ps.machine.launch import Numbers
+from gadei_ps.machine.launch import LearnerNumbers
 from gadei_ps.memory import shm, totals
 from gadei_ps.memory.layout import MAX_LEARNERS, Phase
 
@@ -29,7 +29,7 @@ def launch(count: int, command: Sequence[str]) -> Launch:
     """The message with which a command reserves numbers for its learners."""
     text_of_command, directory = (
         text.encode(errors="backslashreplace").decode()[:TEXT]
-        for text in (command_line.shown(command), str(Path.cwd()))
+        for text in (command_line.as_text(command), str(Path.cwd()))
     )
     return Launch(count=count, command=text_of_command, directory=directory)
 
@@ -48,11 +48,11 @@ class _Job(ABC):
     def control(self) -> np.void:
         """Return the job's control segment, even after the job's end: it is still mapped."""
 
-    def reserve(self, wanted: Launch) -> Numbers:
+    def reserve(self, wanted: Launch) -> LearnerNumbers:
         """Numbers for the command's learners, until release() or the command's end."""
         reply = self._ask(wanted)
         self._launch = wanted.model_copy(update={"first": reply["first"]})
-        return Numbers(reply["first"], wanted.count, reply["others"])
+        return LearnerNumbers(reply["first"], wanted.count, reply["others"])
 
     def _reserve_again(self, report: dict[str, Any]) -> None:
         """Reserve the numbers again if another watchdog has taken over."""

@@ -395,7 +395,7 @@ def uninstall(
             f"{used[0]} is enabled or running; first: {systemctl} disable --now {shlex.join(used)}"
         )
     if where is None and not force and not dry_run:
-        manager.wait_for_ends(scope, lambda text: plain.say(f"gadei-ps: {text}"))
+        manager.wait_for_ends(scope, lambda text: plain.print_text(f"gadei-ps: {text}"))
     ours = {place(scope, name, where) for name in texts(scope, PROGRAM)}
     removed = sorted(path for path in ours if _is_ours(path, force))
     left = _left(scope, where, ours.union(base.glob("gadei-ps*@*")).difference(removed))

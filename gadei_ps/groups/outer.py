@@ -9,7 +9,7 @@ import numpy as np
 
 from gadei_ps.groups.parts import Floats
 from gadei_ps.groups.rules import Rule, blocks, mix, number
-from gadei_ps.sync.parameters import Parameter, whole
+from gadei_ps.sync.parameters import Parameter, whole_number
 
 
 class Outer(Rule):
@@ -43,7 +43,7 @@ class Outer(Rule):
         {
             "rate": Parameter(number(0, 10).convert, required=False),
             "momentum": Parameter(number(0, 0.9999).convert, required=False),
-            "delay": Parameter(whole(0, 10_000), required=False),
+            "delay": Parameter(whole_number(0, 10_000), required=False),
         }
     )
     sends_result = True

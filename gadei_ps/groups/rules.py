@@ -22,7 +22,7 @@ import numpy as np
 
 from gadei_ps.groups import parts
 from gadei_ps.groups.parts import BLOCK, Floats
-from gadei_ps.sync.parameters import Parameter, shown
+from gadei_ps.sync.parameters import Parameter, short_repr
 
 
 def number(low: float, high: float) -> Parameter:
@@ -34,7 +34,7 @@ def number(low: float, high: float) -> Parameter:
         except ValueError:
             found = float("nan")
         if not low <= found <= high:
-            raise ValueError(f"must be a number from {low:g} to {high:g}, not {shown(value)}")
+            raise ValueError(f"must be a number from {low:g} to {high:g}, not {short_repr(value)}")
         return found
 
     return Parameter(convert)

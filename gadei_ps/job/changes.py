@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.config import JobConfig, ScheduleConfig
-from gadei_ps.job.optimizer import FIELDS, Said, uses
+from gadei_ps.job.optimizer_config import FIELDS, ScriptSettings, uses
 from gadei_ps.kernels.optimizers import OptimizerSpec
 
 OF_SCHEDULE: Final = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
@@ -68,7 +68,7 @@ class Changes(BaseModel):
         own["schedule"] = config.optimizer.schedule.model_copy(update=schedule)
         return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=own)})
 
-    def specs(self, config: JobConfig, script: Said) -> list[OptimizerSpec]:
+    def specs(self, config: JobConfig, script: ScriptSettings) -> list[OptimizerSpec]:
         """Return the settings with these changes: per group of parameters, then for the others.
 
         Raises UsageError.

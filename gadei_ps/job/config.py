@@ -15,11 +15,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gadei_ps import homes, sync
 from gadei_ps.errors import JobFailed, UsageError, invalid, is_lasting
-from gadei_ps.job.groups import Group
 from gadei_ps.job.number_types import Real, Whole
-from gadei_ps.job.optimizer import FIELDS, MOST_GROUPS, NOTHING, Said, Settings, rows
+from gadei_ps.job.optimizer_config import (
+    FIELDS,
+    MOST_GROUPS,
+    NOTHING,
+    ScriptSettings,
+    Settings,
+    rows,
+)
+from gadei_ps.job.parameter_groups import Group
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
-from gadei_ps.machine import given, placement, process
+from gadei_ps.machine import placement, process, user_files
 from gadei_ps.memory import layout
 from gadei_ps.memory.shm import JOB_NAME, check_job_name
 
@@ -59,12 +66,14 @@ class OptimizerConfig(Settings):
             raise ValueError(f"{len(value)} groups; a job has at most {MOST_GROUPS}")
         return value
 
-    def spec(self, script: Said = NOTHING) -> OptimizerSpec:
+    def spec(self, script: ScriptSettings = NOTHING) -> OptimizerSpec:
         """The checked specification of the parameters that are in no group; see specs()."""
         return self.specs(script)[-1]
 
     def specs(
-        self, script: Said = NOTHING, of_groups: Mapping[int, Mapping[str, Any]] | None = None
+        self,
+        script: ScriptSettings = NOTHING,
+        of_groups: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> list[OptimizerSpec]:
         """The checked specifications, with what a script says where the job says nothing: of each
         group, and at last of the parameters that are in none.
@@ -82,7 +91,7 @@ class OptimizerConfig(Settings):
             for number, row in enumerate(all_rows)
         ]
 
-    def in_groups(self, script: Said = NOTHING) -> tuple[Sequence[Settings], str | None]:
+    def in_groups(self, script: ScriptSettings = NOTHING) -> tuple[Sequence[Settings], str | None]:
         """Return the settings of each group, and the kind that they are for.
 
         The job's groups, as a whole, override the script's.
@@ -294,7 +303,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises UsageError, or JobFailed if it cannot be read for now.
     """
     try:
-        raw = given.read(path, MOST_BYTES)
+        raw = user_files.read(path, MOST_BYTES)
     except OSError as error:
         what = error.strerror
         if error.errno == errno.ENOENT and not path.suffix:

@@ -35,7 +35,7 @@ from pydantic import (
 from gadei_ps import errors
 from gadei_ps.errors import ConnectionLost, ControlError, JobNotFound, NoAnswer
 from gadei_ps.job import paths, replies
-from gadei_ps.job.optimizer import Said
+from gadei_ps.job.optimizer_config import ScriptSettings
 from gadei_ps.memory import shm
 from gadei_ps.memory.layout import AHEAD, MAX_DIMS, MAX_GROUPS, MAX_LEARNERS, OWNED
 from gadei_ps.memory.weights import DTYPES, F32, MAX_ELEMENTS, MAX_NAMES, NAME_BYTES
@@ -97,7 +97,7 @@ class Attach(_Message):
     op: Literal["attach"] = "attach"
     name: str = Field("", max_length=31)
     number: int = Field(-1, ge=-1, lt=2**31)
-    optimizer: Said | None = None
+    optimizer: ScriptSettings | None = None
     buffers: bool = False
 
 
@@ -132,7 +132,7 @@ class Offer(_Message):
     op: Literal["offer"] = "offer"
     number: int = Field(-1, ge=-1, lt=2**31)
     tensors: list[TensorOffer] = Field(min_length=1, max_length=MAX_NAMES)
-    optimizer: Said | None = None
+    optimizer: ScriptSettings | None = None
 
 
 class SetWork(_Message):
@@ -467,7 +467,7 @@ class Connection:
         self.close()
 
 
-class Lasting:
+class LastingConnection:
     """A connection that outlives the watchdog at its other end: the next one is asked again."""
 
     def __init__(self, job_or_path: str, timeout_s: float = 10.0) -> None:

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 from gadei_ps.errors import ControlError, DirectoryMistake, NotOurs, is_lasting
-from gadei_ps.machine import own, process
+from gadei_ps.machine import ownership, process
 
 # A socket's name while it is made: the kernel shows this one for good.
 PASSING = re.compile(r"\.(?P<job>[A-Za-z0-9_-]+)\.sock\.(?P<pid>\d+)")
@@ -213,7 +213,7 @@ def foreign(job: str) -> list[str]:
             status = path.lstat()
         except FileNotFoundError:
             continue
-        why = own.foreign(status, owner())
+        why = ownership.foreign(status, owner())
         if kind == stat.S_IFSOCK:
             regular = "it is a regular file" if stat.S_ISREG(status.st_mode) else why
             why = "" if stat.S_ISSOCK(status.st_mode) else regular
@@ -240,6 +240,6 @@ def open_lock(path: Path, *, create: bool) -> int:
     if create:
         directory(make=True)
     try:
-        return own.open_file(path, os.O_RDWR | (os.O_CREAT if create else 0), owner=owner())
+        return ownership.open_file(path, os.O_RDWR | (os.O_CREAT if create else 0), owner=owner())
     except NotOurs as error:
         raise ControlError(f"{error}; no lock file can be there: remove it") from None

@@ -34,7 +34,7 @@ class Service:
         return f"gadei-ps@{self.job}"
 
     @property
-    def end(self) -> str:
+    def end_unit(self) -> str:
         """Unit that stops the job when its watchdog is dead."""
         return f"gadei-ps-end@{self.job}"
 
@@ -44,14 +44,14 @@ class Service:
         return f"systemctl{user} {verb} {' '.join(units or (self.unit,))}"
 
 
-def here(job: str) -> Service:
+def expected(job: str) -> Service:
     """The service that a job of this runtime directory has, if it has one."""
     return Service(job, _is_system())
 
 
 def of(job: str) -> Service | None:
     """The job's service: this process runs in a unit of it, or the units have the job's file."""
-    found = here(job)
+    found = expected(job)
     return found if runs_in(job) or is_installed(job, system=found.system) else None
 
 
@@ -103,12 +103,12 @@ def command(job: str, arguments: str) -> str:
     return f"gadei-ps {arguments}"
 
 
-def take(job: str, aside: Path) -> str:
+def restore_commands(job: str, aside: Path) -> str:
     """Return the commands that resume the job from a checkpoint that was set aside."""
     if not runs_in(job, watchdog=True):
         restore = command(job, f"restore {shlex.quote(str(aside))} --job-file JOB.toml")
         return f"{command(job, f'stop {job}')}, then {restore}"
-    unit = here(job)  # restore would serve the job outside of it
+    unit = expected(job)  # restore would serve the job outside of it
     user = f"sudo -u {shlex.quote(paths.user(os.getuid()))} " if unit.system else ""
     name = aside.name.removeprefix("superseded-").partition(".")[0]
     move = shlex.join(("mv", "-nT", str(aside), str(aside.with_name(name))))
@@ -118,8 +118,8 @@ def take(job: str, aside: Path) -> str:
     )
 
 
-def way_on(job: str) -> str:
+def next_steps(job: str) -> str:
     """Describe the fate of the memory of a job that has failed."""
     if runs_in(job, watchdog=True):
-        return f"systemd starts the job again, or {here(job).end} ends it"
+        return f"systemd starts the job again, or {expected(job).end_unit} ends it"
     return f"continue with {serve(job)}, or drop it with {command(job, f'gc {job}')}"

@@ -83,7 +83,7 @@ class Kills:
             for group, names in _groups(self._root)
         }
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Describe the kill since the last call; empty if there was none."""
         before, self._seen = self._seen, self._look()
         rises = {

@@ -29,10 +29,10 @@ def of(pid: int) -> str:
         return ""
     if len(words) > 1 and Path(words[1]).name == "gadei-ps":  # a script of the interpreter
         words = words[1:]
-    return " ".join(shown([Path(words[0]).name, *words[1:]]).split())[:MOST]
+    return " ".join(as_text([Path(words[0]).name, *words[1:]]).split())[:MOST]
 
 
-def shown(words: Sequence[str]) -> str:
+def as_text(words: Sequence[str]) -> str:
     """Return a command line without secrets."""
     return PASSWORD.sub(f"://{HIDDEN}@", shlex.join(_without_secrets(words)))
 

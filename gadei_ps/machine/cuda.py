@@ -20,25 +20,25 @@ def missing() -> str:
         import cupy
         from cupy.cuda import nvrtc, runtime
     except Exception as error:  # a broken installation fails in any way
-        return f"CuPy cannot be loaded ({told(error)}); {EXTRAS}"
+        return f"CuPy cannot be loaded ({first_line(error)}); {EXTRAS}"
     made_for = cupy.cuda.get_local_runtime_version() // 1000
     try:
         count = runtime.getDeviceCount()
     except Exception as error:  # which class depends on what is broken
         if getattr(error, "status", 0) == NO_DRIVER:
             return f"no NVIDIA driver is there, or it is too old for CuPy's CUDA {made_for}"
-        return f"no GPU can be used ({told(error)}); run gadei-ps doctor for details"
+        return f"no GPU can be used ({first_line(error)}); run gadei-ps doctor for details"
     if not count:
         return "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
     try:
         nvrtc.getVersion()
     except Exception as error:
         wanted = f"cupy-cuda{made_for}x[ctk]"
-        return f"CuPy lacks the compiler NVRTC ({told(error)}); pip install '{wanted}'"
+        return f"CuPy lacks the compiler NVRTC ({first_line(error)}); pip install '{wanted}'"
     return ""
 
 
-def told(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The first line of what an error says."""
     said = str(error).strip()
     return said.splitlines()[0] if said else type(error).__name__

@@ -50,11 +50,11 @@ class Foreground:
         self._suspend = suspend
         self._child = 0  # that has the terminal
 
-    def look(self, pid: int) -> None:
+    def pass_terminal(self, pid: int) -> None:
         """Give a child the terminal if it has stopped because it reads. To be called often."""
         number = _stop_signal(pid)
         if number == signal.SIGTSTP and self._child == pid:  # Ctrl-Z went to the child alone
-            self.take_back(pid)
+            self.reclaim_terminal(pid)
             self._suspend()
         elif number in READS:
             while _foreground() not in (-1, os.getpgrp(), pid):  # as any job in the background
@@ -68,7 +68,7 @@ class Foreground:
         """Return whether a child has the terminal, so that Ctrl-C goes to it alone."""
         return self._child == pid
 
-    def take_back(self, pid: int) -> None:
+    def reclaim_terminal(self, pid: int) -> None:
         """The child has ended or stopped."""
         if self._child == pid:
             self._child = 0

@@ -49,7 +49,7 @@ class Compute:
     each: int | None = None
 
     @classmethod
-    def wanted(cls, device: str, asked: str | None, each: int | None = None) -> Compute:
+    def choose(cls, device: str, asked: str | None, each: int | None = None) -> Compute:
         """device, asked and each: what --device, --gpus and --devices-per-learner say.
 
         Raises UsageError, or DeviceError with what is missing.
@@ -127,7 +127,7 @@ NOTHING_SAID = Compute()
 
 
 @dataclass(frozen=True)
-class Numbers:
+class LearnerNumbers:
     """Numbers of learners that a command starts. others: learners that the job has besides."""
 
     first: int = 0
@@ -188,7 +188,7 @@ class Learners:
     def __init__(
         self,
         command: Sequence[str],
-        numbers: Numbers | int,
+        numbers: LearnerNumbers | int,
         job_socket: str,
         *,
         stdout: int | IO[bytes] | None = None,
@@ -198,7 +198,9 @@ class Learners:
     ) -> None:
         self._command = list(command)
         self._compute = compute
-        self._numbers = numbers if isinstance(numbers, Numbers) else Numbers(count=numbers)
+        self._numbers = (
+            numbers if isinstance(numbers, LearnerNumbers) else LearnerNumbers(count=numbers)
+        )
         self._env = os.environ | {JOB_VARIABLE: job_socket}
         self._stdout = stdout
         self._output = output
@@ -238,12 +240,12 @@ class Learners:
         gone = []
         for index, (child, since) in list(self._running.items()):
             if not process.has_ended(child):
-                self._foreground.look(child.pid)
+                self._foreground.pass_terminal(child.pid)
                 continue
             with interrupts.held():
                 code = process.end_group(child)
             typed = code == -signal.SIGINT and self._foreground.has(child.pid)
-            self._foreground.take_back(child.pid)
+            self._foreground.reclaim_terminal(child.pid)
             del self._running[index]
             seconds = time.monotonic() - since
             quick = code != 0 and seconds < QUICK_S
@@ -268,7 +270,7 @@ class Learners:
         os.kill(os.getpid(), signal.SIGSTOP)
         self.signal(signal.SIGCONT)
 
-    def end(self, grace_s: float = LEARNERS_GRACE_S) -> None:
+    def stop(self, grace_s: float = LEARNERS_GRACE_S) -> None:
         """Wait for learners that are ending by themselves, then terminates, then kills."""
         self._wait(grace_s)
         for child, _ in self._running.values():
@@ -288,5 +290,5 @@ class Learners:
         """Kill the processes at once."""
         for child, _ in self._running.values():
             process.end_group(child)
-            self._foreground.take_back(child.pid)
+            self._foreground.reclaim_terminal(child.pid)
         self._running.clear()

@@ -130,7 +130,7 @@ class _Stream:
                 self._to = None
         return self._to is not None or self._log is not None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Show the rest, also of a line that has no end."""
         if rest := self._begun.rstrip(b"\r"):
             self._show(rest)
@@ -277,7 +277,7 @@ class Output:
     def _end(self, streams: set[_Stream], stream: _Stream) -> None:
         streams.discard(stream)
         self._selector.unregister(stream.fd)
-        stream.end()
+        stream.close()
 
     def _close_logs(self) -> None:
         for log in self._logs.values():

@@ -119,7 +119,7 @@ def owner(pid: int) -> int | None:
     return int(found[1]) if len(found) > 1 else None
 
 
-def lineage(pid: int) -> Iterator[int]:
+def ancestors(pid: int) -> Iterator[int]:
     """Yield the process, its parent and so on, up to the first process of this pid namespace."""
     while pid > 0:
         yield pid

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gadei_ps import _native
 from gadei_ps.errors import SegmentError
-from gadei_ps.machine import own
+from gadei_ps.machine import ownership
 from gadei_ps.memory import guard as guards
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import RING
@@ -92,7 +92,7 @@ def _map(path: Path, name: str, size: int, inode: int, *, kept: bool = False) ->
     """kept: the path is a descriptor of another process, which is a link."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if kept else shm.open_segment(name, writable=True)
     try:
-        if own.foreign(os.fstat(fd), os.geteuid()):
+        if ownership.foreign(os.fstat(fd), os.geteuid()):
             raise SegmentError(f"{name}: not a file of this user's")
         if os.fstat(fd).st_ino != inode:
             raise SegmentError(f"{name}: another file has taken its place")

@@ -19,7 +19,7 @@ import posix_ipc
 
 from gadei_ps import _native
 from gadei_ps.errors import NoSharedMemory, OtherVersion, SegmentError, in_words
-from gadei_ps.machine import own, process
+from gadei_ps.machine import ownership, process
 from gadei_ps.memory import build, layout, presence, reserve, shm
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.reserve import Progress
@@ -277,7 +277,7 @@ def unlink(name: str) -> bool:
     What is not ours, or cannot be removed, stays and counts as no such name. Raises nothing.
     """
     try:
-        if own.foreign(shm.path_of(name).lstat(), os.geteuid()):
+        if ownership.foreign(shm.path_of(name).lstat(), os.geteuid()):
             return False
         posix_ipc.unlink_shared_memory(name)
     except (posix_ipc.ExistentialError, posix_ipc.PermissionsError, OSError):

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from gadei_ps.errors import UsageError
-from gadei_ps.machine import own
+from gadei_ps.machine import ownership
 
 SHM = Path("/dev/shm")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
@@ -50,4 +50,4 @@ def open_segment(name: str, *, writable: bool, owner: int | None = None) -> int:
     owner: whose it must be; by default the effective user's. Raises FileNotFoundError, NotOurs, or
     OSError.
     """
-    return own.open_file(path_of(name), os.O_RDWR if writable else os.O_RDONLY, owner=owner)
+    return ownership.open_file(path_of(name), os.O_RDWR if writable else os.O_RDONLY, owner=owner)

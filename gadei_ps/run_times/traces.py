@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps.errors import UsageError
-from gadei_ps.machine import given
+from gadei_ps.machine import user_files
 from gadei_ps.show.counts import counted
 from gadei_ps.storage import files
 
@@ -221,7 +221,7 @@ def _duration(text: str, what: str) -> float:
 
 def _text(path: str | os.PathLike[str], shown: str) -> str:
     try:
-        data = given.stream(path)
+        data = user_files.read_all(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gadei_ps import _native, sync
 from gadei_ps.errors import ControlError, in_words
-from gadei_ps.job import modes, paths
+from gadei_ps.job import paths, sync_change
 from gadei_ps.kernels import cache, loaded, sharing
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.machine import log
@@ -88,13 +88,13 @@ class Code:
         """At the server's start. tells: see loading.load()."""
         find_home()
         kind = int(self._control["optimizer"])
-        number = modes.wanted(self._segment)
+        number = sync_change.requested(self._segment)
         loading.load([*units.units([kind]), *self._units(number)], log.get(), tells)
         self._kinds.add(kind)
         self._model = number
 
     def _units(self, number: int) -> list[Unit]:
-        return sync.parse(modes.text(self._segment, number)).units()
+        return sync.parse(sync_change.text(self._segment, number)).units()
 
     def follow(self) -> int:
         """Number of the synchronization model whose code is loaded.
@@ -103,7 +103,7 @@ class Code:
         which the manager has to show that it lives. If that fails, as for want of memory, the job
         goes on as it is, and the next attempt is made after AGAIN_S.
         """
-        wanted = modes.wanted(self._segment)
+        wanted = sync_change.requested(self._segment)
         if wanted == self._model or time.monotonic() < self._again_at:
             return self._model
         if self._loading is None:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.job import modes, numbers
+from gadei_ps.job import hyperparameters, sync_change
 from gadei_ps.machine import log
 from gadei_ps.memory import finished, layout, owned
 from gadei_ps.memory.layout import CONTROL, ENTRY, Action, Mode, Reason, Stop, Work
@@ -296,8 +296,8 @@ class Driver:
     def __init__(self, control: Segment, state: Segment, part: np.ndarray, start: Start) -> None:
         """part: PART of any shard; it has the sizes that frames must have."""
         self.members: dict[int, Member] = {}
-        self.number = modes.done(control)
-        self.sync = modes.model(control, self.number)
+        self.number = sync_change.in_force(control)
+        self.sync = sync_change.model(control, self.number)
         self._segment = control
         self._control = control.view(CONTROL)
         self._roster = self._control["roster"]
@@ -320,9 +320,9 @@ class Driver:
 
     def follow(self) -> None:
         """Make the model that the active server uses, while another server is active."""
-        if modes.done(self._segment) != self.number:
-            self.number = modes.done(self._segment)
-            self.sync = modes.model(self._segment, self.number)
+        if sync_change.in_force(self._segment) != self.number:
+            self.number = sync_change.in_force(self._segment)
+            self.sync = sync_change.model(self._segment, self.number)
 
     def run(self, serving: bool, loaded: int) -> None:
         """One pass over all members. serving: True if all shards serve.
@@ -336,10 +336,10 @@ class Driver:
             self._assign(self._pause)
             return
         if not self._resumed:
-            if modes.wanted(self._segment) != loaded:
+            if sync_change.requested(self._segment) != loaded:
                 return
             self.follow()  # the previous server may have changed the model just before it died
-        due = numbers.wanted(self._segment) != numbers.done(self._segment)
+        due = hyperparameters.requested(self._segment) != hyperparameters.in_force(self._segment)
         if due and not (self._at_barrier or self._change_numbers(serving)):
             return
         if not self._resumed:
@@ -347,7 +347,7 @@ class Driver:
             if not self._resumed:
                 return
         elif not self._frozen and self._is_to_change():
-            self._change = Change(loaded, modes.model(self._segment, loaded))
+            self._change = Change(loaded, sync_change.model(self._segment, loaded))
         elif not self._frozen:
             self._pause = self._requested_pause()
         if self.sync.uses_pushes and not self._at_barrier:
@@ -396,7 +396,7 @@ class Driver:
 
     def _all_hold(self, changes: int) -> bool:
         """Have the shards leave frames in the rings; return whether all do. changes: set_mode()."""
-        mode = modes.set_mode(self._segment, changes, Mode.HOLD)
+        mode = sync_change.set_mode(self._segment, changes, Mode.HOLD)
         adopted = self._control["shard"]["mode"][: self._shards]
         return bool((adopted == np.uint32(mode)).all())
 
@@ -411,14 +411,14 @@ class Driver:
 
         Return False until it is complete: nothing else may continue.
         """
-        number = numbers.wanted(self._segment)
+        number = hyperparameters.requested(self._segment)
         if self.sync.on_arrival:
             if not (self._all_hold(self.number + number) and serving and self._counts_agree()):
                 return False
         elif not self._supersteps.done():
             return False
-        numbers.take_effect(self._segment, number)
-        modes.enforce(self._segment, self.number, self.sync)
+        hyperparameters.apply(self._segment, number)
+        sync_change.enforce(self._segment, self.number, self.sync)
         log.get().info("the optimizer's numbers changed", version=int(self._control["version"]))
         return True
 
@@ -426,7 +426,7 @@ class Driver:
         """Change to the other model at the barrier, as soon as the shards hold."""
         if not change.at_barrier:
             change.at_barrier = self._all_wait(change.freeze) and self._supersteps_over
-        changes = change.number + numbers.done(self._segment)
+        changes = change.number + hyperparameters.in_force(self._segment)
         if change.at_barrier and serving and self._all_hold(changes) and self._counts_agree():
             self._switch(change)
 
@@ -443,7 +443,7 @@ class Driver:
             self.publish_grant(member.row, member.granted)
         # The grants of the old model are revoked: from here on the new one is in force.
         _native.store(self._segment.word(CONTROL, "sync_done"), self.number)
-        modes.enforce(self._segment, self.number, self.sync)
+        sync_change.enforce(self._segment, self.number, self.sync)
         log.get().info("synchronization model changed", sync=str(self.sync))
         self._change = None
         _native.bell(self._segment.word(CONTROL, "manager_bell"))
@@ -497,7 +497,7 @@ class Driver:
                 return
             pause.at_barrier = True
             self._control["pauses"] += 1  # the shards hold for this pause and no other one
-        changes = self.number + numbers.done(self._segment)
+        changes = self.number + hyperparameters.in_force(self._segment)
         if not (serving and self._all_hold(changes) and self._counts_agree()):
             return
         if self._is_applied(asks):
@@ -507,7 +507,7 @@ class Driver:
             log.get().debug("all others pause", learner=asks.row)
         else:  # it has pushed once more
             pause.at_barrier = False
-            modes.enforce(self._segment, self.number, self.sync)
+            sync_change.enforce(self._segment, self.number, self.sync)
 
     def _assign(self, pause: Pause) -> None:
         """Assign while all others pause. At a failover, before anything else is done."""
@@ -540,7 +540,7 @@ class Driver:
             elif before is not None and not member.joined:
                 self.publish_grant(member.row, before)
             member.granted = -1
-        modes.enforce(self._segment, self.number, self.sync)
+        sync_change.enforce(self._segment, self.number, self.sync)
 
     def _all_wait(self, freeze: Freeze, asks: Member | None = None) -> bool:
         """Let each learner finish its iteration, and grant no other; return whether all have.
@@ -660,12 +660,12 @@ class Driver:
         if not self._supersteps.done():
             return False
         if self._is_to_change():
-            model = modes.model(self._segment, self._loaded)
+            model = sync_change.model(self._segment, self._loaded)
             self._change = Change(self._loaded, model, at_barrier=True)
             return True
-        modes.enforce(self._segment, self.number, self.sync)
+        sync_change.enforce(self._segment, self.number, self.sync)
         if self.sync.uses_pushes:
-            self._starts = self._start.learners > 1 and modes.awaits_start(self._segment)
+            self._starts = self._start.learners > 1 and sync_change.awaits_start(self._segment)
             if self._starts:
                 self.sync.await_others()
             self._resume()
@@ -835,7 +835,7 @@ class Driver:
         members = [one for one in self.members.values() if one.joined]
         # First, so that a learner that sees others continue also sees that it may abandon its own.
         for member in members:
-            behind = self.sync.wanted(member.row) - self.sync.clock(member.row)
+            behind = self.sync.obsolete_below(member.row) - self.sync.clock(member.row)
             if behind > 0:
                 self.publish_obsolete(member, member.reported + behind)
         for member in members:

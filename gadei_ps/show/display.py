@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gadei_ps.show import groups
 from gadei_ps.show.counts import counted
-from gadei_ps.show.plain import say, shown
+from gadei_ps.show.plain import escaped, print_text
 from gadei_ps.show.status import Rates, learner_table
 from gadei_ps.show.tables import duration
 
@@ -61,9 +61,9 @@ class Display:
         if self._silent:
             return
         if self._live is not None:
-            self._console.print(Text(shown(text)))
+            self._console.print(Text(escaped(text)))
         else:
-            say(text)
+            print_text(text)
 
     def update(self, status: Mapping[str, Any], done: float, left_s: float | None) -> None:
         """done: epochs, with the fraction of the one being done. left_s: None where unknown."""
@@ -122,4 +122,4 @@ class Display:
         self._last_line = now
         left = "" if left_s is None else f", at most {duration(left_s)} left"
         told = f"epoch {done:.2f} of at most {self._epochs}, {line}{left}"
-        say(told)
+        print_text(told)

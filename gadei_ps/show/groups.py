@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from gadei_ps.show.counts import counted
-from gadei_ps.show.tables import Fitting, duration
+from gadei_ps.show.tables import FittedTable, duration
 
 STATE_STYLE = {
     "training": "green",
@@ -44,7 +44,7 @@ class Machines:
         self._notes = [(row["machine"], _note(row)) for row in rows if _note(row)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        made = Fitting(COLUMNS, right=NUMBERS, whole=COLUMNS, dispensable=DISPENSABLE)
+        made = FittedTable(COLUMNS, right=NUMBERS, whole=COLUMNS, dispensable=DISPENSABLE)
         for cells in self._cells:
             made.add_row(*(cells[name] for name in COLUMNS))
         yield made

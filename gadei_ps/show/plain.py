@@ -8,12 +8,12 @@ from typing import TextIO
 from gadei_ps.errors import printable
 
 
-def say(text: str, to: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print lines, by default to standard error, as shown() gives them.
+def print_text(text: str, to: TextIO | None = None, *, end: str = "\n") -> None:
+    """Print lines, by default to standard error, as escaped() gives them.
 
     Commands print text by this function or tables.show(), because both escape it.
     """
-    print(shown(text), file=to or sys.stderr, end=end, flush=True)
+    print(escaped(text), file=to or sys.stderr, end=end, flush=True)
 
 
 def plain(text: str) -> str:
@@ -21,9 +21,9 @@ def plain(text: str) -> str:
 
     They are shown as in a Python string. Names of files, say, may be chosen by other users.
     """
-    return shown(" ".join(text.split()))
+    return escaped(" ".join(text.split()))
 
 
-def shown(text: str) -> str:
+def escaped(text: str) -> str:
     """Return plain(), with line feeds and tabs kept."""
     return printable(text)

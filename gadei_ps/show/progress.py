@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gadei_ps.show.counts import counted, rate
-from gadei_ps.show.plain import say, shown
+from gadei_ps.show.plain import escaped, print_text
 
 PROGRESS_LINE_S = 1.0  # before the first line, and between two
 LEAST_S, MOST_S = 10.0, 60.0  # between two lines on how training goes
@@ -38,7 +38,7 @@ def making(note: Mapping[str, Any]) -> str:
     return f"{note['what']} is being made: {done:,} of {total:,} MiB"
 
 
-class Lines:
+class ProgressLines:
     """Lines on standard error, for what takes longer than a moment."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Lines:
         if now >= self._next and text != self._said:
             self._next = now + PROGRESS_LINE_S
             self._said = text
-            say(f"gadei-ps: {text}")
+            print_text(f"gadei-ps: {text}")
 
 
 def above(text: str) -> str:
@@ -63,7 +63,7 @@ def above(text: str) -> str:
     For a terminal that another process writes to, which may draw a progress bar. The bar stays as
     it is, and the cursor where it was in it. IND and CUU make room at the bottom of the screen.
     """
-    return f"\x1bD\x1b[A\x1b7\r\x1b[L{shown(text)}\x1b8\x1b[B"
+    return f"\x1bD\x1b[A\x1b7\r\x1b[L{escaped(text)}\x1b8\x1b[B"
 
 
 class Training:

@@ -13,9 +13,9 @@ from rich.text import Text
 from gadei_ps import metrics
 from gadei_ps.metrics import Shown
 from gadei_ps.show.counts import counted, rate
-from gadei_ps.show.optimizer import optimizer
+from gadei_ps.show.optimizer_line import optimizer
 from gadei_ps.show.progress import NO_LOSS, making, no_loss
-from gadei_ps.show.tables import Fitting, age, alike, facts, size, table, when
+from gadei_ps.show.tables import FittedTable, age, alike, facts, size, table, when
 
 SHOWN_S = 5.0  # a learner that others wait for is named after so long
 RATE_S = 1.0  # window over which samples/s are taken
@@ -202,13 +202,15 @@ def _checkpoints(status: Mapping[str, Any]) -> str:
     return told
 
 
-def learner_table(status: Mapping[str, Any], rates: Mapping[int, float] | None = None) -> Fitting:
+def learner_table(
+    status: Mapping[str, Any], rates: Mapping[int, float] | None = None
+) -> FittedTable:
     """One row for each learner of a job's status."""
     speed = unit(status["learners"])
     names = ["learner", "pid", speed, "applied", "queue", "staleness", "max", "loss"]
     if rates is None:
         names.remove(speed)
-    made = Fitting(names, right=names, dispensable=("max", "queue"))
+    made = FittedTable(names, right=names, dispensable=("max", "queue"))
     losses = alike([one["loss"] for one in status["learners"]])
     for one, loss in zip(status["learners"], losses, strict=True):
         cells = {
@@ -225,7 +227,7 @@ def learner_table(status: Mapping[str, Any], rates: Mapping[int, float] | None =
     return made
 
 
-def histogram(counts: Sequence[int]) -> Fitting:
+def histogram(counts: Sequence[int]) -> FittedTable:
     """Return gradients by staleness. counts: by bins; 0 to 15 are single, then powers of two."""
     made = table("staleness", "gradients", "share", "", right=("staleness", "gradients", "share"))
     bins = list(_bins(len(counts)))
@@ -276,7 +278,9 @@ def statuses(reports: Sequence[Mapping[str, Any]]) -> RenderableType:
     numbers = ("learners", "gradients", "dropped", "samples", "epoch", "memory")
     words = ("phase", "sync", "optimizer")
     dispensable = ("dropped", "samples", "memory", "optimizer", "epoch", "sync")
-    made = Fitting(("job", *words, *numbers), right=numbers, whole=words, dispensable=dispensable)
+    made = FittedTable(
+        ("job", *words, *numbers), right=numbers, whole=words, dispensable=dispensable
+    )
     for one in reports:
         work = one["work"]
         made.add_row(

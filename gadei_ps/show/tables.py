@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from gadei_ps.show.plain import shown
+from gadei_ps.show.plain import escaped
 
 GAP = 2  # columns between two columns
 LEAST_CUT = 12  # columns of cells that are cut
@@ -26,7 +26,7 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
-class Harmless:
+class Escaped:
     """The same as rich lays it out, without characters that a terminal takes for commands.
 
     Names of learners, say, are chosen by the job's user, who need not be the reader.
@@ -37,18 +37,18 @@ class Harmless:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for part in console.render(self._what, options):
-            yield part if part.control else Segment(shown(part.text), part.style)
+            yield part if part.control else Segment(escaped(part.text), part.style)
 
 
 def show(what: RenderableType) -> None:
     """Print a string as it is, and anything else as rich lays it out, both as Harmless does."""
     if isinstance(what, str):
-        print(shown(what))
+        print(escaped(what))
     else:
-        console().print(Harmless(what))
+        console().print(Escaped(what))
 
 
-class Fitting:
+class FittedTable:
     """A table without lines that omits columns where lines are short, and breaks no word."""
 
     def __init__(
@@ -137,9 +137,9 @@ def _shared(bounds: Sequence[tuple[int, int]], room: int) -> list[int]:
     return widths
 
 
-def table(*columns: str, right: Iterable[str] = ()) -> Fitting:
+def table(*columns: str, right: Iterable[str] = ()) -> FittedTable:
     """An empty table; columns named in `right` hold numbers."""
-    return Fitting(columns, right=right)
+    return FittedTable(columns, right=right)
 
 
 def facts(rows: Mapping[str, str | Text]) -> Table:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gadei_ps.show.counts import counted, rate
-from gadei_ps.show.tables import Fitting, age, duration, facts, size, when
+from gadei_ps.show.tables import FittedTable, age, duration, facts, size, when
 
 LEARNERS = "command of the learners"
 STATE_STYLE = {"running": "green", "stale": "yellow", "silent": "red", "foreign": "red"}
@@ -22,13 +22,13 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not rows:
         return Text("no jobs", style="dim")
     numbers = ("watchdog", "server", "learners", "memory")
-    made = Fitting(
+    made = FittedTable(
         ("job", "state", "started", "age", *numbers),
         right=("age", *numbers),
         whole=("state", "started"),
         dispensable=("watchdog", "memory", "started"),
     )
-    commands = Fitting(("job", LEARNERS), cut=LEARNERS)
+    commands = FittedTable(("job", LEARNERS), cut=LEARNERS)
     for one in rows:
         made.add_row(
             one["name"],
@@ -68,9 +68,9 @@ def _number(value: int | None) -> str:
 LEVEL_STYLE = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
-def checks(rows: Sequence[Mapping[str, Any]]) -> Fitting:
+def checks(rows: Sequence[Mapping[str, Any]]) -> FittedTable:
     """`doctor`."""
-    made = Fitting(("", "check", "found", "what to do"), whole=("", "check"))
+    made = FittedTable(("", "check", "found", "what to do"), whole=("", "check"))
     for one in rows:
         made.add_row(
             Text(one["level"], style=LEVEL_STYLE[one["level"]]),
@@ -203,7 +203,7 @@ def killed(sent: Mapping[str, Any]) -> str:
     return f"sent {sent['signal']} to the {which} of job {sent['job']}: pid {sent['pid']}{ended}"
 
 
-def raged(report: Mapping[str, Any]) -> Table:
+def chaos_summary(report: Mapping[str, Any]) -> Table:
     """The end of `chaos`."""
     hits = [
         f"{number:,} {role}{what}"

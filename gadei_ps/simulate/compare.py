@@ -9,11 +9,11 @@ from typing import Any
 
 from gadei_ps.errors import UsageError
 from gadei_ps.simulate import oracle
+from gadei_ps.simulate.descent import Descent
 from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.simulate.problems import PROBLEMS, Problem
 from gadei_ps.simulate.setting import Setting
 from gadei_ps.simulate.simulator import Simulator
-from gadei_ps.simulate.training import Descent
 from gadei_ps.sync import SpecError, SyncModel, parse
 
 

@@ -107,7 +107,7 @@ def shown(result: Result) -> RenderableType:
 
 def _speeds(result: Result) -> RenderableType:
     numbers = ("seconds", "rounds", "samples/s", "speed-up", "of ideal", "waiting", "aggregating")
-    made = tables.Fitting(("rule", *numbers), right=numbers, dispensable=("rounds",))
+    made = tables.FittedTable(("rule", *numbers), right=numbers, dispensable=("rounds",))
     for one in result["rules"]:
         made.add_row(
             one["rule"],
@@ -128,7 +128,7 @@ def _traffic(result: Result) -> RenderableType:
         "rounds old", "at most", "s old",
     )  # fmt: skip
     name = "models sent, each machine and round"
-    made = tables.Fitting(
+    made = tables.FittedTable(
         (name, *numbers), right=numbers, dispensable=("2(m-1)/m", "abandoned", "at most")
     )
     for one in result["rules"]:

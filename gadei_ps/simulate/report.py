@@ -16,7 +16,7 @@ from gadei_ps.show.colours import colours
 Result = Mapping[str, Any]
 
 
-def shown(result: Result) -> RenderableType:
+def render(result: Result) -> RenderableType:
     """The result of compare.compare(), with its setting, for people."""
     best = result["oracle"]
     rows = {
@@ -39,7 +39,9 @@ def _speeds(result: Result) -> RenderableType:
         *("seconds", "gradients /s", "of oracle", "updates /s", "waiting", "s / iteration"),
         *("abandoned", "lost s"),
     )
-    made = tables.Fitting(("model", *numbers), right=numbers, dispensable=("lost s", "abandoned"))
+    made = tables.FittedTable(
+        ("model", *numbers), right=numbers, dispensable=("lost s", "abandoned")
+    )
     for one in result["models"]:
         made.add_row(
             one["model"],

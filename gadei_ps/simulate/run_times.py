@@ -72,7 +72,7 @@ class LogNormal(RunTimes):
         return self._mean * np.exp(self._sigma * noise - self._sigma**2 / 2)
 
 
-class Heavy(RunTimes):
+class HeavyTailed(RunTimes):
     """Pareto distributed: P(longer than t) falls as t to the power -`alpha`. mean: in seconds."""
 
     form = "heavy:mean=1,alpha=2.5"
@@ -166,7 +166,7 @@ class Speeds(Normal):
         return factor + np.zeros(iterations.shape)
 
 
-class Recorded(RunTimes):
+class RecordedTimes(RunTimes):
     """Run times as they were measured, float64 of shape (iterations, learners), without gaps.
 
     A learner uses a column, and starts it again after its end. If there are more learners than
@@ -196,12 +196,14 @@ class Recorded(RunTimes):
 _KINDS: Mapping[str, Callable[..., RunTimes]] = {
     "normal": Normal,
     "lognormal": LogNormal,
-    "heavy": Heavy,
+    "heavy": HeavyTailed,
     "groups": Groups,
     "switch": Switch,
     "speeds": Speeds,
 }
-FORMS = tuple(one.form for one in (Normal, LogNormal, Heavy, Groups, Switch, Speeds, Recorded))
+FORMS = tuple(
+    one.form for one in (Normal, LogNormal, HeavyTailed, Groups, Switch, Speeds, RecordedTimes)
+)
 
 
 def parse(spec: str, seed: int) -> RunTimes:
@@ -245,7 +247,7 @@ def _read(path: str) -> RunTimes:
 
     times = traces.read(path).filled().times
     try:
-        return Recorded(times)
+        return RecordedTimes(times)
     except ValueError as error:
         raise UsageError(f"{path}: {error}; correct the trace") from None
 

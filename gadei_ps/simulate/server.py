@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gadei_ps.simulate.columns import reals, wholes
+from gadei_ps.simulate.learner_arrays import reals, wholes
 from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.sync import Commit, SyncModel
 
@@ -36,7 +36,7 @@ class Training(Protocol):
     def drop(self, learners: Sequence[int]) -> None:
         """The server drops these learners' oldest gradients."""
 
-    def look(self, now: float, progress: float, applied: int) -> None:
+    def add_point(self, now: float, progress: float, applied: int) -> None:
         """Called now and then. progress: share of the run that is done."""
 
 

@@ -12,7 +12,7 @@ MOST_LEARNERS = 100_000
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class Abandonment:
     """Time at which a straggler abandons an iteration whose gradient is no longer wanted.
 
     It is `seconds` plus `share` of the iteration's run time after the server's notification. If
@@ -58,7 +58,7 @@ class Setting:
     seconds: float | None = None
     server_s: float = 0.0
     slots: int = 2
-    give_up: GiveUp = field(default_factory=GiveUp)
+    give_up: Abandonment = field(default_factory=Abandonment)
     faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:

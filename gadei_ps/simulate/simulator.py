@@ -15,9 +15,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from gadei_ps.simulate.columns import reals, wholes
 from gadei_ps.simulate.draws import FloatArray, IntArray, Stream, uniform
 from gadei_ps.simulate.events import Events
+from gadei_ps.simulate.learner_arrays import reals, wholes
 from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.simulate.server import Server, Training
 from gadei_ps.simulate.setting import Setting
@@ -55,7 +55,7 @@ class Simulator:
         self._server = Server(
             model, self._outcome, size, setting.server_s, self._schedule, training
         )
-        self._tells = type(model).wanted is not SyncModel.wanted
+        self._tells = type(model).obsolete_below is not SyncModel.obsolete_below
         # Learners push once a wave, and may start mini-batches of the next wave.
         self._wave = model.wave
         self._limit = model.mini_batches if self._wave > 1 else model.grant
@@ -116,13 +116,13 @@ class Simulator:
                 end(key, now)
             if training is not None:
                 done = max(now / most_s, outcome.pushed / pushes, outcome.applied / gradients)
-                training.look(now, min(done, 1.0), outcome.applied)
+                training.add_point(now, min(done, 1.0), outcome.applied)
             if outcome.pushed >= pushes or outcome.applied >= gradients:
                 break
         else:
             outcome.ended = "no learner is left"
         if training is not None:
-            training.look(now, 1.0, outcome.applied)
+            training.add_point(now, 1.0, outcome.applied)
         self._close(now)
         outcome.wall_s = time.perf_counter() - began
         return outcome
@@ -359,7 +359,7 @@ class Simulator:
         if how.seconds is None:
             return
         due, clock, begun, warned = self._due, self._clock, self._begun, self._warned
-        wanted = self._model.wanted
+        wanted = self._model.obsolete_below
         keys = [
             k
             for k in self._model.learners

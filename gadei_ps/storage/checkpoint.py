@@ -32,7 +32,15 @@ from gadei_ps.errors import CheckpointError
 from gadei_ps.storage import files
 from gadei_ps.storage.snapshot import Snapshot, parse
 
-__all__ = ["Found", "Snapshot", "Written", "found", "newest", "read", "write"]
+__all__ = [
+    "FoundCheckpoint",
+    "Snapshot",
+    "WrittenCheckpoint",
+    "found",
+    "newest",
+    "read",
+    "write",
+]
 
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.safetensors"
@@ -46,7 +54,7 @@ _SUPERSEDED: Final = re.compile(rf"superseded-{_NAME.pattern}(\.[0-9]{{1,9}})?")
 _SUM: Final = re.compile(r"([0-9a-f]{64})  ([^\n]+)\n")
 
 
-class Written(NamedTuple):
+class WrittenCheckpoint(NamedTuple):
     """A checkpoint that is on the disk.
 
     problem: one line if older ones could not be removed. aside: the newest of those of a higher
@@ -60,7 +68,7 @@ class Written(NamedTuple):
     aside: Path | None = None
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint known by its name only; it may be damaged."""
 
     path: Path
@@ -75,7 +83,7 @@ def write(
     snapshot: Snapshot,
     keep: int,
     on_disk: Callable[[], object] | None = None,
-) -> Written:
+) -> WrittenCheckpoint:
     """Write a checkpoint, then remove all but the newest `keep`.
 
     on_disk: called whenever more of it has reached the disk.
@@ -100,7 +108,7 @@ def write(
         raise CheckpointError(f"{directory}: no checkpoint written: {error}") from None
     except OSError as error:
         raise files.unwritten(directory, "no checkpoint written", error) from None
-    return Written(path, size, time.monotonic() - begin, problem, aside)
+    return WrittenCheckpoint(path, size, time.monotonic() - begin, problem, aside)
 
 
 def check(directory: Path) -> None:
@@ -234,7 +242,7 @@ def _locked(directory: Path) -> Iterator[None]:
 # -- reading --------------------------------------------------------------------------------------
 
 
-def found(directory: Path) -> list[Found]:
+def found(directory: Path) -> list[FoundCheckpoint]:
     """Return the checkpoints, newest first, by their names only; none without a directory.
 
     Raises CheckpointError if the directory cannot be read.
@@ -248,7 +256,7 @@ def found(directory: Path) -> list[Found]:
         what = f"cannot be read ({files.reason(error)})"
         raise files.failure(directory, what, "name a directory of checkpoints", error) from None
     ranked = sorted(((rank, path) for path in paths if (rank := _rank(path))), reverse=True)
-    return [Found(path, rank[0]) for rank, path in ranked]
+    return [FoundCheckpoint(path, rank[0]) for rank, path in ranked]
 
 
 def _rank(path: Path) -> tuple[int, int] | None:
@@ -286,7 +294,7 @@ def read(path: Path) -> Snapshot:
     """
     sums = _read_sums(path / SUMS)
     with files.verified(path / MANIFEST, sums.get(MANIFEST), files.MOST_TEXT) as file:
-        told, model = parse(file.take(file.left))
+        told, model = parse(file.read_text(file.left))
         if (rank := _rank(path)) and rank[0] != told.version:
             raise ValueError(f"it is of version {told.version}, unlike its directory's name")
     if sums.keys() != {MANIFEST, STATE, WEIGHTS}:
@@ -311,7 +319,7 @@ def _read_sums(path: Path) -> dict[str, str]:
     """SHA-256 by file name. Only one spelling is understood: then every flipped bit is seen."""
     with files.opened(path, _MOST_SUMS) as file:
         try:
-            text = file.take(file.left).decode()
+            text = file.read_text(file.left).decode()
         except ValueError as error:
             raise files.damaged(path, str(error)) from None
     sums, at = {}, 0

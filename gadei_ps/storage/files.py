@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from gadei_ps.errors import MOST_SHOWN, CheckpointError, CheckpointMistake, is_lasting
-from gadei_ps.machine import given
+from gadei_ps.machine import user_files
 from gadei_ps.memory.weights import NAME_OF
 from gadei_ps.show.counts import counted
 
@@ -220,7 +220,7 @@ class File:
             self.left -= count
             view = view[count:]
 
-    def take(self, size: int) -> bytes:
+    def read_text(self, size: int) -> bytes:
         """The next bytes, for text."""
         self.need(size)
         if size > MOST_TEXT:
@@ -244,7 +244,7 @@ class File:
 
     def fill_tensors(self, wanted: Tensors) -> None:
         """Read a safetensors file that holds these tensors, in any order, and no others."""
-        header = parse_object(self.take(int.from_bytes(self.take(8), "little")))
+        header = parse_object(self.read_text(int.from_bytes(self.read_text(8), "little")))
         header.pop(_RESERVED, None)
         for name in wanted:
             if name not in header:
@@ -295,7 +295,7 @@ def opened(path: Path, most: int) -> Iterator[File]:
     Raises CheckpointError if it is not one, or cannot be read.
     """
     try:
-        with io.FileIO(given.descriptor(path), "rb") as raw:
+        with io.FileIO(user_files.descriptor(path), "rb") as raw:
             file = File(raw)
             if file.left > most:
                 raise damaged(path, f"it has {file.left:,} bytes, and {most:,} at most are read")

@@ -23,7 +23,7 @@ from gadei_ps.sync.base import (
 from gadei_ps.sync.bsp import BSP
 from gadei_ps.sync.cutoff import Cutoff
 from gadei_ps.sync.elastic_bsp import ElasticBSP
-from gadei_ps.sync.parameters import SpecError, converted, path, shown
+from gadei_ps.sync.parameters import SpecError, converted, path, short_repr
 from gadei_ps.sync.ssp import SSP
 from gadei_ps.sync.wsp import WSP
 
@@ -92,13 +92,13 @@ def _read(spec: str | Mapping[str, object]) -> tuple[type[SyncModel], dict[str, 
         if "model" not in options:
             raise SpecError(f"model is missing; the models are {', '.join(_MODELS)}")
         return _named(options.pop("model")), options
-    raise SpecError(f"a model is text or a mapping, not {shown(spec)}")
+    raise SpecError(f"a model is text or a mapping, not {short_repr(spec)}")
 
 
 def _named(name: object) -> type[SyncModel]:
     model = _MODELS.get(name) if isinstance(name, str) else None
     if model is None:
-        raise SpecError(f"unknown model {shown(name)}; the models are {', '.join(_MODELS)}")
+        raise SpecError(f"unknown model {short_repr(name)}; the models are {', '.join(_MODELS)}")
     return model
 
 
@@ -109,7 +109,7 @@ def _split(model: type[SyncModel], rest: str) -> dict[str, object]:
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             if place or not model.parameters or not key:
-                raise _error(model, f"cannot read {shown(item)}")
+                raise _error(model, f"cannot read {short_repr(item)}")
             key, value = next(iter(model.parameters)), key
         if key in given:
             raise _error(model, f"{key} is given twice")
@@ -120,7 +120,7 @@ def _split(model: type[SyncModel], rest: str) -> dict[str, object]:
 def _made(model: type[SyncModel], given: Mapping[str, object]) -> SyncModel:
     for key in given:
         if key not in model.parameters:
-            raise _error(model, f"unknown parameter {shown(key)}")
+            raise _error(model, f"unknown parameter {short_repr(key)}")
     values = converted(model.parameters, given, partial(_error, model))
     make: Callable[..., SyncModel] = model
     try:

@@ -216,7 +216,7 @@ class SyncModel(ABC):
         except KeyError:
             raise UnknownLearner(learner, "is not a member") from None
 
-    def wanted(self, learner: int) -> int:
+    def obsolete_below(self, learner: int) -> int:
         """The number below which the learner's iterations are no longer wanted.
 
         Gradients of such iterations will be dropped, so the learner may give them up. Never

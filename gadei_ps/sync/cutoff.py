@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import numpy as np
 
 from gadei_ps.sync.base import Commit, SyncModel
-from gadei_ps.sync.parameters import Parameter, SpecError, choice, path, whole
+from gadei_ps.sync.parameters import Parameter, SpecError, choice, path, whole_number
 
 if TYPE_CHECKING:
     from gadei_ps.sync.prediction import Predictor
 
-_count = whole(1, 2**31 - 1)
+_count = whole_number(1, 2**31 - 1)
 
 
 class Cutoff(SyncModel):
@@ -127,7 +127,7 @@ class Cutoff(SyncModel):
 
             self._predictor = NormalPredictor() if self.by == "order" else SampledPredictor()
 
-    def wanted(self, learner: int) -> int:
+    def obsolete_below(self, learner: int) -> int:
         """See SyncModel: above the clock while the learner is a straggler."""
         clock = self.clock(learner)
         since = self._since.get(learner)

@@ -13,9 +13,9 @@ import numpy as np
 
 from gadei_ps.kernels.unit import Unit
 from gadei_ps.sync.base import Commit, SyncModel
-from gadei_ps.sync.parameters import Parameter, whole
+from gadei_ps.sync.parameters import Parameter, whole_number
 
-_ahead = whole(1, 4096)
+_ahead = whole_number(1, 4096)
 
 RECENT: Final = 5
 """The median of so many last intervals of a learner predicts its next ones: the paper's 'most

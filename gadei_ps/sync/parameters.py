@@ -45,13 +45,13 @@ def converted(
     return values
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """`value` on one line, short enough for an error message."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def whole(low: int, high: int) -> Callable[[object], int]:
+def whole_number(low: int, high: int) -> Callable[[object], int]:
     """A converter for whole numbers in [low, high], 0 <= low: an int, or its decimal digits."""
 
     def convert(value: object) -> int:
@@ -62,7 +62,9 @@ def whole(low: int, high: int) -> Callable[[object], int]:
             # The length is checked first: int() of a very long text is slow.
             number = int(value) if len(value.lstrip("0")) <= len(str(high)) else None
         if number is None or not low <= number <= high:
-            raise ValueError(f"must be a whole number from {low} to {high}, not {shown(value)}")
+            raise ValueError(
+                f"must be a whole number from {low} to {high}, not {short_repr(value)}"
+            )
         return number
 
     return convert
@@ -73,7 +75,7 @@ def choice(*words: str) -> Callable[[object], str]:
 
     def convert(value: object) -> str:
         if not isinstance(value, str) or value not in words:
-            raise ValueError(f"must be {' or '.join(words)}, not {shown(value)}")
+            raise ValueError(f"must be {' or '.join(words)}, not {short_repr(value)}")
         return value
 
     return convert
@@ -82,8 +84,10 @@ def choice(*words: str) -> Callable[[object], str]:
 def path(value: object) -> str:
     """A converter for the path of a file. Makes it absolute, because a server may run elsewhere."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"must be the path of a file, not {shown(value)}")
+        raise ValueError(f"must be the path of a file, not {short_repr(value)}")
     absolute = str(Path(value).expanduser().absolute())
     if "," in absolute or not absolute.isprintable():
-        raise ValueError(f"cannot be a path with a comma or control characters: {shown(value)}")
+        raise ValueError(
+            f"cannot be a path with a comma or control characters: {short_repr(value)}"
+        )
     return absolute

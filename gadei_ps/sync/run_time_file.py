@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from gadei_ps.machine import given
+from gadei_ps.machine import user_files
 
 FORMAT: Final = "gadei-ps runtime model"
 VERSION: Final = 1
@@ -92,7 +92,7 @@ def contents(sizes: Sizes, weights: Mapping[str, Floats], more: Mapping[str, obj
 def read(path: str | Path) -> tuple[Sizes, dict[str, Floats]]:
     """Read a file that `contents` made. Raises ModelFileError."""
     try:
-        data = given.read(path, _MOST_BYTES)
+        data = user_files.read(path, _MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise _refused(path, f"cannot be read ({reason})") from None

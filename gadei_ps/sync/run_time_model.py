@@ -3,7 +3,7 @@
 After Teng and Wood 2018 (Cutoff SGD), sections 3.1.2, 3.1.3 and 4.2. The formulas are missing in
 the text of the paper. They are reconstructed from its source, Krishnan, Shalit and Sontag 2017
 (structured inference networks). x_t are the run times of superstep t, z_t is the cluster's hidden
-state. gadei_ps.run_times.training trains the model.
+state. gadei_ps.run_times.fitting trains the model.
 
     transition   g = sigmoid(MLP(z)); h = MLP(z)
                  z_t ~ N((1 - g) * (W z + b) + g * h, softplus(W relu(h) + b)), z = z_(t-1)
@@ -155,7 +155,7 @@ class RunTimeModel:
 
     @classmethod
     def load(cls, path: str | Path, *, draws: int = 64, seed: int = 0) -> RunTimeModel:
-        """The model in a file of gadei_ps.run_times.training. Raises ModelFileError, one line."""
+        """The model in a file of gadei_ps.run_times.fitting. Raises ModelFileError, one line."""
         sizes, weights = read(path)
         return cls(sizes, weights, draws=draws, seed=seed)
 

@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from gadei_ps.sync.base import Commit, SyncModel
-from gadei_ps.sync.parameters import Parameter, whole
+from gadei_ps.sync.parameters import Parameter, whole_number
 
 # Bounded so that a grant stays far below UNBOUNDED and fits the words of shared memory.
-_staleness = whole(0, 2**31 - 1)
+_staleness = whole_number(0, 2**31 - 1)
 
 
 class SSP(SyncModel):

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-from gadei_ps.sync.parameters import Parameter, whole
+from gadei_ps.sync.parameters import Parameter, whole_number
 from gadei_ps.sync.ssp import SSP
 
-_distance = whole(0, 2**31 - 1)
-_wave = whole(0, 2**16 - 1)
+_distance = whole_number(0, 2**31 - 1)
+_wave = whole_number(0, 2**16 - 1)
 
 
 class WSP(SSP):

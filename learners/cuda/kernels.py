@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from gadei_ps.errors import DeviceError
-from gadei_ps.machine.cuda import told
+from gadei_ps.machine.cuda import first_line
 from gadei_ps.memory.layout import WireType
 from gadei_ps.memory.weights import Model
 
@@ -98,7 +98,9 @@ class Kernels:
             self._module = cupy.RawModule(code=source, options=("-std=c++17",))
             self._module.compile()
         except (OSError, RuntimeError, cupy.cuda.compiler.CompileException) as error:
-            raise DeviceError(f"GPU {index}: cannot compile the kernels ({told(error)})") from None
+            raise DeviceError(
+                f"GPU {index}: cannot compile the kernels ({first_line(error)})"
+            ) from None
 
     def launch(self, name: str) -> Launch:
         return Launch(self._module.get_function(name).kernel, STRUCTS[name])

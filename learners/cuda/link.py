@@ -17,11 +17,11 @@ from cupy.cuda import runtime
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError, ModelMismatch
 from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_at
-from gadei_ps.learners.cuda.guard import Guard, mib
+from gadei_ps.learners.cuda.device_errors import Guard, mib
 from gadei_ps.learners.cuda.kernels import BAD, Kernels, blocks_for
 from gadei_ps.learners.cuda.staging import Outgoing, Staged, Staging
 from gadei_ps.learners.gradients import no_gradient
-from gadei_ps.machine.cuda import told
+from gadei_ps.machine.cuda import first_line
 from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import Role, SegmentKind
 from gadei_ps.memory.segment import Segment
@@ -355,7 +355,7 @@ def _register(
     except runtime.CUDARuntimeError as error:
         raise DeviceError(
             f"GPU {index} cannot register {mib(size)} of {mapping.name[1:]} "
-            f"({told(error)}); gadei-ps doctor shows how much it can"
+            f"({first_line(error)}); gadei-ps doctor shows how much it can"
         ) from None
     undo.callback(lambda: mapping)  # keeps it mapped until this is undone:
     undo.callback(runtime.hostUnregister, at)

@@ -12,7 +12,7 @@ that adds updates: there the optimizer is one of torch's, in the learner.
 
 On the CPU the model's parameters become views of the weights segment: a pull copies nothing, and
 other learners' gradients show at once (Hogwild). That memory is read-only: Optimizer.assign has the
-server write, as load_state_dict of the model does (loading.py). Writing to a parameter (model
+server write, as load_state_dict of the model does (model_loading.py). Writing to a parameter (model
 surgery, an in-place clamp) ends the process with a segmentation fault and a traceback. With
 `view=False` the learner has a copy of its own instead, which every step renews; step() assigns what
 was written to it (writes.py).

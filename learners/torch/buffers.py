@@ -74,7 +74,7 @@ class Buffers:
             values = casts.tensor(client.weights[tensor.name], tensor.dtype)
             if not torch.equal(parameter, values.to(parameter.device, parameter.dtype)):
                 parameter.data.copy_(values)
-        self.take()
+        self.load()
         self._exit = _leaving(weakref.ref(self))
         atexit.register(self._exit)  # before the client's own, which leaves the job
         # A process of multiprocessing ends by these, and not by those of atexit. This comes before
@@ -98,7 +98,7 @@ class Buffers:
 
     # -- from the job ---------------------------------------------------------------------------
 
-    def take(self, names: Iterable[str] | None = None) -> None:
+    def load(self, names: Iterable[str] | None = None) -> None:
         """Copy the job's buffers to the model's. names: only of these."""
         shared = self._client.weights
         for name, tensor in self._tensors.items():
@@ -118,7 +118,7 @@ class Buffers:
 
     # -- to the job -----------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def write_if_due(self) -> None:
         """Write after a step if it is time. Raises what Client.assign raises."""
         if self._tensors and time.monotonic() >= self._next:
             self.write()
@@ -161,7 +161,7 @@ class Buffers:
         self._learners = 1
         self._has_written = self._has_written or leads
 
-    def end(self, *, write: bool = True) -> None:
+    def close(self, *, write: bool = True) -> None:
         """End with the learner. write: whether the job's copy is written once more."""
         atexit.unregister(self._exit)
         self._ending.cancel()
@@ -174,7 +174,7 @@ class Buffers:
 def _leaving(buffers: Callable[[], Buffers | None]) -> Callable[[], None]:
     def leave() -> None:
         if (here := buffers()) is not None:
-            here.end()
+            here.close()
 
     return leave
 

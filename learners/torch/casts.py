@@ -35,7 +35,7 @@ def all_differ(layer: torch.nn.Module) -> bool:
 
 
 # None of these is under no_grad(): an interrupt in the middle of that leaves gradients off.
-def bring(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_to_parameters(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write the job's values into parameters of other types. pairs: a parameter, its values."""
     for parameter, values in pairs:
         parameter.data.copy_(values)

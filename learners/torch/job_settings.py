@@ -11,11 +11,11 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
-from gadei_ps.job.groups import Group as Said
+from gadei_ps.job.parameter_groups import Group as Said
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.optimizer_settings import OptimizerSettings
-from gadei_ps.learners.torch.like import check_unchanged, moved, shown
+from gadei_ps.learners.torch.convert_settings import check_unchanged, moved, torch_settings
 from gadei_ps.learners.torch.model import Trained
 
 MOST_SCALE = float(np.finfo(np.float32).max)  # a rate travels relative to the job's, in float32
@@ -39,7 +39,7 @@ class _GroupSettings:
 
     def _show(self, packed: Any) -> None:
         spec = OptimizerSpec.unpack(packed)
-        self.shown = shown(spec)
+        self.shown = torch_settings(spec)
         """The settings as torch's class has them."""
         self._most_lr = spec.most_lr
 
@@ -154,7 +154,7 @@ class JobSettings:
         return dict(self._settings[-1].shown)
 
     @property
-    def shown(self) -> list[dict[str, Any]]:
+    def torch_settings(self) -> list[dict[str, Any]]:
         """The settings of each group as torch's class has them."""
         return [one.shown for one in self._settings]
 
@@ -163,7 +163,7 @@ class JobSettings:
         """The job's rate of each group."""
         return [one.lr for one in self._settings]
 
-    def look(self, groups: list[Group]) -> None:
+    def follow(self, groups: list[Group]) -> None:
         """Follow changes of the job before a step. Raises UsageError if the script has changed a
         setting of the job."""
         for one, group in zip(self._settings, groups, strict=True):

@@ -12,7 +12,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import DRAIN_TIMEOUT_S, Batch, not_copied
-from gadei_ps.learners.torch import assign, gpu
+from gadei_ps.learners.torch import assign, gpu_backend
 from gadei_ps.learners.torch.backend import own_copy
 from gadei_ps.learners.torch.buffers import OWN, Buffers, check
 from gadei_ps.learners.torch.finite import FiniteGradients
@@ -79,7 +79,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             )
         check(buffers)
         self._trained = trained = Trained.of(model, buffers=buffers != OWN)
-        if gpu.is_on_gpu(next(iter(trained.parameters.values()))):
+        if gpu_backend.is_on_gpu(next(iter(trained.parameters.values()))):
             raise UsageError("LocalOptimizer is for models on the CPU: use Optimizer on a GPU")
         trained.end_earlier(LocalOptimizer)
         trained.check_free()
@@ -146,7 +146,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         pushed = self.waves.end(loss=self._loss, samples=self._samples)
         self._loss, self._samples = math.nan, 0
         if pushed:
-            self._buffers.look()
+            self._buffers.write_if_due()
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             if self.waves.answers is None and not self.waves.in_flight:
                 self.waves.flush()
         finally:
-            self._buffers.end()
+            self._buffers.close()
             for parameter in self._trained.parameters.values():
                 parameter.data = own_copy(parameter)
             self._trained.disown(self)

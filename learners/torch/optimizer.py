@@ -17,13 +17,13 @@ from gadei_ps.errors import JobNotFound, UsageError
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import DRAIN_TIMEOUT_S, REST_FIRST, Batch, Client, not_copied
-from gadei_ps.learners.torch import assign, casts, gpu, host, loading
-from gadei_ps.learners.torch import like as like_torch
+from gadei_ps.learners.torch import assign, casts, gpu_backend, host_backend, model_loading
+from gadei_ps.learners.torch import convert_settings as like_torch
 from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.buffers import OWN, Buffers, check
 from gadei_ps.learners.torch.first_batch import FirstBatch
-from gadei_ps.learners.torch.gpu import GpuBackend
-from gadei_ps.learners.torch.host import HostBackend
+from gadei_ps.learners.torch.gpu_backend import GpuBackend
+from gadei_ps.learners.torch.host_backend import HostBackend
 from gadei_ps.learners.torch.job_settings import JobSettings
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.torch.sampler import JobSampler
@@ -63,7 +63,7 @@ def _brief(value: object) -> str:
 
 
 def _end(buffers: Buffers, backend: Backend) -> None:
-    buffers.end()
+    buffers.close()
     backend.close(keep=True)
 
 
@@ -169,7 +169,7 @@ class Optimizer(torch.optim.Optimizer):
             model, any_type=True, buffers=buffers != OWN, fixed=frozen
         )
         view = view and not trained.is_cast
-        self._on_gpu = on_gpu = gpu.is_on_gpu(next(iter(trained.parameters.values())))
+        self._on_gpu = on_gpu = gpu_backend.is_on_gpu(next(iter(trained.parameters.values())))
         wait = bool(wait) if on_gpu or wait is not None else not view
         given = {
             "kind": kind,
@@ -190,8 +190,8 @@ class Optimizer(torch.optim.Optimizer):
                 "next step computes"
             )
         if not on_gpu:
-            host.check(model, view=view)
-        earlier = loading.end_earlier(model, free_gradients=free_gradients)
+            host_backend.check(model, view=view)
+        earlier = model_loading.end_previous(model, free_gradients=free_gradients)
         trained.check_free()
         self.client = _join(
             trained, job, optimizer=settings, wire=wire, error_feedback=error_feedback, name=name
@@ -215,7 +215,7 @@ class Optimizer(torch.optim.Optimizer):
         self,
         undo: contextlib.ExitStack,
         buffers: str,
-        earlier: loading.Earlier | None,
+        earlier: model_loading.PreviousState | None,
         *,
         view: bool,
         wait: bool,
@@ -252,9 +252,11 @@ class Optimizer(torch.optim.Optimizer):
         """Binding of the model's parameters to the job's weights."""
         undo.callback(self.backend.close, keep=False)
         self._buffers = Buffers(self.client, trained, buffers)
-        undo.callback(self._buffers.end, write=False)
+        undo.callback(self._buffers.close, write=False)
         own = weakref.WeakMethod(self.close)
-        self._loads = loading.Loads(self.client, trained, self.backend, self._buffers, own)
+        self._loads = model_loading.PendingLoads(
+            self.client, trained, self.backend, self._buffers, own
+        )
         undo.callback(self._loads.close)
         if earlier is not None:
             self._loads.resume(earlier)
@@ -314,7 +316,7 @@ class Optimizer(torch.optim.Optimizer):
         return any(hooks) or bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:
-        self._job.look(self.param_groups)
+        self._job.follow(self.param_groups)
         self._write()
         result = None
         if closure is not None:
@@ -371,7 +373,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _end_iteration(self) -> None:
         self._forget()
-        self._buffers.look()
+        self._buffers.write_if_due()
         if self._own_data:
             self._end_turn()
         if self._waits and not (self._own_data and self._sampler is None):
@@ -568,7 +570,7 @@ class Optimizer(torch.optim.Optimizer):
             parameters = list(self._trained.module.parameters())
             if len(self.param_groups) > 1 or sizes != [len(parameters)]:
                 raise ValueError("the state is of other parameters than this optimizer's")
-        warn_of_settings(state_dict, self._job.shown)
+        warn_of_settings(state_dict, self._job.torch_settings)
         # A learner that comes late may be handed back what it has read, as accelerate does, while
         # the job trains on.
         if not self.client.is_new or state_dict.get(OURS, {}) != self._saved:
@@ -668,12 +670,12 @@ class Optimizer(torch.optim.Optimizer):
         sampler = self._sampler
         if sampler is None or sampler.finished or self.client.unanswered:
             self._begin_turn()
-        elif not sampler.goes_on:  # it has no work, and no turn before it gets some
+        elif not sampler.is_under_way:  # it has no work, and no turn before it gets some
             self._refresh()
 
     def _of_sampler(self) -> int:
         """Return the samples of the sampler that the next push answers; 0 if none."""
-        return 0 if self._sampler is None else self._sampler.in_hand()
+        return 0 if self._sampler is None else self._sampler.samples_in_flight()
 
     def stop_job(self, reason: str = "", timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Stop the job for all its learners (early stopping); see Client.stop_job."""
@@ -691,7 +693,7 @@ class Optimizer(torch.optim.Optimizer):
         keep = loaded or (not self.client.left and self._keeps_written())
         self._loads.close()
         try:
-            self._buffers.end(write=not loaded)
+            self._buffers.close(write=not loaded)
             self.backend.close(keep=keep)
         finally:
             self._dropped.detach()

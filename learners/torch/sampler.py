@@ -103,11 +103,11 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         self.finished = True
 
     @property
-    def goes_on(self) -> bool:
+    def is_under_way(self) -> bool:
         """Whether a pass is under way, which waits for the turn when it has a batch."""
         return self._current is not None and not self._current.over
 
-    def in_hand(self) -> int:
+    def samples_in_flight(self) -> int:
         """Return samples that the next gradient answers; 0 if none."""
         return len(self._rows(self._client.unanswered_ids[0])) if self._client.unanswered else 0
 

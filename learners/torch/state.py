@@ -16,7 +16,7 @@ from gadei_ps.kernels.optimizers import TABLE, Kind, OptimizerSpec
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import casts
-from gadei_ps.learners.torch.like import CLASSES
+from gadei_ps.learners.torch.convert_settings import CLASSES
 from gadei_ps.learners.torch.model import Trained
 
 MOVED_BY_SCHEDULERS = ("momentum", "betas")

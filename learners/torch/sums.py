@@ -9,7 +9,7 @@ import torch
 from gadei_ps.memory.weights import FloatArray
 
 
-class Elsewhere:
+class DeviceParameters:
     """Parameters on devices with a memory of their own; arrays of the host that they follow."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
@@ -61,7 +61,7 @@ class Sums:
             if parameter.grad is not None:
                 total += parameter.grad
 
-    def bring(self) -> None:
+    def gather(self) -> None:
         """Move sums from devices to where they are wanted."""
         for wanted, total in self._far:
             wanted += total.to(wanted.device)

@@ -10,7 +10,7 @@ import pytest
 import support
 from shell import FOREVER, Cli, is_running, learning
 
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.memory import presence
 
 pytestmark = pytest.mark.usefixtures("compiled")

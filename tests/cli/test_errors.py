@@ -16,7 +16,7 @@ from shell import Cli
 from support import segments
 
 from gadei_ps import sync
-from gadei_ps.cli import options, outcome
+from gadei_ps.cli import exits, options
 from gadei_ps.job.config import OptimizerConfig
 from gadei_ps.learners import devices
 from gadei_ps.memory.layout import WireType
@@ -268,7 +268,7 @@ def test_nobody_reads_the_output(cli: Cli) -> None:
 def test_bug_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert outcome._report(ValueError("two\nlines"), "gadei-ps", as_json=True) == 1
+    assert exits._report(ValueError("two\nlines"), "gadei-ps", as_json=True) == 1
     said = capsys.readouterr()
     assert len(said.err.splitlines()) == 1
     assert json.loads(said.out)["kind"] == "ValueError"

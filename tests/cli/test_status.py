@@ -119,7 +119,7 @@ def test_a_terminal_takes_no_name_for_commands(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_a_table_breaks_no_word(width: int) -> None:
     """It omits columns instead; only a column that says so is cut, and sentences are wrapped."""
-    made = tables.Fitting(
+    made = tables.FittedTable(
         ("job", "state", "started", "samples of all", "remark", "command"),
         right=("samples of all",),
         whole=("state", "started"),

@@ -161,7 +161,7 @@ class Driver:
         assert list(model.learners) == list(self.clocks)
         assert model.releases >= self.releases
         for learner, clock in self.clocks.items():
-            grant, wanted = model.grant(learner), model.wanted(learner)
+            grant, wanted = model.grant(learner), model.obsolete_below(learner)
             assert model.clock(learner) == clock
             assert clock <= grant <= UNBOUNDED
             assert 0 <= wanted <= grant

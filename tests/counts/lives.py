@@ -37,7 +37,7 @@ from support.processes import children
 
 from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import process
 from gadei_ps.memory import presence

@@ -87,8 +87,8 @@ ROOMS = (
     Room(
         (
             *_in("gadei_ps/server", "py", "code", "driver", "manager", "rings", "shards"),
-            "gadei_ps/job/modes.py",
-            "gadei_ps/job/numbers.py",
+            "gadei_ps/job/sync_change.py",
+            "gadei_ps/job/hyperparameters.py",
         ),
         (
             "tests/unit/test_take_in.py",

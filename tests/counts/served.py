@@ -29,7 +29,7 @@ from gadei_ps.errors import (
 )
 from gadei_ps.job import control, paths
 from gadei_ps.job.control import SetOptimizer, SetSync, Status, StopJob
-from gadei_ps.job.processes import Processes, Target
+from gadei_ps.job.faults import Processes, Target
 from gadei_ps.learners import attach
 from gadei_ps.machine import process
 from gadei_ps.memory import layout, presence, segment, shm

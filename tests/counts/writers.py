@@ -76,7 +76,7 @@ def singles(root: Path) -> None:
     """Single files of commands: an older one of each is replaced."""
     from gadei_ps.classifier.words import Vocabulary
     from gadei_ps.commands import units
-    from gadei_ps.run_times import traces, training
+    from gadei_ps.run_times import fitting, traces
 
     def trace() -> None:
         times = np.full((400, 2), float(NEW))
@@ -84,7 +84,7 @@ def singles(root: Path) -> None:
 
     for name, write in (
         ("trace.csv", trace),
-        ("model.npz", lambda: training._write(root / "model.npz", b"12" * 4000)),
+        ("model.npz", lambda: fitting._write(root / "model.npz", b"12" * 4000)),
         ("unit.service", lambda: units._write(root / "unit.service", "12" * 4000)),
         ("words.json", lambda: Vocabulary(tuple(map(str, range(3000)))).save(root / "words.json")),
     ):

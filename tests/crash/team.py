@@ -26,10 +26,10 @@ from support import (
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError
-from gadei_ps.job import processes
+from gadei_ps.job import faults
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Checkpoint, ask
-from gadei_ps.job.processes import Processes, Role, Target
+from gadei_ps.job.faults import Processes, Role, Target
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import process
 
@@ -175,7 +175,7 @@ class Team:
 
 def send(target: Target, number: signal.Signals = signal.SIGKILL) -> None:
     """Signals a living process. After SIGKILL, waits for its end."""
-    sent = processes.send(target, number, PATIENCE_S)
+    sent = faults.send(target, number, PATIENCE_S)
     assert sent, f"{target} is gone"
     assert sent.ended or number != signal.SIGKILL
 
@@ -187,7 +187,7 @@ def stopped(target: Target) -> Iterator[None]:
     try:
         yield
     finally:
-        processes.send(target, signal.SIGCONT)
+        faults.send(target, signal.SIGCONT)
 
 
 @contextlib.contextmanager

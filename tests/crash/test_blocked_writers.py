@@ -10,9 +10,9 @@ from support import Child, blocked_disk, eventually, status
 from support.blocked_disk import BlockedDisk
 from team import Team, asking, seen, send, writer_of
 
-from gadei_ps.job import processes
+from gadei_ps.job import faults
 from gadei_ps.job.control import Checkpoint, ask
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 
 WHY_NOT = blocked_disk.why_not()
 
@@ -58,10 +58,10 @@ def test_a_checkpoint_writer_that_stands_still_in_its_pause(job_name: str, tmp_p
             asker = Child(asking, job_name)
             checkpoint_writer = writer_of(team)
             seen(lambda asker=asker: int(team.control["pause"]) or asker.has_sent)
-            sent = processes.send(checkpoint_writer, signal.SIGSTOP)
+            sent = faults.send(checkpoint_writer, signal.SIGSTOP)
             if sent is not None and int(team.control["pause"]):
                 break
-            processes.send(checkpoint_writer, signal.SIGCONT)
+            faults.send(checkpoint_writer, signal.SIGCONT)
             asker.receive()
             asker.join()
         team.goes_on()

@@ -13,7 +13,7 @@ import pytest
 from support import eventually
 from team import Team
 
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 
 PATTERN = Path("/proc/sys/kernel/core_pattern").read_text().strip()
 

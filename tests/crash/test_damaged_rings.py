@@ -16,7 +16,7 @@ from support import Child, Pusher, daemon, eventually, live_weights, ring_of, st
 from team import Team, apart, push_ones, seen, send, stopped
 
 from gadei_ps.errors import GadeiError
-from gadei_ps.job.processes import Processes, Role
+from gadei_ps.job.faults import Processes, Role
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import RING

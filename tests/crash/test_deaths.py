@@ -16,9 +16,9 @@ from support import FORK, Child, eventually, quick, segments, spin, status
 from team import Team, asking, seen, send, stopped, tids, writer_of
 
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.job import processes
+from gadei_ps.job import faults
 from gadei_ps.job.control import Checkpoint, ask
-from gadei_ps.job.processes import Role, Target
+from gadei_ps.job.faults import Role, Target
 from gadei_ps.machine import process
 from gadei_ps.memory import segment
 from gadei_ps.storage import checkpoint
@@ -191,7 +191,7 @@ def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> N
             asker = Child(asking, job_name)
             target = target or writer_of(team)
             seen(lambda asker=asker: int(team.control["pause"]) or asker.has_sent)
-            hit = bool(int(team.control["pause"])) and processes.send(target, signal.SIGKILL)
+            hit = bool(int(team.control["pause"])) and faults.send(target, signal.SIGKILL)
             answer = asker.receive()
             asker.join()
             if hit and victim == "checkpoint-writer":

@@ -18,8 +18,8 @@ from support import QuickDaemon, eventually, gone, quick, spin, status
 from team import Team, send, stopped
 
 from gadei_ps.job import fork_server_messages as words
+from gadei_ps.job.faults import Role
 from gadei_ps.job.fork_server_messages import Started
-from gadei_ps.job.processes import Role
 from gadei_ps.watchdog import server_starter
 from gadei_ps.watchdog.restart import Policy
 

@@ -31,7 +31,7 @@ from support import (
 )
 from team import apart, seen
 
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment, shm

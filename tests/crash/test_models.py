@@ -12,7 +12,7 @@ from team import Team, send
 
 from gadei_ps.job import control
 from gadei_ps.job.control import SetSync
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 
 
 def _kill_one_learner(team: Team, chance: random.Random) -> None:

@@ -19,7 +19,7 @@ from support import Pusher, eventually, gone, status
 from team import Team, push_ones, send
 
 from gadei_ps.errors import GadeiError, UsageError
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout
 

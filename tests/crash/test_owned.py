@@ -12,9 +12,9 @@ import numpy as np
 from support import Child, eventually, spin, status
 from team import Team, send
 
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
+from gadei_ps.learners.assigned_batches import AssignedBatches, WeightsCopy
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.owned import Copied, Owned
 from gadei_ps.memory.owned import Ranges
 
 BATCHES, EPOCHS = 600, 2
@@ -58,7 +58,7 @@ class Owner:
 
     def __init__(self, job: str) -> None:
         self.client = Client(job, name="agent")
-        self.owned = Owned(self.client)
+        self.owned = AssignedBatches(self.client)
         self.given = np.zeros(BATCHES * EPOCHS, bool)
         self.weights = np.zeros(self.client.model.elements, np.float32)
 
@@ -71,7 +71,7 @@ class Owner:
         while ranges:
             ranges = self.owned.give(ranges)
 
-    def look(self) -> Copied:
+    def look(self) -> WeightsCopy:
         """What is in the weights is what was given and is answered, each once, in all shards."""
         copied = self.owned.copy(self.weights)
         answered = self.given & ~places(copied.unanswered)
@@ -123,7 +123,7 @@ def test_each_batch_once_whoever_is_killed(job_name: str, tmp_path: Path) -> Non
             for one in np.flatnonzero(~owner.given)
         ]
         owner.give(again)
-        owner.owned.end(EPOCHS)
+        owner.owned.finish(EPOCHS)
         for one in children:
             assert one.receive() == "done"
         assert owner.given.all() and not owner.look().unanswered

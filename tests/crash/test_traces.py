@@ -22,7 +22,7 @@ from support import Pusher, Rig, eventually
 from team import Team, push_ones, send
 from traces import Recorder, Trace, accepts, load, swapped, traced, with_one_more
 
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, shm
 from gadei_ps.memory.layout import ALL_APPLIED, CHUNK, CONTROL, ENTRY, IDLE, RECORD, RING, STATE

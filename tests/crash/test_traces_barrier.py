@@ -15,7 +15,7 @@ from support.steered import TENSORS, all_granted, push_when_told
 from team import Team, send
 from traces import Recorder, Trace, accepts, load, swapped, traced, with_one_more
 
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import (
     ALL_APPLIED,

@@ -18,7 +18,7 @@ from traces import Recorder, Trace, accepts, with_one_more
 
 from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.pipeline import Pipeline

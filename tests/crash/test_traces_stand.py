@@ -13,7 +13,7 @@ from support import eventually, fork, ring_of
 from team import Team, push_ones, send
 from traces import Recorder, Trace, accepts, with_one_more
 
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import CONTROL, ENTRY, RING, STATE, SegmentKind

@@ -25,7 +25,7 @@ from team import Team, send
 from torch import nn
 
 from gadei_ps import _native
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 from gadei_ps.learners.virtual import VirtualWorker
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import Segment

@@ -10,7 +10,7 @@ from support.supervised import call, tell
 from support.supervised import team as obedient
 from team import Team, push_ones, send
 
-from gadei_ps.job.processes import Role
+from gadei_ps.job.faults import Role
 from gadei_ps.learners.client import Client
 
 

@@ -12,8 +12,8 @@ from support import eventually, status
 from support.wounds import Held, lose_leases
 from team import Team, seen, send, stopped, tids
 
-from gadei_ps.job import processes
-from gadei_ps.job.processes import Role, Target
+from gadei_ps.job import faults
+from gadei_ps.job.faults import Role, Target
 from gadei_ps.memory.layout import ServerState
 from gadei_ps.watchdog import servers
 
@@ -136,11 +136,11 @@ def _stopped_at_its_start(team: Team) -> Target:
         send(old)
         assert seen(lambda line=line, old=old: int(line["pid"]) not in (0, old.pid))
         new = Target(Role.STANDBY, int(line["pid"]), int(line["start"]))
-        if processes.send(new, signal.SIGSTOP) is None:
+        if faults.send(new, signal.SIGSTOP) is None:
             continue
         if int(line["state"]) == ServerState.STARTING:
             return new
-        processes.send(new, signal.SIGCONT)
+        faults.send(new, signal.SIGCONT)
 
 
 # -- all of them stand still ----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from gadei_ps.cli.app import app
 from gadei_ps.job import config, control
-from gadei_ps.job.groups import Group
+from gadei_ps.job.parameter_groups import Group
 from gadei_ps.watchdog import settings
 
 ROOT = Path(__file__).parents[2]

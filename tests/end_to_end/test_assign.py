@@ -13,11 +13,11 @@ from support import Child, Stopped, daemon, eventually, fork, live_weights, spin
 from support import kernel_reference as reference
 
 from gadei_ps.errors import ModelMismatch, PushTimeout, UsageError
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.memory.layout import NO_BATCH
-from gadei_ps.run_times.record import Recorder
+from gadei_ps.run_times.run_time_recorder import Recorder
 
 VALUES = 70_000
 MODELS = ("asp", "ssp:s=1", "bsp", "cutoff:by=order", "elastic-bsp:R=3", "wsp:D=0,s_local=0")

@@ -27,7 +27,7 @@ from gadei_ps.errors import (
     UsageError,
 )
 from gadei_ps.job.control import StopJob
-from gadei_ps.job.here import JOB_VARIABLE
+from gadei_ps.job.in_process import JOB_VARIABLE
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import (
     NONE,

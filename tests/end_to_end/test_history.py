@@ -242,7 +242,7 @@ def test_what_cannot_be_shown(words: list[str], why: str, cli: Cli) -> None:
 
 def test_without_matplotlib(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from gadei_ps.errors import UsageError
-    from gadei_ps.show import history as drawing
+    from gadei_ps.show import history_view as drawing
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -25,14 +25,14 @@ from support import daemon
 from support.hostile import ESCAPE, MISSING, impostor, places, put
 
 from gadei_ps import metrics
-from gadei_ps.cli.outcome import print_json
+from gadei_ps.cli.exits import print_json
 from gadei_ps.commands import jobs
 from gadei_ps.errors import ControlError, NoAnswer, invalid
 from gadei_ps.job import control, replies
 from gadei_ps.job.control import MAX_MESSAGE, Attach, Connection, Status, pack
 from gadei_ps.learners.client import Client
 from gadei_ps.show import tables, view
-from gadei_ps.show.optimizer import advice, start
+from gadei_ps.show.optimizer_line import advice, start
 from gadei_ps.show.progress import Training
 from gadei_ps.show.status import Rates, job_status, statuses
 

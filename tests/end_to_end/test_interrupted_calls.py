@@ -19,7 +19,7 @@ from support import daemon, eventually, status
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
-from gadei_ps.job.control import Lasting, Measured, Status
+from gadei_ps.job.control import LastingConnection, Measured, Status
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import Optimizer
 
@@ -143,7 +143,7 @@ def test_attach(job_name: str, interrupted: Any) -> None:
 def test_a_reply_that_was_not_awaited(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next request gets its own reply, and not the one before."""
     with daemon(job_name):
-        asked = Lasting(job_name)
+        asked = LastingConnection(job_name)
         with monkeypatch.context() as patch:
             patch.setattr(asked._connection, "_read", _interrupt)
             with pytest.raises(KeyboardInterrupt):

@@ -25,7 +25,7 @@ from support.supervised import TOML, Watched, again, call, goes_on, gradient_of,
 
 from gadei_ps.commands import jobs
 from gadei_ps.job.config import LearnersConfig
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import log, process
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE

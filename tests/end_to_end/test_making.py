@@ -31,7 +31,7 @@ from support import (
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, GadeiError, JobStopped, ModelMismatch
 from gadei_ps.job.control import Attach, Checkpoint, Connection, StopJob, ask
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import segment
 from gadei_ps.memory.layout import SegmentKind

@@ -33,10 +33,10 @@ from support.hostile import NOBODY
 from support.quick import fork_quickly
 from support.supervised import TENSORS, VALUES
 
-from gadei_ps.cli import app, outcome
+from gadei_ps.cli import app, exits
 from gadei_ps.errors import GadeiError
-from gadei_ps.job.absence import locked
 from gadei_ps.job.control import StopJob, ask
+from gadei_ps.job.diagnosis import locked
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence, segment, shm
 from gadei_ps.memory.layout import SegmentKind
@@ -278,7 +278,7 @@ def _dies_at(pipe: Connection, path: str) -> None:
 
 def _finishes(pipe: Connection, job: str, file: Path) -> None:
     _become_another()
-    pipe.send(outcome.execute(app.app, ["serve", "--finish", "--name", job, str(file)]))
+    pipe.send(exits.execute(app.app, ["serve", "--finish", "--name", job, str(file)]))
 
 
 def test_a_job_file_that_its_user_cannot_read(

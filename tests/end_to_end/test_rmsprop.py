@@ -11,9 +11,9 @@ from torch import nn
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.config import OptimizerConfig
-from gadei_ps.job.optimizer import Said
+from gadei_ps.job.optimizer_config import ScriptSettings
 from gadei_ps.learners.torch import Optimizer
-from gadei_ps.show.optimizer import optimizer as shown
+from gadei_ps.show.optimizer_line import optimizer as shown
 
 SETTINGS = {"lr": 0.002, "alpha": 0.9}
 
@@ -90,7 +90,11 @@ def test_what_is_refused(job_name: str) -> None:
 
 
 def test_defaults() -> None:
-    spec = OptimizerConfig(kind="rmsprop").spec(Said(kind="momentum", momentum=0.5, lr=0.3))
+    spec = OptimizerConfig(kind="rmsprop").spec(
+        ScriptSettings(kind="momentum", momentum=0.5, lr=0.3)
+    )
     assert (spec.momentum, spec.alpha, spec.eps, spec.lr) == (0.0, 0.99, 1e-8, 0.3)
-    again = OptimizerConfig(kind="momentum").spec(Said(kind="rmsprop", momentum=0.5, alpha=0.5))
+    again = OptimizerConfig(kind="momentum").spec(
+        ScriptSettings(kind="rmsprop", momentum=0.5, alpha=0.5)
+    )
     assert (again.momentum, again.alpha) == (0.9, 0.99)

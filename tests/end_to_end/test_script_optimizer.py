@@ -20,7 +20,7 @@ from support import kernel_reference as reference
 from support.supervised import Watched
 
 from gadei_ps.errors import UsageError
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence

@@ -21,7 +21,7 @@ import gadei_ps
 from gadei_ps.commands import daemon, jobs, notebook
 from gadei_ps.errors import JobFailed, JobInUse, JobNotFound, JobStopped, UsageError
 from gadei_ps.job import paths
-from gadei_ps.job.here import JOB_VARIABLE
+from gadei_ps.job.in_process import JOB_VARIABLE
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence
 

@@ -14,7 +14,7 @@ from torch import nn
 from gadei_ps.cli.options import limits
 from gadei_ps.errors import GadeiError, JobStopped, UsageError
 from gadei_ps.job import config
-from gadei_ps.learners import endings
+from gadei_ps.learners import exit_hook
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import LocalOptimizer, Optimizer
 
@@ -93,7 +93,7 @@ def test_what_a_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
 
     def report(error: Exception) -> None:
         one = _raised(error)
-        endings._report(sys.__excepthook__, type(one), one, one.__traceback__)
+        exit_hook._report(sys.__excepthook__, type(one), one, one.__traceback__)
 
     with pytest.raises(SystemExit) as ended:
         report(JobStopped("job 'x' has ended: enough"))
@@ -121,5 +121,5 @@ def _refused() -> GadeiError:
 def test_other_hooks_are_kept() -> None:
     heard: list[BaseException] = []
     error = UsageError("no")
-    endings._report(lambda *told: heard.append(told[1]), UsageError, error, None)
+    exit_hook._report(lambda *told: heard.append(told[1]), UsageError, error, None)
     assert heard == [error]

@@ -32,7 +32,7 @@ from support.supervised import (
 )
 
 from gadei_ps.errors import JobFailed
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import segment
 

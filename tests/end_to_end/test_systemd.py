@@ -179,7 +179,7 @@ def test_a_start_on_a_disk_that_blocks(
 def test_names_and_processes_that_are_lost_are_told(
     cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroups.Kills, "told", lambda _: "the memory limit was reached")
+    monkeypatch.setattr(cgroups.Kills, "describe", lambda _: "the memory limit was reached")
     service = start(cli, manager, job_name, MODEL)
     manager.wait("READY")
     control = shm.path_of(shm.segment_name(job_name, "control"))

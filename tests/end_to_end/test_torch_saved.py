@@ -21,7 +21,7 @@ from torch import nn
 from gadei_ps.errors import CheckpointError, ControlError, UsageError
 from gadei_ps.job import control
 from gadei_ps.job.control import Copy, ask, memory_file
-from gadei_ps.job.processes import Processes
+from gadei_ps.job.faults import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import Optimizer
 

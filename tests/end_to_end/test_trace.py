@@ -12,7 +12,7 @@ from support.steered import TENSORS, all_granted, push_when_told, tell
 
 from gadei_ps.errors import JobNotFound
 from gadei_ps.memory.layout import RUNS
-from gadei_ps.run_times import record, traces
+from gadei_ps.run_times import run_time_recorder, traces
 
 
 def test_trace_records_every_iteration(job_name: str, tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_trace_records_every_iteration(job_name: str, tmp_path: Path) -> None:
     ):
         all_granted(team)
         result: dict[str, Any] = {}
-        stop = record.Recorder(job_name)
+        stop = run_time_recorder.Recorder(job_name)
         assert stop.read() == []
         for number in range(300):  # more than the memory keeps
             for child in team:
@@ -40,7 +40,7 @@ def test_trace_records_every_iteration(job_name: str, tmp_path: Path) -> None:
     assert not np.isnan(recorded.times).any()
     assert (recorded.times > 0).all()
     with pytest.raises(JobNotFound, match="no job"):
-        record.Recorder(job_name)
+        run_time_recorder.Recorder(job_name)
 
 
 def test_trace_tells_what_was_cut_short(job_name: str) -> None:
@@ -49,7 +49,7 @@ def test_trace_tells_what_was_cut_short(job_name: str) -> None:
         fork(2, push_when_told, job_name) as (fast, slow),
     ):
         all_granted([fast, slow])
-        recorder = record.Recorder(job_name)
+        recorder = run_time_recorder.Recorder(job_name)
         recorder.read()
         assert tell(fast, 1) == "granted"
         assert tell(slow, 1) == "granted"  # computed, and not wanted any more
@@ -69,7 +69,7 @@ def test_trace_counts_what_it_missed(job_name: str) -> None:
         fork(1, push_when_told, job_name) as (one,),
     ):
         all_granted([one])
-        recorder = record.Recorder(job_name)
+        recorder = run_time_recorder.Recorder(job_name)
         recorder.read()
         for _ in range(200):
             tell(one, 1)
@@ -82,7 +82,7 @@ def test_trace_counts_what_it_missed(job_name: str) -> None:
 def test_trace_has_all_iterations_of_a_learner_that_comes_later(job_name: str) -> None:
     """However many there were when the recorder first sees it; none of the learner before it."""
     with daemon(job_name, tensors=TENSORS):
-        recorder = record.Recorder(job_name)
+        recorder = run_time_recorder.Recorder(job_name)
         recorder.read()
         for total, pushes in ((7, 7), (12, 5)):
             with fork(1, push_when_told, job_name) as (one,):

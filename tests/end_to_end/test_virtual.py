@@ -110,7 +110,9 @@ def test_it_is_the_sequential_program_with_delayed_weights(
     devices = ["host:1"] * count
     if far:
         devices = ["host:1", "host:2", "host:1"]
-        monkeypatch.setattr(stages.Place, "has_own_memory", property(lambda one: one.cores == 1))
+        monkeypatch.setattr(
+            stages.StageDevice, "has_own_memory", property(lambda one: one.cores == 1)
+        )
     with daemon(job_name, sync=f"wsp:D=1,s_local={s_local}", **ADDS):
         with VirtualWorker(layers(), devices, momentum, job_name) as worker:
             seen = [worker.train(inputs, targets, CRITERION) for inputs, targets in data()]

@@ -70,7 +70,9 @@ def test_without_an_optimizer_of_its_own_it_pushes_sums_of_gradients(
     devices = ["host:1"] * count
     if far:
         devices = ["host:1", "host:2", "host:1"]
-        monkeypatch.setattr(stages.Place, "has_own_memory", property(lambda one: one.cores == 1))
+        monkeypatch.setattr(
+            stages.StageDevice, "has_own_memory", property(lambda one: one.cores == 1)
+        )
     with (
         daemon(job_name, sync=f"wsp:D=1,s_local={s_local}", **how),
         VirtualWorker([*plain_model()], devices, None, job_name) as worker,

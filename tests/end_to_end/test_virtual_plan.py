@@ -15,7 +15,7 @@ from torch import nn
 
 from gadei_ps.commands import change
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import measure, places, stages
+from gadei_ps.learners import measure, stage_devices, stages
 from gadei_ps.learners.plan import Plan, Sample, make
 from gadei_ps.learners.virtual import VirtualWorker
 
@@ -139,7 +139,7 @@ def test_the_learner_leaves_the_cores_to_the_stages(
     made: Plan, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It steps with what they leave, and has its threads again between the calls."""
-    monkeypatch.setattr(places, "cores", lambda: len(made.stages) + 1)
+    monkeypatch.setattr(stage_devices, "cores", lambda: len(made.stages) + 1)
     seen: set[int] = set()
 
     class Noting(torch.optim.SGD):
@@ -161,7 +161,7 @@ def test_the_learner_leaves_the_cores_to_the_stages(
 
 def test_what_is_brought_from_another_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage with one core has its own memory here, as a GPU has; no device holds all layers."""
-    monkeypatch.setattr(stages.Place, "has_own_memory", property(lambda one: one.cores == 1))
+    monkeypatch.setattr(stages.StageDevice, "has_own_memory", property(lambda one: one.cores == 1))
     monkeypatch.setattr(measure, "kind", lambda one: f"{one.cores} cores")
     sample, how = Sample(*next(data()), CRITERION), {"in_flight": 2, "optimizer": sgd, "repeats": 1}
     (whole,) = make(layers(), sample, ["host:2"], **how).stages  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gadei_ps.learners.torch import Optimizer
-from gadei_ps.learners.torch import gpu as gpu_backend
+from gadei_ps.learners.torch import gpu_backend as gpu_backend
 from gadei_ps.machine.cuda import missing as cuda_missing
 
 

@@ -37,7 +37,7 @@ from gadei_ps.watchdog.server_starter import ServerStarter
 PROGRAMS = {
     "clients.driver": "clients.driver",
     "gadei_ps": "gadei_ps.cli.app",
-    "gadei_ps.chaos.learner": "gadei_ps.chaos.learner",
+    "gadei_ps.chaos.counted_learner": "gadei_ps.chaos.counted_learner",
     "gadei_ps.server.manager": "gadei_ps.server.manager",
     "gadei_ps.server.fork_server": "gadei_ps.server.fork_server",
     "gadei_ps.watchdog": "gadei_ps.watchdog.__main__",
@@ -47,7 +47,13 @@ PROGRAMS = {
 # What commands import when they run.
 COMMANDS = (
     *("chaos.campaign", "commands.doctor", "commands.run", "commands.saved", "commands.units"),
-    *("run_times.record", "show.display", "show.picture", "show.status", "simulate.compare"),
+    *(
+        "run_times.run_time_recorder",
+        "show.display",
+        "show.picture",
+        "show.status",
+        "simulate.compare",
+    ),
     *("simulate.report", "storage.export", "watchdog.child"),
 )
 PR_SET_NAME = 15

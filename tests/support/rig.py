@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.job.groups import grouped
+from gadei_ps.job.parameter_groups import grouped
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType, Work
 from gadei_ps.memory.weights import Model, Tensor, data

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps.simulate.outcome import Outcome
-from gadei_ps.simulate.run_times import Recorded, RunTimes
+from gadei_ps.simulate.run_times import RecordedTimes, RunTimes
 from gadei_ps.simulate.setting import Setting
 from gadei_ps.simulate.simulator import Simulator
 from gadei_ps.sync import parse
@@ -17,7 +17,7 @@ from gadei_ps.sync import parse
 
 def simulate(spec: str, times: RunTimes | Sequence[Sequence[float]], **how: Any) -> Outcome:
     """One run; times: rows of run times by iteration, or a source."""
-    source = times if isinstance(times, RunTimes) else Recorded(np.array(times, np.float64))
+    source = times if isinstance(times, RunTimes) else RecordedTimes(np.array(times, np.float64))
     learners = how.pop("learners", None)
     if learners is None:
         assert not isinstance(times, RunTimes)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gadei_ps.errors import CheckpointError
 from gadei_ps.job.config import from_mapping
-from gadei_ps.job.optimizer import NOTHING
+from gadei_ps.job.optimizer_config import NOTHING
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.weights import Model, Tensor, place

@@ -7,7 +7,7 @@ import selectors
 from types import TracebackType
 
 from gadei_ps import _native
-from gadei_ps.job import modes
+from gadei_ps.job import sync_change
 from gadei_ps.machine import log, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, ServerState
@@ -25,7 +25,7 @@ def make_leases(rig: Rig) -> None:
 
 def begin(rig: Rig, model: SyncModel) -> None:
     """The job's first model, before any server has come."""
-    modes.begin(rig.memory.control, model)
+    sync_change.initialize(rig.memory.control, model)
 
 
 def attach(rig: Rig, row: int, generation: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gadei_ps.show.optimizer import advice
+from gadei_ps.show.optimizer_line import advice
 
 
 @pytest.mark.parametrize(

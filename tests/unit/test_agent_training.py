@@ -161,7 +161,7 @@ def test_a_machine_that_owns_batches_says_once_in_a_round_that_it_has_diverged(
     kind: type[OwningTraining], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though it copies again before it takes the weights of its group."""
-    monkeypatch.setattr(owning, "Owned", Batches)
+    monkeypatch.setattr(owning, "AssignedBatches", Batches)
     monkeypatch.setattr(owning.owned, "is_on", lambda _: True)
     me, job = Member("0", 0), Job()
 

@@ -140,21 +140,21 @@ def test_a_mount_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     with (tmp_path / "proc/self/mountinfo").open("ab") as file:
         file.write(b"99 23 0:99 / /home/x/\xff\x1c\xc2\x85y rw - fuse.any any rw\n")
     assert machine.limit() == ("a/memory.max", 10 * MB, 9 * MB)
-    assert cgroups.Kills(tmp_path).told() == ""
+    assert cgroups.Kills(tmp_path).describe() == ""
 
 
 def test_who_was_killed_and_why(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/system.slice/job.service\n", V2_MOUNT)
     kills = cgroups.Kills(tmp_path)
-    assert not kills.told()
+    assert not kills.describe()
     machine.group("system.slice", v2(200 * MB, MB) | {"memory.events": "oom 0\noom_kill 0"})
     machine.group("system.slice/job.service", v2("max", MB))
-    assert not kills.told()
+    assert not kills.describe()
     machine.group("system.slice", {"memory.events": "oom 0\noom_kill 1"})
-    assert kills.told() == "the kernel killed it because no memory was left"
-    assert not kills.told(), "it is told once"
+    assert kills.describe() == "the kernel killed it because no memory was left"
+    assert not kills.describe(), "it is told once"
     machine.group("system.slice", {"memory.events": "oom 1\noom_kill 2"})
-    assert re.search(r"memory limit .*system.slice/memory.max of 200.0 MiB", kills.told())
+    assert re.search(r"memory limit .*system.slice/memory.max of 200.0 MiB", kills.describe())
 
 
 # -- the kernel's own -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from support import eventually
 
 from gadei_ps.machine import command_line
-from gadei_ps.storage import history
+from gadei_ps.storage import history_file
 
 WAIT = "import time; time.sleep(60)"
 
@@ -53,4 +53,4 @@ def test_a_learner_that_comes_with_the_package(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_longest_one_fits_a_history() -> None:
-    assert history.line({"time": 1.0, "version": 2**63, "command": "\U0001f600" * 300})
+    assert history_file.line({"time": 1.0, "version": 2**63, "command": "\U0001f600" * 300})

@@ -44,19 +44,19 @@ def test_mean_of_the_first_c() -> None:
 
 def test_straggler_is_told_and_dropped_and_goes_on_at_once() -> None:
     model = joined(Cutoff(c=2), 0, 1, 2)
-    assert model.wanted(1) == 0
+    assert model.obsolete_below(1) == 0
     model.push(0, 1.0)
     releases = model.releases
     model.push(2, 2.0)
     assert model.releases > releases
-    assert model.wanted(1) == 1, "its iteration 0 is not wanted any more"
-    assert [model.wanted(0), model.wanted(2)] == [1, 1]
+    assert model.obsolete_below(1) == 1, "its iteration 0 is not wanted any more"
+    assert [model.obsolete_below(0), model.obsolete_below(2)] == [1, 1]
     assert model.push(1, 3.0, refused=True) == [Commit((), (1,))]
-    assert (model.clock(1), model.grant(1), model.wanted(1)) == (1, 2, 1)
+    assert (model.clock(1), model.grant(1), model.obsolete_below(1)) == (1, 2, 1)
     # And counts for the superstep that runs.
     model.push(1, 4.0)
     assert model.push(0, 5.0) == [Commit((0, 1))]
-    assert model.wanted(2) == 2
+    assert model.obsolete_below(2) == 2
 
 
 def test_c_is_at_most_who_is_there() -> None:

@@ -24,7 +24,7 @@ from gadei_ps.classifier.dataset import (
     read_training,
 )
 from gadei_ps.classifier.hold_out import Groups, check, equal_texts, findings, split
-from gadei_ps.classifier.settings import Settings
+from gadei_ps.classifier.training_settings import Settings
 
 GOOD = "text,label\n" + "a b,x\nc d,y\n" * 5
 utf8_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)

@@ -9,7 +9,7 @@ from support import Rig
 from support.stepped import Stepped, begin, make_leases
 
 from gadei_ps import _native, sync
-from gadei_ps.job import modes, numbers
+from gadei_ps.job import hyperparameters, sync_change
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Mode, Reason
@@ -121,7 +121,7 @@ def test_a_change_of_the_model(job_name: str) -> None:
         one.lead()
         one.turns()
         entries["obsolete"] = 5
-        modes.ask(rig.memory.control, sync.parse("bsp"))
+        sync_change.request(rig.memory.control, sync.parse("bsp"))
         one.turns()
         # Each learner may finish the iteration in hand. One that holds up the others can be seen.
         assert entries["grant"].tolist() == [1, 1, 1]
@@ -133,7 +133,7 @@ def test_a_change_of_the_model(job_name: str) -> None:
         rig.publish(2, rig.ones())
         applied[0, 2] = 1  # and shard 1 is about to follow
         one.turns()
-        assert rig.control["mode"] == 1 << modes.MODE_BITS | Mode.HOLD
+        assert rig.control["mode"] == 1 << sync_change.MODE_BITS | Mode.HOLD
         one.obey()
         one.turns()
         assert (rig.shards, rig.control["sync_done"]) == (2, 0)
@@ -152,7 +152,7 @@ def test_a_change_of_the_model(job_name: str) -> None:
         # From the number on the new model is in force, and nothing of the old one is left.
         assert at_finish[:1] == [[(1, 0, 0)] * 3]
         assert rig.control["sync_done"] == 1
-        assert rig.control["mode"] == 1 << modes.MODE_BITS | Mode.COLLECT
+        assert rig.control["mode"] == 1 << sync_change.MODE_BITS | Mode.COLLECT
         assert rig.control["report"] == 1
         one.turns()
         assert entries["grant"].tolist() == [2, 1, 2]
@@ -164,10 +164,10 @@ def test_the_words_of_a_model(job_name: str) -> None:
         control = rig.memory.control
         asked = [sync.parse(text) for text in ("ssp:s=300", "wsp:D=2,s_local=3", "bsp", "asp")]
         for number, model in enumerate(asked, start=1):
-            modes.ask(control, model)
-            assert modes.wanted(control) == number
-            assert modes.text(control, number) == str(model)
-            modes.enforce(control, number, model)
+            sync_change.request(control, model)
+            assert sync_change.requested(control) == number
+            assert sync_change.text(control, number) == str(model)
+            sync_change.enforce(control, number, model)
             _native.store(control.word(layout.CONTROL, "sync_done"), number)
             assert (rig.control["wave"], rig.control["report"]) == (model.wave, model.uses_pushes)
         assert {model.wave for model in asked} == {1, 4}
@@ -188,10 +188,10 @@ def test_new_numbers_whichever_store_is_the_last(last: str, collect: bool, job_n
         with Stepped(rig) as one:
             one.lead()
             one.turns()
-            assert numbers.ask(memory, packed)
-            assert not numbers.ask(memory, packed * 2)  # one after the other
+            assert hyperparameters.request(memory, packed)
+            assert not hyperparameters.request(memory, packed * 2)  # one after the other
 
-            real = numbers.take_effect
+            real = hyperparameters.apply
 
             def halfway(control: Segment, number: int) -> None:
                 if last == "hyper":
@@ -199,17 +199,17 @@ def test_new_numbers_whichever_store_is_the_last(last: str, collect: bool, job_n
                     raise _Killed
                 real(control, number)
                 if last == "mode":
-                    modes.enforce(control, 0, sync.parse("bsp" if collect else "asp"))
+                    sync_change.enforce(control, 0, sync.parse("bsp" if collect else "asp"))
                 raise _Killed
 
             with (
-                mock.patch.object(numbers, "take_effect", halfway),
+                mock.patch.object(hyperparameters, "apply", halfway),
                 pytest.raises(_Killed),
             ):
                 for _ in range(5):
                     one.obey()
                     one.turn()
-            version, held = numbers.done(memory), rig.control["mode"] & 3
+            version, held = hyperparameters.in_force(memory), rig.control["mode"] & 3
             assert version == int(last != "hyper")
             if not collect and last != "mode":
                 assert held == Mode.HOLD  # so that the next server's shards apply nothing
@@ -218,15 +218,15 @@ def test_new_numbers_whichever_store_is_the_last(last: str, collect: bool, job_n
             rig.control["shard"]["mode"] = Mode.ON_ARRIVAL  # as a shard begins
             other.lead()
             for _ in range(3):
-                if last == "hyper" and not collect and not numbers.done(memory):
+                if last == "hyper" and not collect and not hyperparameters.in_force(memory):
                     assert rig.control["mode"] & 3 == Mode.HOLD
                 other.turn()
                 other.serve()
                 other.obey()
-            assert numbers.are_in_force(memory, packed)
+            assert hyperparameters.are_in_force(memory, packed)
             wanted = Mode.COLLECT if collect else Mode.ON_ARRIVAL
-            assert rig.control["mode"] == 1 << modes.MODE_BITS | wanted
-            assert numbers.read(rig.control, rig.control_at)[0] == 1
+            assert rig.control["mode"] == 1 << sync_change.MODE_BITS | wanted
+            assert hyperparameters.read(rig.control, rig.control_at)[0] == 1
 
 
 def test_new_numbers_wait_for_the_slowest_shard(job_name: str) -> None:
@@ -237,22 +237,22 @@ def test_new_numbers_wait_for_the_slowest_shard(job_name: str) -> None:
         memory = rig.memory.control
         for number, rate in enumerate((0.5, 0.25), start=1):
             packed = OptimizerSpec(Kind.SGD, rate).pack()[None]
-            numbers.ask(memory, packed)
+            hyperparameters.request(memory, packed)
             one.turns()
             # What a shard has answered to the change before is no answer to this one.
-            assert rig.control["mode"] == number << modes.MODE_BITS | Mode.HOLD
+            assert rig.control["mode"] == number << sync_change.MODE_BITS | Mode.HOLD
             one.turns()
-            assert numbers.done(memory) == number - 1
+            assert hyperparameters.in_force(memory) == number - 1
             one.obey()
             rig.state["applied"][:2, 0] = 2 * number, 2 * number - 1
             one.turns()
-            assert numbers.done(memory) == number - 1
+            assert hyperparameters.in_force(memory) == number - 1
             rig.state["applied"][1, 0] = 2 * number
             rig.control["version"] = 2 * number
             one.turns()
-            assert numbers.are_in_force(memory, packed)
+            assert hyperparameters.are_in_force(memory, packed)
             assert rig.control["numbers_version"] == 2 * number
-            assert rig.control["mode"] == number << modes.MODE_BITS | Mode.ON_ARRIVAL
+            assert rig.control["mode"] == number << sync_change.MODE_BITS | Mode.ON_ARRIVAL
 
 
 def test_new_numbers_wait_for_the_open_superstep(job_name: str) -> None:
@@ -263,9 +263,9 @@ def test_new_numbers_wait_for_the_open_superstep(job_name: str) -> None:
         rig.publish(0, rig.ones())
         one.turns()
         assert rig.control["superstep"] == 1
-        numbers.ask(rig.memory.control, OptimizerSpec(Kind.SGD, 0.5).pack()[None])
+        hyperparameters.request(rig.memory.control, OptimizerSpec(Kind.SGD, 0.5).pack()[None])
         one.turns()
-        assert numbers.done(rig.memory.control) == 0
+        assert hyperparameters.in_force(rig.memory.control) == 0
         one.finish_superstep()
         one.turns()
-        assert numbers.done(rig.memory.control) == 1
+        assert hyperparameters.in_force(rig.memory.control) == 1

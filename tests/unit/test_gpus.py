@@ -272,24 +272,24 @@ def test_cuda_is_refused_where_it_cannot_be_used(broken_cupy: None, tmp_path: Pa
     tool(tmp_path, f"print({TWO!r})")
     for asked in (None, "1"):
         with pytest.raises(DeviceError, match=r"device cuda: .*libcudart is gone"):
-            Compute.wanted("cuda", asked)
+            Compute.choose("cuda", asked)
 
 
 def test_auto_settles_for_the_host(broken_cupy: None, tmp_path: Path) -> None:
     tool(tmp_path, f"print({TWO!r})")
-    compute = Compute.wanted("auto", None)
+    compute = Compute.choose("auto", None)
     assert compute == Compute("auto", ("0", "1"))
     settled = compute.settled()
     assert settled.device == "host"
     assert "libcudart is gone" in settled.why
     tool(tmp_path, "raise SystemExit('driver and library differ')")
-    settled = Compute.wanted("auto", None).settled()
+    settled = Compute.choose("auto", None).settled()
     assert settled == Compute("host", why="nvidia-smi fails: driver and library differ")
 
 
 def test_environment_of_learners() -> None:
     assert Compute().environment(0) == {}
-    host = Compute.wanted("host", None)
+    host = Compute.choose("host", None)
     assert host.environment(1) == {DEVICE_VARIABLE: "host", VISIBLE: ""}
     assert host.settled() == host
     auto = Compute("auto", ("0", "1", "3"))
@@ -302,15 +302,15 @@ def test_environment_of_learners() -> None:
 
 def test_several_devices_of_a_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(tmp_path, f"print({TWO!r})")
-    compute = Compute.wanted("auto", None, 2)
+    compute = Compute.choose("auto", None, 2)
     told = compute.beside([os.getpid()]).environment(0)
     assert (told[VISIBLE], told[DEVICES_VARIABLE]) == ("0,1", "2")
     assert compute.shared(1) == ""
     assert compute.shared(2) == "2 x 2 devices on 2 GPUs: learners share them"
     with pytest.raises(DeviceError, match="r 3: GPUs that a learner can get are 0, 1; give at mos"):
-        Compute.wanted("auto", None, 3)
+        Compute.choose("auto", None, 3)
     with pytest.raises(DeviceError, match="r 2: GPUs that a learner can get are 1; give at most 1"):
-        Compute.wanted("auto", "1,1", 2)
+        Compute.choose("auto", "1,1", 2)
     monkeypatch.setattr(process, "cores", lambda: 4)
     assert Compute("host", each=2).shared(2) == ""
     assert Compute("auto", each=2).shared(3) == "3 x 2 devices on 4 cores: learners share them"

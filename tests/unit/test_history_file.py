@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gadei_ps.storage import history
-from gadei_ps.storage.history import HistoryFile, line, parsed, thinned
+from gadei_ps.storage import history_file
+from gadei_ps.storage.history_file import HistoryFile, line, parsed, thinned
 
 
 def _point(time: float, **more: Any) -> dict[str, Any]:
@@ -45,12 +45,12 @@ def test_points_are_equally_far_apart() -> None:
     assert times[0] == 0
     assert times[-1] >= 960
     assert {round(b - a) for a, b in itertools.pairwise(times)} == {20}
-    assert len(thinned([_point(0.0, set={}) for _ in range(5000)])) == history.MOST_EVENTS
+    assert len(thinned([_point(0.0, set={}) for _ in range(5000)])) == history_file.MOST_EVENTS
 
 
 def test_lines_are_appended_and_bounded(tmp_path: Path) -> None:
     path = tmp_path / "new" / "history.jsonl"
-    with mock.patch.object(history, "MOST_EVENTS", 10):
+    with mock.patch.object(history_file, "MOST_EVENTS", 10):
         one = HistoryFile(path, most=40)
         for time in range(500):
             one.append(line(_point(float(time))))
@@ -64,9 +64,9 @@ def test_lines_are_appended_and_bounded(tmp_path: Path) -> None:
     other.append(line(_point(1.0)))
     other.close()
     assert [one["time"] for one in parsed(path.read_bytes())] == [1.0]
-    assert [one["time"] for one in parsed(history.old(path).read_bytes())] == times
+    assert [one["time"] for one in parsed(history_file.old(path).read_bytes())] == times
     for entry in path.parent.iterdir():
-        assert history.is_own(entry.name)
+        assert history_file.is_own(entry.name)
 
 
 def test_what_a_failed_machine_has_cut_off(tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_what_has_the_name_of_a_history(tmp_path: Path) -> None:
     for make in (os.mkfifo, lambda one: one.symlink_to(other), lambda one: one.touch()):
         make(path)
         if path.is_file():
-            os.truncate(path, history.MOST_BYTES + 1)
+            os.truncate(path, history_file.MOST_BYTES + 1)
         before = open_files()
         with pytest.raises(OSError):
             HistoryFile(path)
         assert open_files() == before
         path.unlink()
     path.with_name(f".{path.name}.tmp").symlink_to(other)
-    with mock.patch.object(history, "MOST_EVENTS", 10):
+    with mock.patch.object(history_file, "MOST_EVENTS", 10):
         one = HistoryFile(path, most=40)
         for time in range(100):
             one.append(line(_point(float(time))))
@@ -145,9 +145,9 @@ def test_lines_that_no_file_takes() -> None:
     "name", ["history.jsonl", "demo.history.jsonl", "a-b_1.history.old.jsonl", ".history.jsonl.tmp"]
 )
 def test_names_of_histories(name: str) -> None:
-    assert history.is_own(name)
+    assert history_file.is_own(name)
 
 
 @pytest.mark.parametrize("name", ["myhistory.jsonl", "loss_history.jsonl", "history.jsonl.gz"])
 def test_files_of_others(name: str) -> None:
-    assert not history.is_own(name)
+    assert not history_file.is_own(name)

@@ -15,8 +15,8 @@ from support import Child, segments
 from support.hostile import SIZE
 
 from gadei_ps.errors import JobInUse
-from gadei_ps.job.absence import locked
 from gadei_ps.job.config import JobConfig
+from gadei_ps.job.diagnosis import locked
 from gadei_ps.machine import process
 from gadei_ps.memory import holds, layout, presence, segment, shm
 from gadei_ps.memory.layout import SegmentKind

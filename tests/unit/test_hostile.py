@@ -29,10 +29,10 @@ from gadei_ps.errors import (
     SegmentError,
 )
 from gadei_ps.job import paths
-from gadei_ps.job.absence import absence
 from gadei_ps.job.control import Connection
-from gadei_ps.job.processes import Processes
-from gadei_ps.machine import own
+from gadei_ps.job.diagnosis import diagnose
+from gadei_ps.job.faults import Processes
+from gadei_ps.machine import ownership
 from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.shm import SHM, segment_name
@@ -102,7 +102,7 @@ def look_at_all(job: str) -> None:
     segment.is_kept(job)
     segment.other_build(job)
     line(lambda: Processes(job))
-    absence(job)
+    diagnose(job)
     jobs.jobs()
     line(lambda: jobs.stop(job, drain=False, timeout_s=1.0, discard=True))
     jobs.collect(dry_run=True)
@@ -237,7 +237,7 @@ def test_what_has_a_locks_name_is_no_lock(runtime_dir: Path, job_name: str, kind
     LOCKS[kind](path)
     before = identity(path)
     try:
-        assert absence(job_name) is None
+        assert diagnose(job_name) is None
         assert not jobs.collect([job_name])
         assert _states(job_name) == ["foreign"]
         (told,) = jobs.foreign([job_name])
@@ -383,10 +383,10 @@ def test_an_own_file_that_cannot_be_opened_is_not_taken_for_foreign(
     path.touch(0o600)
     monkeypatch.setattr(os, "open", _refuse)
     with pytest.raises(PermissionError, match="segment"):
-        own.open_file(path, os.O_RDWR)
+        ownership.open_file(path, os.O_RDWR)
     path.chmod(0o666)
     with pytest.raises(NotOurs, match="other users may open it"):
-        own.open_file(path, os.O_RDWR)
+        ownership.open_file(path, os.O_RDWR)
 
 
 def test_a_file_of_another_user_is_foreign_although_its_owner_was_asked_for(
@@ -397,4 +397,4 @@ def test_a_file_of_another_user_is_foreign_although_its_owner_was_asked_for(
     monkeypatch.setattr(os, "open", _refuse)
     monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
     with pytest.raises(NotOurs, match="belongs to another user"):
-        own.open_file(path, os.O_RDWR, owner=path.stat().st_uid)
+        ownership.open_file(path, os.O_RDWR, owner=path.stat().st_uid)

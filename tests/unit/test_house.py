@@ -386,7 +386,7 @@ def test_the_build_of_a_server_covers_all_that_a_server_runs() -> None:
     """Except texts of errors and names of directories: these do not touch a job's records."""
     server = f"{PACKAGE}.server.manager"
     run = {server} | {way[-1] for way in ways(imports(), server)}
-    assert f"{PACKAGE}.job.modes" in run
+    assert f"{PACKAGE}.job.sync_change" in run
     known = {path.resolve() for path in build._sources()}
     missing = {module for module in run - {CEXT} if MODULES[module].resolve() not in known}
     assert missing == {f"{PACKAGE}.errors", f"{PACKAGE}.homes"}
@@ -426,11 +426,11 @@ PRINTERS = {
     "show/plain.py": 1,
     "show/tables.py": 1,
     "cli/app.py": 2,  # the version; and help, which rich lays out
-    "cli/outcome.py": 2,  # the error, in one line; and JSON
+    "cli/exits.py": 2,  # the error, in one line; and JSON
     "cli/training.py": 1,  # to a file, the sentences as they are
     "commands/run.py": 1,  # above a learner's line, by cursor movements
 }
-"""Calls of print() by what runs in a terminal; everything else calls show.plain.say()."""
+"""Calls of print() by what runs in a terminal; everything else calls show.plain.print_text()."""
 
 
 def test_text_is_escaped_where_it_is_printed() -> None:

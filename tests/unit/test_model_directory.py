@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gadei_ps.classifier.measuring import Measuring
-from gadei_ps.classifier.settings import Settings
+from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.errors import UsageError
 
 

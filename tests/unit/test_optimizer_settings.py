@@ -11,10 +11,10 @@ from torch import nn
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.config import JobConfig, OptimizerConfig
-from gadei_ps.job.optimizer import Said, Settings
+from gadei_ps.job.optimizer_config import ScriptSettings, Settings
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.learners.optimizer_settings import OF_TORCH, OptimizerSettings, read_settings
-from gadei_ps.learners.torch.like import check_unchanged, settings, shown
+from gadei_ps.learners.torch.convert_settings import check_unchanged, settings, torch_settings
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.memory import layout
 from gadei_ps.watchdog import script
@@ -141,7 +141,7 @@ def test_what_cannot_be_taken_over() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.ADD])
 def test_param_groups_are_torchs(kind: Kind) -> None:
     spec = OptimizerSpec(kind, 0.3, momentum=0.7, beta1=0.8, weight_decay=0.1)
-    group = shown(spec)
+    group = torch_settings(spec)
     name = "sgd" if kind in (Kind.MOMENTUM, Kind.NESTEROV) else kind.name.lower()
     made = CLASSES[name](
         model().parameters(), **{key: value for key, value in group.items() if key != "eps"}
@@ -198,10 +198,10 @@ class Memory(dict[str, Any]):
 
 
 def test_a_watchdog_that_dies_while_it_enters_them() -> None:
-    old = Script(Said(kind="adamw", lr=0.1, groups=()), is_open=True, saved=True)
+    old = Script(ScriptSettings(kind="adamw", lr=0.1, groups=()), is_open=True, saved=True)
     two = (Settings(lr=0.5, beta1=0.5), Settings(weight_decay=0.0))
-    new = Script(Said(kind="adam", lr=0.2, weight_decay=0.3, groups=two))
-    last = Script(Said(lr=0.4))
+    new = Script(ScriptSettings(kind="adam", lr=0.2, weight_decay=0.3, groups=two))
+    last = Script(ScriptSettings(lr=0.4))
     seen = []
     for stores in range(4 + 1 + 3 + 2 + 2):
         memory: Any = Memory()
@@ -220,11 +220,11 @@ def test_a_watchdog_that_dies_while_it_enters_them() -> None:
 
 def test_a_default_of_another_optimizer_is_not_the_scripts() -> None:
     """What sgd takes by default means nothing to AdamW: status must not name the script for it."""
-    spoken = Script(Said(kind="sgd", lr=0.1, weight_decay=0.0))
+    spoken = Script(ScriptSettings(kind="sgd", lr=0.1, weight_decay=0.0))
     job = JobConfig(name="a", optimizer=OptimizerConfig(kind="adamw"))
     assert [spoken.source(job, name) for name in ("kind", "lr", "weight_decay")] == [
         *("job", "script", "default")
     ]
     assert spoken.source(JobConfig(name="a"), "weight_decay") == "script"
-    for_any = Script(Said(weight_decay=0.0))
+    for_any = Script(ScriptSettings(weight_decay=0.0))
     assert for_any.source(job, "weight_decay") == "script"

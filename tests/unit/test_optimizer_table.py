@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from gadei_ps.cli import options
-from gadei_ps.job.optimizer import FIELDS, Settings, uses
+from gadei_ps.job.optimizer_config import FIELDS, Settings, uses
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.optimizers import DEFAULTS, NAMES, TABLE, Kind, OptimizerSpec, slots, usual
 from gadei_ps.learners.optimizer_settings import read_settings
-from gadei_ps.learners.torch.like import CLASSES, KINDS, shown
-from gadei_ps.show.optimizer import optimizer
+from gadei_ps.learners.torch.convert_settings import CLASSES, KINDS, torch_settings
+from gadei_ps.show.optimizer_line import optimizer
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -51,7 +51,7 @@ def test_the_table_agrees_with_torch(kind: Kind) -> None:
     assert KINDS[made] in NAMES
     weight = torch.nn.Parameter(torch.ones(3))
     spec = OptimizerSpec(kind, lr=one.torch_lr, **one.settings)  # type: ignore[arg-type]
-    given = shown(spec)
+    given = torch_settings(spec)
     theirs = made([weight], **given)  # type: ignore[call-arg]
     group = theirs.param_groups[0]
     for name, value in {**given, **one.torch_saved}.items():

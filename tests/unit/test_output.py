@@ -123,7 +123,7 @@ def test_nothing_is_lost_however_it_is_cut(parts: list[bytes], data: st.DataObje
         stream = _Stream(os.open(os.devnull, os.O_RDONLY), b"", write, None)
         for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             stream._take(text[begin:end])
-        stream.end()
+        stream.close()
         os.write(write, b".")
         found = os.read(read, 1 << 16)[:-1]
     finally:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import partition, timeline
-from gadei_ps.learners.partition import (
+from gadei_ps.learners import balanced_stages, timeline
+from gadei_ps.learners.balanced_stages import (
     Chain,
     Device,
     Held,
@@ -90,7 +90,7 @@ def oracle(profile: Profile, devices: Sequence[Device], in_flight: int) -> objec
     least = min(slowest for slowest, *_ in found)
     for count in range(len(devices), 0, -1):
         those = [one for one in found if len(one[2]) == count]
-        if those and least >= min(slowest for slowest, *_ in those) * partition.WORTH:
+        if those and least >= min(slowest for slowest, *_ in those) * balanced_stages.WORTH:
             break
     slowest = min(one[0] for one in those)
     those = [one for one in those if one[0] == slowest]
@@ -149,9 +149,9 @@ def test_it_is_the_best_of_all_plans(problem: tuple[Profile, list[Device], int])
     wanted = oracle(profile, devices, in_flight)
     if wanted is None:
         with pytest.raises(UsageError, match="no plan fits into the memory"):
-            partition.plan(*problem)
+            balanced_stages.plan(*problem)
         return
-    made = partition.plan(*problem)
+    made = balanced_stages.plan(*problem)
     assert said(made) == wanted
     for one in made:
         needs = memory_of(profile.chain, one.first, one.end, in_flight)
@@ -177,7 +177,7 @@ def device(kind: str = "slow", memory: str = "host", limit: int = PLENTY) -> Dev
 
 def test_equal_plans_are_told_apart() -> None:
     """As many layers as can be in the stage before; the device that was named first."""
-    made = partition.plan(row([5, 1, 1, 1]), [device(), device(), device()], 4)
+    made = balanced_stages.plan(row([5, 1, 1, 1]), [device(), device(), device()], 4)
     assert [(one.device, one.first, one.end) for one in made] == [(0, 0, 1), (1, 1, 3), (2, 3, 4)]
 
 
@@ -185,10 +185,10 @@ def test_a_device_that_only_delays_is_left_out() -> None:
     """What is brought to it and back takes longer than what it computes."""
     both = [device("quick"), device("slow", "gpu 0")]
     far = row([100, 100], entering=10**6, quick=2)
-    assert [one.device for one in partition.plan(far, both, 4)] == [0]
+    assert [one.device for one in balanced_stages.plan(far, both, 4)] == [0]
     # A stage that is slower by less than a hundredth is no reason.
     near = row([10_000, 20], entering=20)
-    assert len(partition.plan(near, [device(), device("slow", "gpu 0")], 4)) == 2
+    assert len(balanced_stages.plan(near, [device(), device("slow", "gpu 0")], 4)) == 2
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_what_is_lacking_is_said(
     chain = row([1, 1, 1], weights=10 << 20).chain  # of 90 MiB each, nine times the weights
 
     def ask(*limits: int) -> None:
-        partition.check_fits(chain, [device(limit=one << 20) for one in limits], 4)
+        balanced_stages.check_fits(chain, [device(limit=one << 20) for one in limits], 4)
 
     which = (
         f"device {number} (host:1) needs at least {needed}.0 MiB and may have {limits[number]}.0"

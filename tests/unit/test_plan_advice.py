@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gadei_ps.show import partition
+from gadei_ps.show import pipeline_plan
 
 MS = 1e-3
 
@@ -42,7 +42,7 @@ def told(
     }
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(partition.plan(made, [], cores))
+        console.print(pipeline_plan.plan(made, [], cores))
     return shown.get()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support import Child, eventually
 
-from gadei_ps.machine import own, process
+from gadei_ps.machine import ownership, process
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -231,7 +231,7 @@ def test_a_spawned_child_is_on_its_own() -> None:
 def test_a_process_whose_user_is_not_told_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a watchdog short of descriptors would replace a server that lives."""
     pid, start = os.getpid(), process.start_ticks(os.getpid())
-    opened = own.open_process(pid, start)
+    opened = ownership.open_process(pid, start)
     assert opened is not None
     os.close(opened)
     read = Path.read_text
@@ -244,9 +244,9 @@ def test_a_process_whose_user_is_not_told_has_not_ended(monkeypatch: pytest.Monk
     monkeypatch.setattr(Path, "read_text", full)
     before = sorted(Path("/proc/self/fd").iterdir())
     with pytest.raises(OSError, match="cannot find the owner of process"):
-        own.open_process(pid, start)
+        ownership.open_process(pid, start)
     assert sorted(Path("/proc/self/fd").iterdir()) == before
-    assert own.open_process(pid, start + 1) is None
+    assert ownership.open_process(pid, start + 1) is None
 
 
 def test_a_thread_that_cannot_be_started_stops_one_start_only(

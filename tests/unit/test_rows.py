@@ -13,7 +13,7 @@ from support import Rig, decoded_frame, payload_of, rows_payload
 from support import kernel_reference as reference
 
 from gadei_ps.job.config import OptimizerConfig
-from gadei_ps.job.groups import grouped
+from gadei_ps.job.parameter_groups import grouped
 from gadei_ps.kernels.optimizers import Kind, WireType, slots
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Reason, Role

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.run_times import as_trace, one_thread, switching
 
-from gadei_ps.run_times import training
-from gadei_ps.run_times.network import DeepMarkovModel
+from gadei_ps.run_times import fitting
+from gadei_ps.run_times.deep_markov import DeepMarkovModel
 from gadei_ps.sync import run_time_file
 from gadei_ps.sync.order_statistics import sorted_mean
 from gadei_ps.sync.run_time_file import Floats, ModelFileError, Sizes
@@ -47,7 +47,7 @@ def untrained(seed: int = 0) -> RunTimeModel:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    training.train(as_trace(switching(300, 1)), out=path, epochs=10)
+    fitting.train(as_trace(switching(300, 1)), out=path, epochs=10)
     return path
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from gadei_ps.cli import runtime_model as cli_runtime_model
 from gadei_ps.errors import UsageError
-from gadei_ps.run_times import traces, training
+from gadei_ps.run_times import fitting, traces
 from gadei_ps.sync import run_time_file
 from gadei_ps.sync.prediction import FloatArray
 from gadei_ps.sync.run_time_model import RunTimeModel
@@ -34,13 +34,13 @@ def test_training_is_deterministic_and_leaves_the_generator_alone(tmp_path: Path
     torch.manual_seed(5)
     epochs: list[int] = []
     for name in ("one", "again"):
-        training.train(
+        fitting.train(
             trace,
             out=tmp_path / name,
             epochs=1,
             progress=lambda epoch, of, elbo: epochs.append(epoch),
         )
-    training.train(trace, out=tmp_path / "other", epochs=1, seed=1)
+    fitting.train(trace, out=tmp_path / "other", epochs=1, seed=1)
     one, again, other = ((tmp_path / name).read_bytes() for name in ("one", "again", "other"))
     assert one == again != other
     assert epochs == [1, 1]
@@ -58,7 +58,7 @@ def test_gaps_and_bounds_count_as_what_they_are(tmp_path: Path) -> None:
     bound[:, 0] = times[:, 0] > 0.9
     seen = np.where(bound, 0.9, times)
     seen[::7, 1] = np.nan
-    result = training.train(as_trace(seen, bound), out=tmp_path / "model", epochs=5)
+    result = fitting.train(as_trace(seen, bound), out=tmp_path / "model", epochs=5)
     assert (result.missing, result.censored) == (23, int(bound.sum()))
     model = RunTimeModel.load(tmp_path / "model", draws=1000)
     for row in seen[1:21]:
@@ -81,18 +81,18 @@ def test_gaps_and_bounds_count_as_what_they_are(tmp_path: Path) -> None:
 )
 def test_traces_that_teach_nothing(tmp_path: Path, times: FloatArray, what: str) -> None:
     with pytest.raises(UsageError, match=what):
-        training.train(as_trace(times), out=tmp_path / "model")
+        fitting.train(as_trace(times), out=tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     trace = as_trace(switching(80, 1))
     with pytest.raises(UsageError, match="there is no directory"):
-        training.train(trace, out=tmp_path / "absent" / "model")
+        fitting.train(trace, out=tmp_path / "absent" / "model")
     with pytest.raises(UsageError, match="number of epochs is 0"):
-        training.train(trace, out=tmp_path / "model", epochs=0)
+        fitting.train(trace, out=tmp_path / "model", epochs=0)
     with pytest.raises(UsageError, match=r"cannot be written \(Is a directory\)"):
-        training.train(trace, out=tmp_path, epochs=1)
+        fitting.train(trace, out=tmp_path, epochs=1)
     assert not list(tmp_path.iterdir())
     assert not list(tmp_path.parent.glob(".*.tmp"))
 
@@ -106,15 +106,15 @@ def test_command(tmp_path: Path) -> None:
     traces.write(trace, as_trace(switching(80, 1)))
     arguments = ["train", str(trace), "--out", str(model), "--epochs", "1"]
     told = json.loads(run(cli_runtime_model.app, [*arguments, "--json"]).stdout)
-    assert set(told) == {one.name for one in dataclasses.fields(training.TrainingResult)}
+    assert set(told) == {one.name for one in dataclasses.fields(fitting.TrainingResult)}
     assert (told["learners"], told["iterations"], told["out"]) == (6, 80, str(model))
     shown = run(cli_runtime_model.app, arguments).stdout
     assert "80 iterations of 6 learners" in shown
     assert f"cutoff:file={model}" in shown
     assert RunTimeModel.load(model).learners == 6
     helped = run(cli_runtime_model.app, ["train", "--help"]).stdout
-    assert f"each of {training.BATCHES} mini-batches." in " ".join(helped.replace("│", " ").split())
-    assert cli_runtime_model.DEFAULT_EPOCHS == training.EPOCHS
+    assert f"each of {fitting.BATCHES} mini-batches." in " ".join(helped.replace("│", " ").split())
+    assert cli_runtime_model.DEFAULT_EPOCHS == fitting.EPOCHS
     refused = run(cli_runtime_model.app, ["train", str(tmp_path / "absent")])
     assert isinstance(refused.exception, UsageError)
 

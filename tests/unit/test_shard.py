@@ -15,7 +15,7 @@ from support import kernel_reference as reference
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError
-from gadei_ps.job import modes
+from gadei_ps.job import sync_change
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import (
@@ -329,7 +329,7 @@ def test_shards_say_which_mode_they_obey(job_name: str) -> None:
         obeyed = rig.control["shard"]["mode"][:2]
         for number, mode in enumerate((Mode.HOLD, Mode.ON_ARRIVAL, Mode.HOLD, Mode.ON_ARRIVAL)):
             before = rig.weights.copy()
-            word = modes.set_mode(rig.memory.control, number, mode)
+            word = sync_change.set_mode(rig.memory.control, number, mode)
             eventually(lambda word=word: (obeyed == word).all())
             if mode == Mode.HOLD:
                 sequence = rig.publish(0, rig.ones())

@@ -16,8 +16,8 @@ from gadei_ps.errors import UsageError
 from gadei_ps.simulate.draws import Stream, uniform
 from gadei_ps.simulate.events import Events
 from gadei_ps.simulate.outcome import Outcome
-from gadei_ps.simulate.run_times import Recorded, RunTimes, parse
-from gadei_ps.simulate.setting import Faults, GiveUp, Setting
+from gadei_ps.simulate.run_times import RecordedTimes, RunTimes, parse
+from gadei_ps.simulate.setting import Abandonment, Faults, Setting
 from gadei_ps.sync import names
 
 MODELS = [
@@ -79,13 +79,15 @@ def test_cutoff_and_stragglers_that_give_up_at_once() -> None:
 
 
 def test_stragglers_that_never_give_up_are_dropped() -> None:
-    found = simulate("cutoff:1", [[1.0, 2.5]], seconds=5.5, give_up=GiveUp(None))
+    found = simulate("cutoff:1", [[1.0, 2.5]], seconds=5.5, give_up=Abandonment(None))
     # Learner 1 ends its first two at 2.5 and 5, both late; learner 0 ends five supersteps.
     assert (counts(found), found.given_up, found.lost_s) == ((7, 5, 2, 0), 0, 5.0)
 
 
-@pytest.mark.parametrize("how", [GiveUp(0.5), GiveUp(0.0, 0.125), GiveUp(0.25, 0.0625)])
-def test_stragglers_that_give_up_later(how: GiveUp) -> None:
+@pytest.mark.parametrize(
+    "how", [Abandonment(0.5), Abandonment(0.0, 0.125), Abandonment(0.25, 0.0625)]
+)
+def test_stragglers_that_give_up_later(how: Abandonment) -> None:
     found = simulate("cutoff:1", [[1.0, 4.0]], seconds=3.75, give_up=how)
     # Told at 1, 2 and 3; learner 1 goes on until 1.5, 2.5 and 3.5 and begins anew each time.
     assert (found.given_up, counts(found)) == (3, (6, 3, 3, 0))
@@ -93,7 +95,7 @@ def test_stragglers_that_give_up_later(how: GiveUp) -> None:
 
 
 def test_one_that_finishes_before_it_would_give_up_is_dropped_as_late() -> None:
-    found = simulate("cutoff:1", [[1.0, 1.25]], seconds=1.5, give_up=GiveUp(0.5))
+    found = simulate("cutoff:1", [[1.0, 1.25]], seconds=1.5, give_up=Abandonment(0.5))
     assert (found.given_up, found.dropped, found.lost_s) == (0, 1, 1.25)
 
 
@@ -136,7 +138,7 @@ def test_death_while_it_waits() -> None:
 
 def test_a_death_ends_no_iteration_but_the_one_it_was_drawn_for() -> None:
     """Learner 1 gives up its first iteration, in which it would have died later."""
-    times = Recorded(np.array([[1.0, 100.0], [1.0, 0.5]]))
+    times = RecordedTimes(np.array([[1.0, 100.0], [1.0, 0.5]]))
     places = np.arange(2)[:, None], np.arange(4)[None, :]
     for seed in range(1000):
         dies = uniform(seed, Stream.DEATH, *places) < 0.2
@@ -199,7 +201,9 @@ settings_of_runs = st.fixed_dictionaries(
         "server_s": st.sampled_from([0.0, 0.01, 0.3]),
         "slots": st.integers(1, 3),
         "seed": st.integers(0, 99),
-        "give_up": st.sampled_from([GiveUp(), GiveUp(None), GiveUp(0.1), GiveUp(0.0, 0.5)]),
+        "give_up": st.sampled_from(
+            [Abandonment(), Abandonment(None), Abandonment(0.1), Abandonment(0.0, 0.5)]
+        ),
         "faults": st.sampled_from(
             [
                 Faults(),

@@ -17,7 +17,7 @@ from gadei_ps.simulate.groups import GroupSimulator, first_views
 from gadei_ps.simulate.groups_outcome import GroupOutcome
 from gadei_ps.simulate.groups_setting import Deaths, GroupSetting, Links
 from gadei_ps.simulate.groups_training import GroupTraining
-from gadei_ps.simulate.run_times import Recorded, parse
+from gadei_ps.simulate.run_times import RecordedTimes, parse
 
 
 def simulate(
@@ -33,7 +33,7 @@ def simulate(
     setting = GroupSetting(
         tuple(sizes),
         groups_setting.neighbours(neighbours, len(sizes)),
-        Recorded(np.array(times)),
+        RecordedTimes(np.array(times)),
         **how,
     )
     return GroupSimulator(rule, setting, training).run()

@@ -16,7 +16,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.simulate import oracle
 from gadei_ps.simulate.compare import Learning, compare, model, run
 from gadei_ps.simulate.problems import PROBLEMS, Logistic, Problem
-from gadei_ps.simulate.run_times import Recorded, parse
+from gadei_ps.simulate.run_times import RecordedTimes, parse
 from gadei_ps.simulate.setting import Setting
 from gadei_ps.sync import parse as parse_model
 
@@ -76,7 +76,7 @@ class Counting:
 
 def test_gradients_are_those_of_the_weights_pulled() -> None:
     problem = Counting()
-    setting = Setting(2, Recorded(np.array([[1.0, 2.0]])), gradients=6)
+    setting = Setting(2, RecordedTimes(np.array([[1.0, 2.0]])), gradients=6)
     found = run(parse_model("asp"), setting, Learning(problem, batch=3, lr_on_arrival=1.0))
     # Learner 0 pulls at 0, 1, 2, 3; learner 1 at 0 and 2, after learner 0 was applied there.
     assert problem.asked == [(0, 3), (1, 3), (0, 3), (2, 3), (4, 3), (3, 3)]
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_the_weights_pulled() -> None:
 
 def test_a_superstep_moves_by_the_mean() -> None:
     problem = Counting()
-    setting = Setting(4, Recorded(np.ones((1, 4))), iterations=5)
+    setting = Setting(4, RecordedTimes(np.ones((1, 4))), iterations=5)
     found = run(parse_model("bsp"), setting, Learning(problem, batch=3, lr=2.0))
     # The mini-batches of those that pulled the same weights are one.
     assert problem.asked == [(2.0 * step, 12) for step in range(5)]
@@ -117,7 +117,7 @@ def test_the_mean_of_gradients_of_different_weights() -> None:
 
 def test_a_wave_adds_its_updates_up() -> None:
     problem = Counting()
-    setting = Setting(2, Recorded(np.ones((1, 2))), iterations=6)
+    setting = Setting(2, RecordedTimes(np.ones((1, 2))), iterations=6)
     learning = Learning(problem, batch=3, lr_on_arrival=0.5)
     found = run(parse_model("wsp:D=0,s_local=2"), setting, learning)
     # The second waves begin with the weights of their learners' last pulls, which were made in the
@@ -130,7 +130,7 @@ def test_a_wave_adds_its_updates_up() -> None:
 
 def test_dropped_gradients_are_not_computed() -> None:
     problem = Counting()
-    setting = Setting(2, Recorded(np.array([[1.0, 3.0]])), iterations=4)
+    setting = Setting(2, RecordedTimes(np.array([[1.0, 3.0]])), iterations=4)
     run(parse_model("cutoff:1"), setting, Learning(problem, batch=3, lr=1.0))
     assert len(problem.asked) == 4
 
@@ -170,13 +170,13 @@ def test_too_stale_gradients_do_not_learn() -> None:
 
 def test_the_oracle_by_hand() -> None:
     rows = np.array([[1.0, 1.2, 9.0], [1.0, 1.0, 1.0], [4.0, 1.0, 4.0]])
-    best = oracle.run(Setting(3, Recorded(rows), iterations=3))
+    best = oracle.run(Setting(3, RecordedTimes(rows), iterations=3))
     assert (best.supersteps, best.gradients) == (3, 2 + 3 + 1)
     assert best.seconds == pytest.approx(1.2 + 1.0 + 1.0)
-    best = oracle.run(Setting(3, Recorded(rows), gradients=4, server_s=0.5))
+    best = oracle.run(Setting(3, RecordedTimes(rows), gradients=4, server_s=0.5))
     assert (best.supersteps, best.gradients) == (2, 5)
     assert best.seconds == pytest.approx(1.2 + 1.0 + 5 * 0.5)
-    assert oracle.run(Setting(3, Recorded(rows), seconds=2.3)).supersteps == 3
+    assert oracle.run(Setting(3, RecordedTimes(rows), seconds=2.3)).supersteps == 3
 
 
 def test_the_oracle_beats_barriers() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gadei_ps.errors import UsageError
 from gadei_ps.simulate import draws
 from gadei_ps.simulate.histogram import EXACT, Histogram
-from gadei_ps.simulate.run_times import FORMS, Recorded, RunTimes, parse
+from gadei_ps.simulate.run_times import FORMS, RecordedTimes, RunTimes, parse
 
 SPECS = [
     "normal",
@@ -128,7 +128,7 @@ def test_speeds() -> None:
 
 def test_a_trace_is_repeated_and_shared() -> None:
     times = np.arange(1.0, 11.0).reshape(5, 2)
-    drawn = table(Recorded(times), 4, 10)
+    drawn = table(RecordedTimes(times), 4, 10)
     np.testing.assert_array_equal(drawn[:, :2], np.vstack([times, times]))
     # The third and the fourth learner have the columns of the first two, at another time.
     for column in (0, 1):
@@ -152,7 +152,7 @@ def test_a_trace_file(tmp_path: Path) -> None:
 )
 def test_run_times_that_are_none(times: np.ndarray) -> None:
     with pytest.raises(ValueError, match="run times"):
-        Recorded(np.asarray(times))
+        RecordedTimes(np.asarray(times))
 
 
 @pytest.mark.parametrize(

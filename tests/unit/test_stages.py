@@ -11,7 +11,7 @@ import torch
 from support import PATIENCE_S, eventually
 
 from gadei_ps.learners import stages
-from gadei_ps.learners.places import Place
+from gadei_ps.learners.stage_devices import StageDevice
 from gadei_ps.learners.stages import MiniBatch, Stage
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def gates() -> Iterator[tuple[list[Stage], list[Gate]]]:
     """Two stages whose every pass waits."""
     layers = [Gate(), Gate()]
     first, last = (
-        Stage(at, torch.nn.Sequential(one), Place(CPU, 1)) for at, one in enumerate(layers)
+        Stage(at, torch.nn.Sequential(one), StageDevice(CPU, 1)) for at, one in enumerate(layers)
     )
     first.after, last.before = last, first
     first.begin()
@@ -50,7 +50,7 @@ def gates() -> Iterator[tuple[list[Stage], list[Gate]]]:
     yield [first, last], layers
     for layer in layers:
         layer.open.release(100)
-    stages.end([first, last])
+    stages.stop_stages([first, last])
 
 
 def enter(first: Stage, last: Stage, size: int) -> MiniBatch:
@@ -94,11 +94,13 @@ def test_stages_compute_at_once_and_prefer_a_backward_pass(
 
 
 def test_a_stage_whose_place_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Place) -> None:
+    def fail(self: StageDevice) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Place, "use", fail)
-    stage = Stage(0, torch.nn.Linear(1, 1), Place(CPU, 1))
+    monkeypatch.setattr(StageDevice, "use", fail)
+    stage = Stage(0, torch.nn.Linear(1, 1), StageDevice(CPU, 1))
     with pytest.raises(RuntimeError, match="out of memory"):
         stage.begin()
-    stages.end([stage, Stage(1, torch.nn.Linear(1, 1), Place(CPU, 1))])  # also one never begun
+    stages.stop_stages(
+        [stage, Stage(1, torch.nn.Linear(1, 1), StageDevice(CPU, 1))]
+    )  # also one never begun

@@ -8,7 +8,7 @@ from support import Rig, eventually
 from support.stepped import Stepped, begin, make_leases
 
 from gadei_ps import _native, sync
-from gadei_ps.job import modes, numbers
+from gadei_ps.job import hyperparameters, sync_change
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Mode
@@ -60,7 +60,7 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
             assert rig.control["mode"] & 3 == Mode.ON_ARRIVAL
             one.consume(1, 1)
             one.turns()
-            assert rig.control["mode"] == 1 << modes.MODE_BITS | Mode.HOLD
+            assert rig.control["mode"] == 1 << sync_change.MODE_BITS | Mode.HOLD
             assert rig.control["pauses"] == 1
             one.turns()
             assert not rig.roster["exclusive"].any()
@@ -74,13 +74,16 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
             assert rig.roster["grant"][:3].tolist() == [free, 1, 1]
 
             # Numbers of the optimizer wait until it is over, and a newcomer has no grant.
-            numbers.ask(rig.memory.control, OptimizerSpec(Kind.SGD, 0.5).pack()[None])
+            hyperparameters.request(rig.memory.control, OptimizerSpec(Kind.SGD, 0.5).pack()[None])
             _assign(rig, 0)
             one.turns()
             assert rig.control["superstep_action"][:3].tolist() == [Action.APPLY, 0, 0]
             one.finish_superstep()
             one.turns()
-            assert (rig.control["superstep"], numbers.done(rig.memory.control)) == (1, 0)
+            assert (rig.control["superstep"], hyperparameters.in_force(rig.memory.control)) == (
+                1,
+                0,
+            )
 
             # Another time: what the shards have answered is no answer to that.
             _ask(rig, 0, 3)
@@ -88,14 +91,14 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
             assert rig.control["mode"] & 3 == Mode.HOLD and not rig.roster["exclusive"].any()
             one.obey()
             one.turns()
-            assert numbers.done(rig.memory.control) == 1
+            assert hyperparameters.in_force(rig.memory.control) == 1
             one.turns()
             assert rig.control["pauses"] == 2
-            assert rig.control["mode"] == 3 << modes.MODE_BITS | Mode.HOLD
+            assert rig.control["mode"] == 3 << sync_change.MODE_BITS | Mode.HOLD
             assert not rig.roster["exclusive"].any()
             rig.ring(0)["exclusive"] = 3 << 32
             one.turns()
-            assert rig.control["mode"] == 3 << modes.MODE_BITS | Mode.ON_ARRIVAL
+            assert rig.control["mode"] == 3 << sync_change.MODE_BITS | Mode.ON_ARRIVAL
             assert rig.roster["grant"][:3].tolist() == [free, 7, 7]  # it has heard of no other
 
 
@@ -170,7 +173,7 @@ def test_shards_that_hold_make_a_superstep_once(job_name: str) -> None:
     """A shard that has not heard of it sees that another one has consumed the frame."""
     with Rig(job_name, [Tensor("w", (2000,))], shards=4) as rig, rig.serving():
         obeyed = rig.control["shard"]["mode"][: rig.shards]
-        word = modes.set_mode(rig.memory.control, 1, Mode.HOLD)
+        word = sync_change.set_mode(rig.memory.control, 1, Mode.HOLD)
         eventually(lambda: (obeyed == word).all())
         for number in range(1, TIMES + 1):
             sequence = rig.publish(0, rig.ones())

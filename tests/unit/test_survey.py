@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners import measure, stages, stopwatch
+from gadei_ps.learners.balanced_stages import Chain, Held, Piece, Times
 from gadei_ps.learners.measure import Sample
-from gadei_ps.learners.partition import Chain, Held, Piece, Times
 from gadei_ps.learners.survey import survey
 from gadei_ps.learners.torch.model import Trained
 
@@ -151,13 +151,13 @@ def test_layers_are_measured_where_they_compute(far: bool, monkeypatch: pytest.M
     slow = Sleeping(0.008)
     layers = [nn.Linear(10, 10), slow, nn.Linear(10, 3)]
     if far:
-        monkeypatch.setattr(stages.Place, "has_own_memory", property(lambda one: True))
+        monkeypatch.setattr(stages.StageDevice, "has_own_memory", property(lambda one: True))
         monkeypatch.setattr(measure, "kind", lambda one: "far")
     chain = surveyed([*layers])
     slow.seen.clear()
     threads = torch.get_num_threads()
     sample = Sample(torch.randn(ROWS, 10), torch.zeros(ROWS, dtype=torch.int64), cross_entropy)
-    found = measure.times(layers, chain, sample, stages.Place(torch.device("cpu"), 2), 2, 3)
+    found = measure.times(layers, chain, sample, stages.StageDevice(torch.device("cpu"), 2), 2, 3)
     assert slow.seen == {("gadei-measure", 2)}
     assert found.forward[1] > 7_000_000 > found.stage_forward > 0
     assert found.backward[1] > 3_000_000 > found.stage_backward > 0
@@ -172,7 +172,7 @@ def test_what_a_stage_takes_besides_its_layers_counts_once(monkeypatch: pytest.M
     monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(clock))
     layers: list[nn.Module] = [nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3)]
     sample = Sample(torch.randn(ROWS, 10), torch.zeros(ROWS, dtype=torch.int64), cross_entropy)
-    place = stages.Place(torch.device("cpu"), 1)
+    place = stages.StageDevice(torch.device("cpu"), 1)
     found = measure.times(layers, surveyed(layers), sample, place, 4, 2)
     assert found == Times((0, 0, 0), (0, 0, 0), 10**9, 10**9)
 

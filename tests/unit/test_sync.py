@@ -114,7 +114,7 @@ def test_commit_is_a_value() -> None:
 @pytest.mark.parametrize("spec", ["asp", "bsp", "ssp:1"])
 def test_errors_are_typed_and_change_nothing(spec: str) -> None:
     model = joined(spec, 7)
-    for call in (model.grant, model.clock, model.wanted):
+    for call in (model.grant, model.clock, model.obsolete_below):
         with pytest.raises(sync.UnknownLearner, match=r"^learner 8 is not a member$"):
             call(8)
     with pytest.raises(sync.UnknownLearner):

@@ -11,8 +11,8 @@ import pytest
 from gadei_ps.classifier.counting import COUNTED, Counts, Progress, sources
 from gadei_ps.classifier.grouped import RESTARTS, _Launcher, combined, filled, raised
 from gadei_ps.classifier.measuring import Best
-from gadei_ps.classifier.plan import Plan
-from gadei_ps.classifier.settings import Settings
+from gadei_ps.classifier.training_plan import Plan
+from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.cluster import config
 from gadei_ps.errors import ClusterError, UsageError
 

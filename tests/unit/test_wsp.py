@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.simulated import Watch, simulate
 
-from gadei_ps.simulate.run_times import Recorded
+from gadei_ps.simulate.run_times import RecordedTimes
 from gadei_ps.simulate.run_times import parse as run_times
 from gadei_ps.simulate.setting import Setting
 from gadei_ps.simulate.simulator import Simulator
@@ -102,7 +102,7 @@ class Waves(ASP):
 
 
 def test_any_model_with_waves_is_simulated_by_waves() -> None:
-    setting = Setting(2, Recorded(np.ones((1, 2))), iterations=8, server_s=0.0)
+    setting = Setting(2, RecordedTimes(np.ones((1, 2))), iterations=8, server_s=0.0)
     found = Simulator(Waves(), setting).run()
     assert (found.wave, found.pushed, found.seconds) == (4, 4, 8.0)
 

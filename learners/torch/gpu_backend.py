@@ -85,7 +85,7 @@ class GpuBackend:
                 self._casts.append((parameter, self._tensors[name]))
             else:
                 parameter.data = self._tensors[name]
-        casts.bring(self._casts)
+        casts.copy_to_parameters(self._casts)
         self._places = Places(trained)
 
     def _torch_views(self) -> dict[str, torch.Tensor]:
@@ -172,7 +172,7 @@ class GpuBackend:
                 self._link.copy(self._back, self._front)
                 self.version = self._link.version
             self._link.pull(self._back)
-        casts.bring(self._casts)
+        casts.copy_to_parameters(self._casts)
 
     def assigned(self) -> None:
         self.follow()
@@ -190,7 +190,7 @@ class GpuBackend:
         self._places.note()
         self._link.fill(self._front)
         self.version = self._link.version
-        casts.bring(self._casts)
+        casts.copy_to_parameters(self._casts)
 
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         """Read the job's current rows of a tensor, shape (n, width); indices: int64, flat.
@@ -216,7 +216,7 @@ class GpuBackend:
         if not keep:
             wait_for_last(self._client)
             self._link.fill(self._front)
-            casts.bring(self._casts)
+            casts.copy_to_parameters(self._casts)
         self._link.close()
         for parameter in self._trained.parameters.values():
             parameter.data = own_copy(parameter)

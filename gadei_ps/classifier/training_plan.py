@@ -11,7 +11,7 @@ import numpy as np
 
 from gadei_ps.classifier import dataset
 from gadei_ps.classifier.corpus import Corpus
-from gadei_ps.classifier.settings import Settings
+from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 
@@ -39,7 +39,7 @@ class Plan:
             defaults.learning_rate if settings.lr is None else settings.lr,
         )
 
-    def tell(self, display: Display, learners: str) -> None:
+    def print(self, display: Display, learners: str) -> None:
         """Print what is trained. learners: their number, in words."""
         corpus, settings = self.corpus, self.settings
         for notice in corpus.notices:

@@ -43,7 +43,7 @@ class _State:
 _here = _State()
 
 
-def wanted(job: str | None) -> str:
+def target_job(job: str | None) -> str:
     """The job that a learner is to join. Raises UsageError if none is named."""
     target = job or os.environ.get(JOB_VARIABLE)
     if not target and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -59,14 +59,14 @@ def wanted(job: str | None) -> str:
     return target
 
 
-def enter(learner: Learner) -> None:
+def register(learner: Learner) -> None:
     """It has attached."""
     if _here.pid != os.getpid():  # a fork's learners are its own
         _here.pid, _here.learners = os.getpid(), weakref.WeakSet()
     _here.learners.add(learner)
 
 
-def leave(job: str) -> None:
+def detach_all(job: str) -> None:
     """All learners of this process leave the job. What keeps them from leaving well is dropped."""
     if _here.pid != os.getpid():
         return
@@ -75,7 +75,7 @@ def leave(job: str) -> None:
             one.leave()
 
 
-def tell(socket: str) -> None:
+def set_default_job(socket: str) -> None:
     """Let learners that name no job join this one from now on."""
     if not _here.jobs:
         _here.outer = os.environ.get(JOB_VARIABLE)
@@ -83,7 +83,7 @@ def tell(socket: str) -> None:
     os.environ[JOB_VARIABLE] = socket
 
 
-def untell(socket: str) -> None:
+def unset_default_job(socket: str) -> None:
     """Let them join the job of the call before again, if it still exists."""
     if socket not in _here.jobs:
         return

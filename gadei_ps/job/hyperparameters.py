@@ -20,26 +20,26 @@ Packed = npt.NDArray[np.float64]
 """Hyperparameters of each group of parameters, shape (groups, PACKED)."""
 
 
-def done(control: Segment) -> int:
+def in_force(control: Segment) -> int:
     """Number of the last change that took effect."""
     return _native.load(control.word(CONTROL, "numbers_done"))  # SYNC POINT: numbers in force
 
 
-def wanted(control: Segment) -> int:
+def requested(control: Segment) -> int:
     """Number of the last change that was asked for."""
     return _native.load(control.word(CONTROL, "numbers_wanted"))  # SYNC POINT: numbers
 
 
-def enter(control: Segment, packed: Packed) -> None:
+def initialize(control: Segment, packed: Packed) -> None:
     """Watchdog, before the job's first gradient."""
     control.view(CONTROL)["hyper"][: len(packed)] = packed
     control.view(CONTROL)["groups"] = len(packed)
 
 
-def ask(control: Segment, packed: Packed) -> bool:
+def request(control: Segment, packed: Packed) -> bool:
     """Watchdog, whenever: these are wanted. False if a change to others is still under way."""
-    view, number = control.view(CONTROL), done(control)
-    if wanted(control) != number:
+    view, number = control.view(CONTROL), in_force(control)
+    if requested(control) != number:
         return bool((view["hyper_next"][: len(packed)] == packed).all())
     if (view["hyper"][: len(packed)] == packed).all():
         return True
@@ -53,10 +53,10 @@ def ask(control: Segment, packed: Packed) -> bool:
 def are_in_force(control: Segment, packed: Packed) -> bool:
     """Return whether servers apply gradients with these."""
     same = (control.view(CONTROL)["hyper"][: len(packed)] == packed).all()
-    return wanted(control) == done(control) and bool(same)
+    return requested(control) == in_force(control) and bool(same)
 
 
-def take_effect(control: Segment, number: int) -> None:
+def apply(control: Segment, number: int) -> None:
     """Active server, while all shards stand at the same gradient."""
     view = control.view(CONTROL)
     groups = int(view["groups"])

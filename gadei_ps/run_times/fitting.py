@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from gadei_ps.errors import UsageError
-from gadei_ps.run_times.network import Batch, DeepMarkovModel
+from gadei_ps.run_times.deep_markov import Batch, DeepMarkovModel
 from gadei_ps.run_times.traces import Trace
 from gadei_ps.show.counts import counted
 from gadei_ps.storage import files

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from gadei_ps.job.optimizer import Settings
+from gadei_ps.job.optimizer_config import Settings
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.weights import Tensor
 

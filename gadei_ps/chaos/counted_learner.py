@@ -9,9 +9,9 @@ from one generation to the next, so that float32 represents the sums exactly. An
 gives the same result in every shard only if all gradients are equal, because shards may apply them
 in different orders. So then all are equal, and they are counted by the optimizer's steps.
 
-`python -m gadei_ps.chaos.learner OPTIMIZER` prints its row and generation in one line. It begins
-when it reads a line on standard input. By then its parent has mapped its ring, where the parent
-counts the gradients.
+`python -m gadei_ps.chaos.counted_learner OPTIMIZER` prints its row and generation in one line. It
+starts when it reads a line on standard input. By then its parent has mapped its ring, where the
+parent counts the gradients.
 """
 
 from __future__ import annotations

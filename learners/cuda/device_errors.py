@@ -8,7 +8,7 @@ import cupy
 from cupy.cuda import runtime
 
 from gadei_ps.errors import DeviceError
-from gadei_ps.machine.cuda import told
+from gadei_ps.machine.cuda import first_line
 
 
 class Guard:
@@ -27,7 +27,7 @@ class Guard:
         if isinstance(error, cupy.cuda.memory.OutOfMemoryError):
             raise self._too_small(error) from None
         if isinstance(error, runtime.CUDARuntimeError):
-            raise DeviceError(f"GPU {self._index} has failed ({told(error)})") from None
+            raise DeviceError(f"GPU {self._index} has failed ({first_line(error)})") from None
 
     def _too_small(self, error: Exception) -> DeviceError:
         with self._device:
@@ -35,7 +35,7 @@ class Guard:
         return DeviceError(
             f"GPU {self._index} is out of memory: a learner needs {mib(4 * self._model_bytes)} "
             f"for weights and gradients of {mib(self._model_bytes)}, twice each, and "
-            f"{mib(free)} of {mib(total)} are free ({told(error)}); end other processes on "
+            f"{mib(free)} of {mib(total)} are free ({first_line(error)}); end other processes on "
             "it, or use --device host"
         )
 

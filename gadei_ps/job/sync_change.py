@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps import _native, sync
-from gadei_ps.job import numbers
+from gadei_ps.job import hyperparameters
 from gadei_ps.machine import log
 from gadei_ps.memory.layout import CONTROL, Mode
 from gadei_ps.memory.segment import Segment
@@ -19,12 +19,12 @@ from gadei_ps.sync import SyncModel
 MODE_BITS = 2  # of the word, below the count of changes
 
 
-def done(control: Segment) -> int:
+def in_force(control: Segment) -> int:
     """Number of the model in force."""
     return _native.load(control.word(CONTROL, "sync_done"))
 
 
-def wanted(control: Segment) -> int:
+def requested(control: Segment) -> int:
     """Number of the model that is asked for, the same unless a change is under way."""
     return _native.load(control.word(CONTROL, "sync_wanted"))
 
@@ -52,20 +52,20 @@ def model(control: Segment, number: int) -> SyncModel:
 
 def awaits_start(control: Segment) -> bool:
     """Return whether the first superstep is to come under a model whose learners start together."""
-    if int(control.view(CONTROL)["superstep"]) or done(control) or wanted(control):
+    if int(control.view(CONTROL)["superstep"]) or in_force(control) or requested(control):
         return False
     return sync.parse(text(control, 0)).awaits_start
 
 
-def begin(control: Segment, model: SyncModel) -> None:
+def initialize(control: Segment, model: SyncModel) -> None:
     """Watchdog, in a new job: the first model."""
     _write(control, 0, model)
     enforce(control, 0, model)
 
 
-def ask(control: Segment, model: SyncModel) -> None:
+def request(control: Segment, model: SyncModel) -> None:
     """Watchdog, while no change is under way: another model is wanted."""
-    number = done(control) + 1
+    number = in_force(control) + 1
     _write(control, number, model)
     _native.store(control.word(CONTROL, "sync_wanted"), number)
 
@@ -75,7 +75,7 @@ def enforce(control: Segment, number: int, model: SyncModel) -> None:
     view = control.view(CONTROL)
     view["report"] = model.uses_pushes
     view["wave"] = model.wave
-    changes = number + numbers.done(control)
+    changes = number + hyperparameters.in_force(control)
     set_mode(control, changes, Mode.ON_ARRIVAL if model.on_arrival else Mode.COLLECT)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps.errors import ConnectionLost, JobNotFound
-from gadei_ps.job.control import Connection, Copy, Lasting, Own
+from gadei_ps.job.control import Connection, Copy, LastingConnection, Own
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL
@@ -39,7 +39,7 @@ _ASK_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Copied:
+class WeightsCopy:
     """Contents of weights that were copied. version, samples: of all gradients applied before.
     unanswered: owned batches without a gradient in the weights."""
 
@@ -48,7 +48,7 @@ class Copied:
     unanswered: Ranges
 
 
-class Owned:
+class AssignedBatches:
     """Batches that one job owns. For one thread at a time."""
 
     def __init__(self, client: Client) -> None:
@@ -57,7 +57,7 @@ class Owned:
         self._job = client.job
         self._control = client.place.control.view(CONTROL)
         self._elements = client.model.elements
-        self._connection = Lasting(client.job)
+        self._connection = LastingConnection(client.job)
 
     def take_back(self) -> None:
         """Withdraw all batches: the job hands out none of those it was given.
@@ -82,14 +82,14 @@ class Owned:
                 break
         return wanted
 
-    def end(self, passes: int) -> None:
+    def finish(self, passes: int) -> None:
         """Declare that no batch of the first `passes` epochs will follow.
 
         After the last epoch the job's learners end. Raises ControlError.
         """
         self._connection.request(Own(number=self._given, passes=passes))
 
-    def copy(self, out: FloatArray) -> Copied:
+    def copy(self, out: FloatArray) -> WeightsCopy:
         """Copy the weights, shape (model.elements,), between two gradients.
 
         All shards pause meanwhile. Raises ControlError.
@@ -104,7 +104,7 @@ class Owned:
                     raise
                 time.sleep(_ASK_INTERVAL_S)
         ranges = [(int(epoch), int(begin), int(end)) for epoch, begin, end in reply["unanswered"]]
-        return Copied(int(reply["version"]), int(reply["samples"]), ranges)
+        return WeightsCopy(int(reply["version"]), int(reply["samples"]), ranges)
 
     def close(self) -> None:
         """End the connection. The job owns what it was given."""

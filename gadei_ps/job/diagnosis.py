@@ -15,12 +15,12 @@ from gadei_ps.memory import holds, presence, segment, shm
 from gadei_ps.memory.layout import Kept, Phase
 
 
-def absence(job: str) -> str | None:
+def diagnose(job: str) -> str | None:
     """Explain why no watchdog answers, and what to do; None if nothing of the job exists."""
     if "/" in job:
         return None
     uid = paths.owner()
-    if cut_off(job, uid):
+    if has_lost_socket(job, uid):
         unit, path = service.of(job), paths.socket_path(job)
         again = f"systemd starts {unit.unit} again" if unit else "serve the job again"
         return (
@@ -48,7 +48,7 @@ def absence(job: str) -> str | None:
         stop = service.command(job, f"stop {job}" + (" --discard" if other else ""))
         return (
             f"job {job!r} has lost its watchdog and continues without it: serve it again "
-            f"{how(job, other)}, or stop it ({stop})"
+            f"{serve_again(job, other)}, or stop it ({stop})"
         )
     if uid == os.getuid() and holds.nameless(job):
         return (
@@ -58,7 +58,7 @@ def absence(job: str) -> str | None:
     if segment.is_kept(job, uid):
         return (
             f"job {job!r} is still in memory, but its processes are dead: continue it "
-            f"{how(job, other)}, or drop it ({service.command(job, f'gc {job}')})"
+            f"{serve_again(job, other)}, or drop it ({service.command(job, f'gc {job}')})"
         )
     return None
 
@@ -68,15 +68,15 @@ def explained(error: JobNotFound) -> JobNotFound:
     if not error.job:
         return error
     with contextlib.suppress(GadeiError, OSError):
-        if why := absence(error.job) or unseen(error.job):
+        if why := diagnose(error.job) or diagnose_other_users(error.job):
             return JobNotFound(why)
         if found := service.of(error.job):
-            status = found.systemctl("status", found.unit, found.end)
+            status = found.systemctl("status", found.unit, found.end_unit)
             return JobNotFound(f"{error}; its last messages are in: {status}")
     return error
 
 
-def unseen(job: str) -> str | None:
+def diagnose_other_users(job: str) -> str | None:
     """Advise on a job of this name of another user or of the system; None if none is known."""
     if "/" in job:
         return None
@@ -96,7 +96,7 @@ def unseen(job: str) -> str | None:
     )
 
 
-def elsewhere() -> list[str]:
+def jobs_elsewhere() -> list[str]:
     """Return one line for each place with jobs outside this runtime directory: how to list them."""
     places: dict[tuple[int, Path | None], list[str]] = {}
     for job, uids in sorted(_others("*").items()):
@@ -105,10 +105,10 @@ def elsewhere() -> list[str]:
     lines = []
     for (uid, where), jobs in places.items():
         variable, name = paths.variable(where), paths.user(uid)
-        how = f"{variable} gadei-ps ls"
+        command = f"{variable} gadei-ps ls"
         if os.geteuid() not in (0, uid):
-            how = f"sudo -u {shlex.quote(name)} env {how}"
-        lines.append(f"user {name} has jobs elsewhere ({', '.join(jobs)}): {how} shows them")
+            command = f"sudo -u {shlex.quote(name)} env {command}"
+        lines.append(f"user {name} has jobs elsewhere ({', '.join(jobs)}): {command} shows them")
     return lines
 
 
@@ -145,7 +145,7 @@ def _where(job: str, uid: int) -> Path | None:
     return _of_unit(uid) or (session / "gadei-ps" if session.is_dir() else None)
 
 
-def cut_off(job: str, uid: int) -> bool:
+def has_lost_socket(job: str, uid: int) -> bool:
     """Return whether the job's watchdog uses this runtime directory but its socket is lost.
 
     Meant for a socket where no watchdog answers.
@@ -174,7 +174,7 @@ def _of_unit(uid: int) -> Path | None:
         return None
 
 
-def how(job: str, other: str | None) -> str:
+def serve_again(job: str, other: str | None) -> str:
     """Return the command that serves a job again. other: the difference between the builds."""
     if other is not None:
         return f"with its own gadei-ps (it was {other})"

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from gadei_ps.show.counts import counted
-from gadei_ps.show.tables import Fitting, facts, size, table
+from gadei_ps.show.tables import FittedTable, facts, size, table
 
 LEAST_WIDTH, MOST_WIDTH = 40, 110  # columns of the picture
 SLOWEST = 8  # columns of a mini-batch in the slowest stage
@@ -48,7 +48,7 @@ def plan(made: Mapping[str, Any], passes: Sequence[Any], cores: int) -> Renderab
     )
 
 
-def _stages(stages: Sequence[Mapping[str, Any]]) -> Fitting:
+def _stages(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
     """Narrow enough for 80 columns, unless something is brought from other devices."""
     times = ["forward", "backward", "transfer", "total"]
     if not any(one["transfer_s"] for one in stages):

@@ -106,7 +106,7 @@ class Descent:
         rate = (self._lr_on_arrival if on_arrival else self._lr) * self._wave
         self.weights = self.weights - rate * total
 
-    def look(self, now: float, progress: float, applied: int) -> None:
+    def add_point(self, now: float, progress: float, applied: int) -> None:
         """Add a point to the curve if one is due."""
         if progress >= self._next_point / self._points:
             # The small number makes up for rounding errors.

@@ -102,7 +102,7 @@ class HostBackend:
                 self._views.append((parameter, views[name]))
         self._separate_from_others()
         self._show()
-        casts.bring(self._casts)
+        casts.copy_to_parameters(self._casts)
         self._places = Places(trained)
         self._writes = None if view else Writes(trained)
         if self._writes is not None:
@@ -255,7 +255,7 @@ class HostBackend:
     def _pull(self) -> None:
         if not self._view:
             self._client.pull(self._flat)
-            casts.bring(self._casts)
+            casts.copy_to_parameters(self._casts)
             if self._writes is not None:
                 self._writes.note()
 

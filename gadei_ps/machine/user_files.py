@@ -7,10 +7,10 @@ import os
 import stat
 from typing import BinaryIO
 
-from gadei_ps.machine import own
+from gadei_ps.machine import ownership
 
 
-def opened(path: str | os.PathLike[str]) -> BinaryIO:
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """The file, open for reading; a link to one will do, and a name such as /dev/zero will not.
 
     Raises OSError as descriptor().
@@ -25,7 +25,7 @@ def descriptor(path: str | os.PathLike[str]) -> int:
     try:
         kind = stat.S_IFMT(os.fstat(there).st_mode)
         if kind != stat.S_IFREG:
-            what = own.NOT_REGULAR.get(kind, "it is not a regular file")
+            what = ownership.NOT_REGULAR.get(kind, "it is not a regular file")
             raise OSError(errno.EINVAL, f"{what}; name a regular file", str(path))
         return os.open(f"/proc/self/fd/{there}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -36,18 +36,18 @@ def descriptor(path: str | os.PathLike[str]) -> int:
 
 
 def read(path: str | os.PathLike[str], most: int) -> bytes:
-    """The whole file, of at most `most` bytes. Raises OSError as opened(), and EFBIG if it is
+    """The whole file, of at most `most` bytes. Raises OSError as open_file(), and EFBIG if it is
     larger."""
-    with opened(path) as file:
+    with open_file(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
     return data
 
 
-def stream(path: str | os.PathLike[str]) -> bytes:
-    """The whole of a file of any size, or of a pipe. Raises OSError as opened(), for devices too:
-    one such as /dev/zero never ends."""
+def read_all(path: str | os.PathLike[str]) -> bytes:
+    """Read a file of any size, or a pipe, to its end. Raises OSError as open_file(); for devices
+    too: one such as /dev/zero never ends."""
     with open(path, "rb") as file:
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is a device; name a regular file", str(path))

@@ -17,7 +17,7 @@ from gadei_ps.machine.launch import DEVICE_VARIABLE, DEVICES_VARIABLE
 
 
 @dataclass(frozen=True)
-class Place:
+class StageDevice:
     """Device and cores of a stage."""
 
     device: torch.device
@@ -51,7 +51,7 @@ def cores() -> int:
     return min(int(share), there) if re.fullmatch(r"[1-9]\d{0,3}", share) else there
 
 
-def given() -> list[str]:
+def devices_from_launcher() -> list[str]:
     """Return the devices that `gadei-ps run` and `attach` have given this learner.
 
     GPUs if PyTorch sees as many; else, with --device auto, equal parts of the learner's cores.
@@ -76,14 +76,14 @@ def given() -> list[str]:
     return [f"host:{max(1, cores() // count)}"] * count
 
 
-def parse(devices: Sequence[str | torch.device] | None) -> list[Place]:
+def parse(devices: Sequence[str | torch.device] | None) -> list[StageDevice]:
     """Return where the stages compute: "host", "host:CORES" or a CUDA device, one for each stage.
 
-    Stages of "host" share the cores that others do not name. None: see given(). Raises UsageError
-    for a device that is not there.
+    Stages of "host" share the cores that others do not name. None: see devices_from_launcher().
+    Raises UsageError for a device that is not there.
     """
     if devices is None:
-        devices = given()
+        devices = devices_from_launcher()
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise UsageError('devices: give a list, one for each stage: ["host", "host"]')
     names = [str(one) for one in devices]
@@ -95,12 +95,12 @@ def parse(devices: Sequence[str | torch.device] | None) -> list[Place]:
     sharing = sum(one is not None and one[1] is None for one in hosts)
     share = max(1, (cores() - sum(fixed)) // max(1, sharing))
     return [
-        Place(torch.device("cpu"), own or share) if one else Place(_cuda(name), share)
+        StageDevice(torch.device("cpu"), own or share) if one else StageDevice(_cuda(name), share)
         for name, one, own in zip(names, hosts, fixed, strict=True)
     ]
 
 
-def remaining_threads(where: Sequence[Place]) -> int:
+def remaining_threads(where: Sequence[StageDevice]) -> int:
     """Return threads for the learner's own computations: of its cores that stages leave, at least
     one.
 

@@ -210,7 +210,7 @@ def _of(
     return read_settings(kind=kind, groups=groups, **values)
 
 
-def shown(spec: OptimizerSpec) -> dict[str, Any]:
+def torch_settings(spec: OptimizerSpec) -> dict[str, Any]:
     """Return a job's optimizer as the settings of torch's class."""
     one = TABLE[spec.kind]
     names = ("lr", *(name for name in one.settings if name != "weight_decay"))

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from gadei_ps.errors import UsageError
 from gadei_ps.show.counts import rate
-from gadei_ps.show.optimizer import text
+from gadei_ps.show.optimizer_line import text
 from gadei_ps.show.progress import NO_LOSS
-from gadei_ps.show.tables import Fitting, alike, when
+from gadei_ps.show.tables import FittedTable, alike, when
 
 Line = Mapping[str, Any]
 NEEDED = "plot needs matplotlib: pip install 'gadei-ps[plot]'"
@@ -25,7 +25,7 @@ COLOURS = {
 }
 
 
-def shown(lines: Sequence[Line]) -> RenderableType:
+def render(lines: Sequence[Line]) -> RenderableType:
     """Lay out `history`: a row for each line; of an event, its text."""
     if not lines:
         return Text("no history yet", style="dim")
@@ -34,7 +34,9 @@ def shown(lines: Sequence[Line]) -> RenderableType:
     losses = alike([one["loss"] if _is_number(one.get("loss")) else None for one in points])
     numbers = ("gradients", "loss", speed, "staleness", "learners")
     dispensable = ("learners", "staleness")
-    made = Fitting(("time", *numbers, ""), right=numbers, whole=("time",), dispensable=dispensable)
+    made = FittedTable(
+        ("time", *numbers, ""), right=numbers, whole=("time",), dispensable=dispensable
+    )
     for one, loss in zip(points, losses, strict=True):
         made.add_row(
             when(one["time"]),
@@ -74,7 +76,7 @@ def runs(found: Sequence[Line], directory: str, last: int) -> RenderableType:
     """`history` without a job: the newest runs, with what `history` takes for each."""
     if not found:
         return Text(f"no run has left a history in {directory}", style="dim")
-    made = Fitting(
+    made = FittedTable(
         ("started", "run", "state", "gradients", "result", "command"),
         right=("gradients",),
         whole=("started", "state", "result"),

@@ -45,7 +45,7 @@ OTHERS_OPEN = (
 Tensors = dict[str, torch.Tensor]
 
 
-class Earlier(NamedTuple):
+class PreviousState(NamedTuple):
     """State that an Optimizer has left to the next one of the same model."""
 
     job: str
@@ -60,7 +60,7 @@ class Earlier(NamedTuple):
         return names
 
 
-class Loads:
+class PendingLoads:
     """Values that were loaded into a model and are not the job's yet.
 
     close: gives that of the Optimizer, which this does not keep alive.
@@ -94,7 +94,7 @@ class Loads:
     def _has_frozen(self, module: torch.nn.Module) -> bool:
         return any(not one.requires_grad for one in module.parameters(recurse=False))
 
-    def resume(self, earlier: Earlier) -> None:
+    def resume(self, earlier: PreviousState) -> None:
         """Continue with what the Optimizer before has left."""
         if earlier.job == self._client.job:
             self._client.is_successor = True
@@ -148,7 +148,7 @@ class Loads:
             self._before = {name: one.detach().clone() for name, one in self._tensors().items()}
         self._loaded.update(names)
 
-    def end(self, module: torch.nn.Module) -> None:
+    def finish(self, module: torch.nn.Module) -> None:
         """Finish the load of a module's part."""
         self._note_buffers(known for _, known in self._own(module) if known in self._loaded)
         if module is self.trained.module:
@@ -185,20 +185,20 @@ class Loads:
         self.forget()
         self._backend.follow()
         if kept:
-            self._buffers.take(now)
+            self._buffers.load(now)
 
     def forget(self) -> None:
         """Keep what was loaded in the model, and do not give it to the job."""
         self._before = None
         self._loaded, self._fresh = set(), {}
 
-    def end_optimizer(self) -> Earlier:
+    def end_optimizer(self) -> PreviousState:
         """End the Optimizer, for the model gets another one."""
         names, tensors = self._loaded, self._tensors()
         if (close := self._close()) is not None:
             close()
         values = {name: tensors[name].detach().clone() for name in names if name in tensors}
-        return Earlier(self._client.job, values)
+        return PreviousState(self._client.job, values)
 
     def close(self) -> None:
         self._undo.close()
@@ -210,13 +210,13 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*bytes_of)
 
 
-def of(module: torch.nn.Module) -> Loads | None:
+def of(module: torch.nn.Module) -> PendingLoads | None:
     """Return the loads of the Optimizer that the module's weights belong to."""
-    found: Loads | None = hooks.owner(module)
+    found: PendingLoads | None = hooks.owner(module)
     return found
 
 
-def end_earlier(module: torch.nn.Module, *, free_gradients: bool) -> Earlier | None:
+def end_previous(module: torch.nn.Module, *, free_gradients: bool) -> PreviousState | None:
     """End the Optimizer that the model has. Raises UsageError, and changes nothing, if a part of it
     has one, or if something was loaded that free_gradients of the next one does not take."""
     found = [loads for one in module.modules() if (loads := of(one))]
@@ -249,4 +249,4 @@ def _before(
 
 def _after(module: torch.nn.Module, _: object) -> None:
     if loads := of(module):
-        loads.end(module)
+        loads.finish(module)

@@ -40,7 +40,7 @@ class Settings(BaseModel):
     weight_decay: Real | None = None
 
     @property
-    def said(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
         """The fields that are not None."""
         return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
@@ -52,17 +52,17 @@ class Settings(BaseModel):
         # A number means something else where it has another default: eps of Adagrad, for example.
         other = {name for name in ours.keys() - {"lr"} if ours[name] != theirs[name]}
         names = set(uses(kind)) - other
-        return {name: value for name, value in self.said.items() if name in names}
+        return {name: value for name, value in self.given.items() if name in names}
 
     def filled(self, script: Settings) -> Self:
         """These settings, where they say nothing the script's, and then the defaults."""
         kind = self.kind or script.kind or DEFAULT_KIND
         defaults = {name: value for name, value in usual(kind).items() if name != "eps"}
         taken = script.applying(kind)
-        return self.model_copy(update={**defaults, **taken, "kind": kind, **self.said})
+        return self.model_copy(update={**defaults, **taken, "kind": kind, **self.given})
 
 
-class Said(Settings):
+class ScriptSettings(Settings):
     """Settings of the optimizer from a script, and of groups of parameters in their order.
 
     groups: None: not set; empty: no groups.
@@ -71,19 +71,19 @@ class Said(Settings):
     groups: Annotated[Sequence[Settings], Field(max_length=MOST_GROUPS)] | None = None
 
     @property
-    def is_silent(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether it says nothing."""
-        return not self.said and self.groups is None
+        return not self.given and self.groups is None
 
-    def with_(self, later: Said) -> Said:
+    def with_(self, later: ScriptSettings) -> ScriptSettings:
         """These settings, where `later` says nothing else."""
-        update: dict[str, Any] = dict(later.said)
+        update: dict[str, Any] = dict(later.given)
         if later.groups is not None:
             update["groups"] = later.groups
         return self.model_copy(update=update)
 
 
-NOTHING: Final = Said()
+NOTHING: Final = ScriptSettings()
 
 
 def rows(base: Settings, groups: Sequence[Settings], kind: str | None) -> list[Settings]:

@@ -12,12 +12,12 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from gadei_ps.chaos.learner import EXACT, LEDGER
+from gadei_ps.chaos.counted_learner import EXACT, LEDGER
 from gadei_ps.chaos.tally import Count, Ring, Tally
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import ControlError, JobFailed, SegmentError, UsageError
 from gadei_ps.job.config import JobConfig, from_mapping
-from gadei_ps.job.processes import Processes, Role, Target
+from gadei_ps.job.faults import Processes, Role, Target
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.launch import JOB_VARIABLE
 from gadei_ps.memory import layout
@@ -68,7 +68,7 @@ class OwnJob:
         return wanted
 
 
-class Given:
+class ExistingJob:
     """A given job. Chaos starts nothing in it."""
 
     def __init__(self, job: str) -> None:
@@ -76,7 +76,7 @@ class Given:
         if self.processes.server() is None and self.processes.watchdog() is None:
             raise ControlError(f"job {self.processes.job!r} is dead: it has no server, no watchdog")
 
-    def look_after(self) -> None:
+    def maintain(self) -> None:
         if int(self.processes.control["phase"]) > Phase.DRAINING:
             raise JobFailed(f"job {self.processes.job!r} has ended")
 
@@ -97,7 +97,7 @@ class _Learner:
     ring: Ring | None = None
 
 
-class Own:
+class CountedJob:
     """Chaos's own job, whose gradients it can count."""
 
     def __init__(self, daemon: Daemon, wanted: OwnJob) -> None:
@@ -108,7 +108,7 @@ class Own:
         self._learners: list[_Learner] = []
         self._failures = 0
 
-    def __enter__(self) -> Own:
+    def __enter__(self) -> CountedJob:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -116,14 +116,14 @@ class Own:
             one.child.kill()
             one.child.wait()
 
-    def look_after(self) -> None:
+    def maintain(self) -> None:
         """Restart dead processes. Lets learners push when their rings are mapped."""
         self._daemon.check()
         while len(self._learners) < self._wanted.learners:
             self._learners.append(self._start())
         for one in list(self._learners):
             if one.child.poll() is not None:
-                self._bury(one)
+                self._remove(one)
             elif one.ring is None:
                 self._admit(one)
 
@@ -132,7 +132,7 @@ class Own:
 
     def _start(self) -> _Learner:
         child = process.spawn(
-            process.module_command("gadei_ps.chaos.learner", self._wanted.optimizer),
+            process.module_command("gadei_ps.chaos.counted_learner", self._wanted.optimizer),
             env=os.environ | {JOB_VARIABLE: str(self._daemon.socket), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -157,7 +157,7 @@ class Own:
             one.child.stdin.write(b"\n")
             one.child.stdin.flush()
 
-    def _bury(self, one: _Learner) -> None:
+    def _remove(self, one: _Learner) -> None:
         self._learners.remove(one)
         if one.ring is not None and one.target is not None:
             assert one.target.generation is not None
@@ -175,7 +175,7 @@ class Own:
         for one in list(self._learners):
             one.child.kill()
             one.child.wait()
-            self._bury(one)
+            self._remove(one)
         until = time.monotonic() + DRAIN_S
         roster = self.processes.control["roster"]
         while (roster["retired"] != roster["generation"]).any() and time.monotonic() < until:

@@ -21,7 +21,7 @@ from gadei_ps.cli.switches import command_path, separated
 from gadei_ps.errors import GadeiError, JobNotFound, UsageError, in_words
 from gadei_ps.machine import interrupts, log
 from gadei_ps.machine.interrupts import Interrupted
-from gadei_ps.show.plain import plain, say
+from gadei_ps.show.plain import plain, print_text
 from gadei_ps.show.strict_json import finite
 
 TRACEBACK_VARIABLE = "GADEI_PS_TRACEBACK"
@@ -95,7 +95,7 @@ def _report(
 
 def _print_notes(error: BaseException) -> None:
     for note in getattr(error, "__notes__", ()):
-        say(f"gadei-ps: {plain(note)}")
+        print_text(f"gadei-ps: {plain(note)}")
 
 
 def _with_file(file: str, message: str) -> str:
@@ -109,7 +109,7 @@ def _with_file(file: str, message: str) -> str:
 def _told(error: Exception, path: str) -> tuple[str, str, int]:
     """Kind, message and exit code. path: the command that was given."""
     if isinstance(error, JobNotFound):
-        from gadei_ps.job.absence import explained
+        from gadei_ps.job.diagnosis import explained
 
         error = explained(error)
     if isinstance(error, GadeiError):
