@@ -52,13 +52,13 @@ endif
 crash: $(VENV)/built
 	CRASH_ROUNDS=500 $(BIN)/python -m pytest --timeout 7200 tests/crash
 
-# The counts of tests/counts, whole: hours. `test` has a part of each.
+# The counts of tests/exhaustive, whole: hours. `test` has a part of each.
 crash-all: $(VENV)/built
-	CRASH_ALL=1 $(BIN)/python -m pytest --timeout 7200 tests/counts
+	CRASH_ALL=1 $(BIN)/python -m pytest --timeout 7200 tests/exhaustive
 
 # Leaves out stores, fences, leases and checks of generations one by one: hours. Needs root.
 mutants: $(VENV)/built
-	$(BIN)/python tests/counts/mutants.py
+	$(BIN)/python tests/exhaustive/mutants.py
 
 # The protocol's models; needs spin and a C compiler.
 verify:

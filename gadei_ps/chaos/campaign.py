@@ -249,9 +249,10 @@ class _Chaos:
             "kills": kills,
             "stops": stops,
             "missed": [str(role) for role in self._missed()],
-            "failover_ms": observer.spread(times.fail_over),
+            "failover_ms": observer.spread(times.failover),
             "restart_ms": observer.spread(times.restart),
-            "takeover_ms": observer.spread(times.take_over),
+            "activation_ms": observer.spread(times.activation),
+            "takeover_ms": observer.spread(times.activation),  # its name before 0.3
             "reclaim_ms": observer.spread(times.reclaim) | {"disturbed": times.disturbed},
             "published": None if count is None else count.published,
             "applied": applied,

@@ -24,7 +24,7 @@ GIVE_UP_S = 60.0  # another fault may have made the awaited event impossible
 
 
 @dataclass(eq=False)
-class _TakeOver:
+class _Failover:
     """The measurement after the death of an active server."""
 
     at: float
@@ -41,14 +41,14 @@ class _TakeOver:
 class Times:
     """Times in seconds.
 
-    fail_over, restart: from the kill of the active server to the next applied gradient, with and
-    without a standby. take_over: from the kill to the next active server, with a standby.
+    failover, restart: from the kill of the active server to the next applied gradient, with and
+    without a standby. activation: from the kill to the next active server, with a standby.
     disturbed: number of reclaims during which servers or watchdog were hit too.
     """
 
-    fail_over: list[float] = field(default_factory=list)
+    failover: list[float] = field(default_factory=list)
     restart: list[float] = field(default_factory=list)
-    take_over: list[float] = field(default_factory=list)
+    activation: list[float] = field(default_factory=list)
     reclaim: list[float] = field(default_factory=list)
     disturbed: int = 0
 
@@ -68,8 +68,8 @@ class Observer(threading.Thread):
         self._tids = control["shard"]["tid"][self._shards]
         self._retired = control["roster"]["retired"]
         self.times = Times()
-        self._fail_overs: list[_TakeOver] = []
-        self._take_overs: list[_TakeOver] = []
+        self._failovers: list[_Failover] = []
+        self._activations: list[_Failover] = []
         self._reclaims: list[tuple[Target, float, bool]] = []
         self._hit_at = float("-inf")
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class Observer(threading.Thread):
     @property
     def waits_for_server(self) -> bool:
         """True from the kill of the active server until the next gradient is applied."""
-        return bool(self._fail_overs or self._take_overs)
+        return bool(self._failovers or self._activations)
 
     def server_dies(self, *, replaced: bool, starved: bool) -> None:
         """Call this just before the active server is killed.
@@ -88,11 +88,11 @@ class Observer(threading.Thread):
         replaced: a standby is ready. starved: no learner pushes now.
         """
         generation = int(self._control["lease_generation"])
-        one = _TakeOver(time.monotonic(), generation, self._tids.copy(), replaced, starved)
-        self._await(self._fail_overs, one)
+        one = _Failover(time.monotonic(), generation, self._tids.copy(), replaced, starved)
+        self._await(self._failovers, one)
         one.at = self._hit_at = time.monotonic()
         with self._lock:
-            self._take_overs.append(one)
+            self._activations.append(one)
 
     def learner_dies(self, learner: Target, *, disturbed: bool, last: bool) -> None:
         """Call this just before this learner is killed.
@@ -106,7 +106,7 @@ class Observer(threading.Thread):
         """Call this just before a learner is stopped. last: no other learner pushes now."""
         if last:
             with self._lock:
-                for one in self._fail_overs:
+                for one in self._failovers:
                     one.starved = True
 
     def other_hit(self) -> None:
@@ -132,7 +132,7 @@ class Observer(threading.Thread):
             self._awake.set()
             with self._lock:
                 self._look()
-                if not (self._fail_overs or self._take_overs or self._reclaims):
+                if not (self._failovers or self._activations or self._reclaims):
                     self._wake.clear()
             time.sleep(SLEEP_S)
 
@@ -140,7 +140,7 @@ class Observer(threading.Thread):
         """Record the awaited events that have happened by now."""
         consumed = self._applied.min(axis=0)  # before the leases: so consumed before
         now = time.monotonic()
-        for one in list(self._fail_overs):
+        for one in list(self._failovers):
             if one.base is None:
                 if (self._tids != one.tids).any():
                     one.base = consumed
@@ -148,15 +148,15 @@ class Observer(threading.Thread):
             np.minimum(one.base, consumed, out=one.base)  # restarts with a row's learner
             if (consumed > one.base).any():
                 if not one.starved:
-                    times = self.times.fail_over if one.replaced else self.times.restart
+                    times = self.times.failover if one.replaced else self.times.restart
                     times.append(now - one.at)
-                self._fail_overs.remove(one)
+                self._failovers.remove(one)
         generation = int(self._control["lease_generation"])
-        for one in list(self._take_overs):
+        for one in list(self._activations):
             if generation != one.generation:
                 if one.replaced:
-                    self.times.take_over.append(now - one.at)
-                self._take_overs.remove(one)
+                    self.times.activation.append(now - one.at)
+                self._activations.remove(one)
         for one_gone in list(self._reclaims):
             learner, at, disturbed = one_gone
             if int(self._retired[learner.row]) == learner.generation:
@@ -165,7 +165,7 @@ class Observer(threading.Thread):
                     self.times.disturbed += 1
                 else:
                     self.times.reclaim.append(now - at)
-        for waiting in (self._fail_overs, self._take_overs):
+        for waiting in (self._failovers, self._activations):
             waiting[:] = [one for one in waiting if now - one.at < GIVE_UP_S]
         self._reclaims[:] = [one for one in self._reclaims if now - one[1] < GIVE_UP_S]
 

@@ -180,7 +180,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     orphan_s: Real = Field(
         60.0, ge=1, description="how long servers wait for a new watchdog without learners"
     )
-    core_dumps: bool = Field(False, description="of servers: a take-over waits until it is written")
+    core_dumps: bool = Field(False, description="of servers: a failover waits until it is written")
     when_idle: Literal["wait", "stop"] = "wait"
     history: bool = Field(True, description="loss, speed and changes over time, in a file")
     stop_after: StopAfterConfig = StopAfterConfig()

@@ -38,7 +38,7 @@ def text(control: Segment, number: int) -> str:
 def model(control: Segment, number: int) -> SyncModel:
     """A new model object of that number. If its file is gone, it awaits all learners; logged.
 
-    No job starts or changes without the file; but a take-over must work even if it is lost later.
+    No job starts or changes without the file; but a failover must work even if it is lost later.
     """
     made = sync.parse(text(control, number))
     try:

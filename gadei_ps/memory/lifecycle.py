@@ -77,14 +77,6 @@ TABLE: Final[dict[tuple[bool, int, bool, bool], Stage]] = {
 }
 """Every legal combination; all others are Stage.ILLEGAL."""
 
-OF_LEASES: Final = {
-    Leases.NONE: {Stage.STARTING, Stage.STANDBY},
-    Leases.HEIR: {Stage.STARTING, Stage.STANDBY},
-    Leases.MANAGERS: {Stage.BEGINNING, Stage.RECOVERING},
-    Leases.ALL: {Stage.SERVING, Stage.COMPILING},
-}
-"""The stages of a server that is alive, by the leases that it has taken."""
-
 
 def stage(control: np.void, number: int) -> Stage:
     """Return the stage of a server. control: CONTROL. number: of its entry, 0 or 1."""

@@ -215,11 +215,11 @@ def chaos_summary(report: Mapping[str, Any]) -> Table:
     if report["missed"]:
         rows["not tested"] = f"{', '.join(report['missed'])}: never hit; use a longer --for"
     rows |= {
-        "fail-over": _spread(report["failover_ms"], "kill to the next applied gradient"),
+        "failover": _spread(report["failover_ms"], "kill to the next applied gradient"),
         "restart": _spread(
             report["restart_ms"], "kill to the next applied gradient, without a standby"
         ),
-        "take-over": _spread(report["takeover_ms"], "kill to the next active server"),
+        "activation": _spread(report["activation_ms"], "kill to the next active server"),
         "ring reclaimed": _spread(report["reclaim_ms"], "after a learner's death"),
     }
     consumed = f"{report['applied']:,} applied, {report['dropped']:,} dropped"

@@ -103,7 +103,7 @@ def test_chaos_of_its_own(cli: Cli, job_name: str) -> None:
     assert not result.err, "chaos reports deaths that it causes only in its result"
     assert 0 < report["published"] == report["applied"] == report["counters"]["gradients_applied"]
     assert report["lost"] == report["applied_twice"] == report["torn_values"] == 0
-    for name in ("failover_ms", "takeover_ms", "reclaim_ms", "restart_ms"):
+    for name in ("failover_ms", "activation_ms", "reclaim_ms", "restart_ms"):
         assert report[name].keys() >= {"p50", "p99", "max", "samples"}
     assert not support.segments("chaos-")
 
@@ -137,7 +137,7 @@ def test_chaos_in_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> 
     assert attached.process.poll() is None
     shown = cli("chaos", job_name, *how)
     assert shown.code == 0
-    assert "fail-over" in shown.out
+    assert "failover" in shown.out
     assert "needs a job of its own" in shown.out
     shown = cli("chaos", job_name, "--for", "100ms", "--every", "1m", "--targets", "standby,server")
     assert "standby, server: never hit" in shown.out

@@ -102,7 +102,7 @@ class Job:
         ]
         self.daemon = QuickDaemon(config(name, tensors=tensors, **self.how))
         self.total = 0  # gradients published by dead learners
-        self.fail_overs: list[float] = []  # seconds from a kill to the next applied gradient
+        self.failovers: list[float] = []  # seconds from a kill to the next applied gradient
         self.learner: Pusher | None = None
 
     def __enter__(self) -> Job:
@@ -145,7 +145,7 @@ class Job:
         else:
             self._kill_server(pushed_to=True)
             goal = learner.published + self.chance.randrange(2 * SLOTS)
-            yield from until(lambda: learner.published >= goal, "gradients after the take-over")
+            yield from until(lambda: learner.published >= goal, "gradients after the failover")
             spin(self.chance, 0.001)
         learner.kill()
         self.total += learner.published
@@ -170,7 +170,7 @@ class Job:
                 if pushed_to and seen(lambda: (shards["tid"] != threads).any()):
                     before = shards["frames"].sum()
                     if seen(lambda: shards["frames"].sum() != before):
-                        self.fail_overs.append(time.monotonic() - killed_at)
+                        self.failovers.append(time.monotonic() - killed_at)
             assert process.gone(pidfd, PATIENCE_S)
         finally:
             os.close(pidfd)
@@ -222,9 +222,9 @@ def test_killed_at_random_instants(job_name: str) -> None:
             found.append((job.kept(), finished))
     for job, (disturbed, finished) in zip(jobs, found, strict=True):
         same(disturbed, _undisturbed(job))
-        p50, p99 = 1e3 * np.quantile(job.fail_overs, [0.5, 0.99])
+        p50, p99 = 1e3 * np.quantile(job.failovers, [0.5, 0.99])
         team.TOLD.append(
             f"{job.how['optimizer']['kind']}: {job.rounds} servers and {job.rounds} learners "
             f"killed, {finished} shards with a gradient in hand, {job.total} gradients: equal; "
-            f"fail-over p50 {p50:.1f} ms, p99 {p99:.1f} ms"
+            f"failover p50 {p50:.1f} ms, p99 {p99:.1f} ms"
         )

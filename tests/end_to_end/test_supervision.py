@@ -1,4 +1,4 @@
-"""Synchronization models across a fail-over, and segments that have lost their names."""
+"""Synchronization models across a failover, and segments that have lost their names."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from gadei_ps.job.faults import Processes
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import segment
 
-# -- clocks across a fail-over ----------------------------------------------------------------
+# -- clocks across a failover ----------------------------------------------------------------
 
 
-def fail_over(job: str) -> None:
+def failover(job: str) -> None:
     """The active server is killed and the other one has taken over."""
     next_ = standby(job)
     os.kill(status(job)["server_pid"], signal.SIGKILL)
@@ -70,12 +70,12 @@ def test_ssp_keeps_its_bound(job_name: str) -> None:
         lag_behind()
         for pushed in range(1, 5):
             if pushed % 2:
-                fail_over(job_name)
+                failover(job_name)
             call(slow, "push", gradient_of(one_at(slow_at)))
             call(slow, "wait_applied")
             assert -weights[slow_at] == pushed
             lag_behind()
-        # A third one that comes after fail-overs begins where the slowest is.
+        # A third one that comes after failovers begins where the slowest is.
         with team(job_name, 1, "wait_turn") as (late,):
             assert call(late, "push", gradient_of(one_at(slow_at))) == 0
             assert call(late, "wait_applied") is None
@@ -94,7 +94,7 @@ def test_bsp_keeps_its_supersteps(job_name: str) -> None:
         for number in range(1, 4):
             call(one, "push", gradient_of(np.full(VALUES, 3, np.float32)))
             if number != 2:
-                fail_over(job_name)
+                failover(job_name)
             np.testing.assert_array_equal(weights, -2 * (number - 1))
             assert status(job_name)["supersteps"] == number - 1
             call(other, "push", gradient_of(np.full(VALUES, 1, np.float32)))
@@ -141,7 +141,7 @@ def test_learners_come_and_go_while_the_standby_sleeps(job_name: str) -> None:
         with third:
             assert third.row == 0
             third.push({})
-            fail_over(job_name)
+            failover(job_name)
             third.push({})
             third.wait_applied()
         job.check()

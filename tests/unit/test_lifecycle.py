@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from support.lease_stages import STAGES
 
 from gadei_ps.memory import layout, lifecycle
 from gadei_ps.memory.layout import ServerState
@@ -67,8 +68,8 @@ def test_stages_of_a_control_segment() -> None:
 
 
 def test_each_number_of_leases_has_stages() -> None:
-    assert set(lifecycle.OF_LEASES) == set(Leases)
-    living = set().union(*lifecycle.OF_LEASES.values())
+    assert set(STAGES) == set(Leases)
+    living = set().union(*STAGES.values())
     assert living == set(Stage) - {Stage.ILLEGAL, Stage.ABSENT, Stage.REPLACED}
-    for leases, stages in lifecycle.OF_LEASES.items():
+    for leases, stages in STAGES.items():
         assert (stages <= lifecycle.ACTIVE) == (leases >= Leases.MANAGERS)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 from support import Rig
+from support.lease_stages import STAGES
 from support.stepped import Stepped, make_leases
 
 from gadei_ps import _native
@@ -27,7 +28,7 @@ def _compiled(compiled: None) -> None:
 
 def agrees(rig: Rig, one: Stepped, number: int) -> bool:
     """Whether a server's stage is one that its leases allow."""
-    return lifecycle.stage(rig.control, number) in lifecycle.OF_LEASES[one.server.leases]
+    return lifecycle.stage(rig.control, number) in STAGES[one.server.leases]
 
 
 def test_one_after_the_other(job_name: str) -> None:

@@ -188,7 +188,7 @@ class Tree:
         with tempfile.TemporaryDirectory(dir=self.home) as folder:
             file = Path(folder) / "reached"
             file.write_bytes(bytes(4096))
-            noted = {REACHED: str(file), "PYTHONPATH": str(self.tree / "tests/counts")}
+            noted = {REACHED: str(file), "PYTHONPATH": str(self.tree / "tests/exhaustive")}
             verdict, line = self._run(0, ["-p", "reached", *tests], 1800.0, noted)
             told = file.with_suffix(".jsonl")
             for one in map(json.loads, told.read_text().splitlines() if told.exists() else []):

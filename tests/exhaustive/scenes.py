@@ -223,7 +223,7 @@ LIVING = [
     Scene("death of a learner", died),
     Scene("adopt", adopted),
     Scene("without a watchdog", alone),
-    Scene("take-over", taken_over),
+    Scene("failover", taken_over),
     Scene("new leases", from_nothing),
     Scene("ssp", _changed("ssp:s=1")),
     Scene("bsp", _changed("bsp")),

@@ -4,7 +4,7 @@ Run with faults.c preloaded. Each line of standard input names the scene, the ro
 call, its number (0: none fails, and all are listed) and the error. A fork lives that life; the
 answer says what failed, and all that is wrong. Scenes: `life` is a job from its start to its end,
 with two learners and a checkpoint. In `adopted` a watchdog and a learner have died, in `taken over`
-the active server, and in `orphaned` a watchdog; there, calls count from the death on. `nursed` is a
+the active server, and in `orphaned` a watchdog; there, calls count from the death on. `forked` is a
 life with a fork server, and `replaced` is `taken over` with one.
 """
 
@@ -56,7 +56,7 @@ KINDS = (
     *("open", "mmap", "ftruncate", "fallocate", "fsync", "rename", "read", "write"),
     *("pidfd_open", "clone", "vfork", "opendir", "sendmsg", "recvmsg"),
 )
-NURSED = ("nursed", "replaced")  # scenes of a job with a fork server
+WITH_FORK_SERVER = ("forked", "replaced")  # scenes of a job with a fork server
 PR_SET_CHILD_SUBREAPER = 36
 VALUES = 304  # as the model is padded
 PUSHES = 3
@@ -362,7 +362,7 @@ SCENES = {
     "adopted": Life.adopted,
     "taken over": Life.taken_over,
     "orphaned": Life.orphaned,
-    "nursed": Life.life,
+    "forked": Life.life,
     "replaced": Life.taken_over,
 }
 
@@ -432,7 +432,7 @@ def main() -> None:
                     begin = time.monotonic()
                     asked = json.loads(line)
                     none = quick.without_fork_server()
-                    with contextlib.nullcontext() if asked["scene"] in NURSED else none:
+                    with contextlib.nullcontext() if asked["scene"] in WITH_FORK_SERVER else none:
                         told = _live(asked)
                     told["seconds"] = time.monotonic() - begin
                     with os.fdopen(write, "wb") as answer:

@@ -66,7 +66,9 @@ def _refused(job: Job, tracer: Tracer, dying: Dying) -> None:
     job.kill_watchdog()  # the next one does not know that the files are those of another build
 
 
-def _nursed(play: Callable[[Job, Tracer, Dying], None]) -> Callable[[Job, Tracer, Dying], None]:
+def _with_fork_server(
+    play: Callable[[Job, Tracer, Dying], None],
+) -> Callable[[Job, Tracer, Dying], None]:
     """The scene, from when there is a fork server."""
 
     def begun(job: Job, tracer: Tracer, dying: Dying) -> None:
@@ -78,12 +80,12 @@ def _nursed(play: Callable[[Job, Tracer, Dying], None]) -> Callable[[Job, Tracer
 
 
 SCENES = [
-    Scene("take-over", _nursed(taken_over)),
-    Scene("death of the fork server", _nursed(_dies)),
+    Scene("failover", _with_fork_server(taken_over)),
+    Scene("death of the fork server", _with_fork_server(_dies)),
     Scene("start", started, own_job=True),
-    Scene("new leases", _nursed(from_nothing)),
-    Scene("adopt", _nursed(adopted)),
-    Scene("another build", _nursed(_refused)),
+    Scene("new leases", _with_fork_server(from_nothing)),
+    Scene("adopt", _with_fork_server(adopted)),
+    Scene("another build", _with_fork_server(_refused)),
     Scene("stop", stopped, own_job=True),
 ]
 

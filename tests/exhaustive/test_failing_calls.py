@@ -39,7 +39,7 @@ LIVES = [
     *(("life", role) for role in ROLES),
     *(("adopted", "watchdog"), ("taken over", "watchdog"), ("taken over", "server")),
     ("orphaned", "command"),
-    *(("nursed", "fork-server"), ("replaced", "fork-server"), ("replaced", "watchdog")),
+    *(("forked", "fork-server"), ("replaced", "fork-server"), ("replaced", "watchdog")),
 ]
 OFTEN = 3  # calls for the same file that fail, of those that a process makes again and again
 # What a short run counts: of these calls every so many-th.
@@ -57,7 +57,7 @@ SHORT = {
     ("taken over", "watchdog", "pidfd_open"): 1,
     ("taken over", "server", "mmap"): 2,
     ("orphaned", "command", "rename"): 1,
-    ("nursed", "fork-server", "clone"): 1,
+    ("forked", "fork-server", "clone"): 1,
     ("replaced", "fork-server", "sendmsg"): 2,
     ("replaced", "watchdog", "recvmsg"): 2,
 }
@@ -81,7 +81,7 @@ MADE = {
     ("taken over", "watchdog"): {"open", "read", "write", "pidfd_open", "clone"},
     ("taken over", "server"): {"open", "mmap", "read", "clone"},
     ("orphaned", "command"): {"open", "opendir", "mmap", "read", "write"},
-    ("nursed", "fork-server"): {"open", "read", "pidfd_open", "clone", "sendmsg", "recvmsg"},
+    ("forked", "fork-server"): {"open", "read", "pidfd_open", "clone", "sendmsg", "recvmsg"},
     ("replaced", "fork-server"): {"open", "read", "pidfd_open", "clone", "sendmsg", "recvmsg"},
     ("replaced", "watchdog"): {"open", "read", "write", "clone", "sendmsg", "recvmsg"},
 }
