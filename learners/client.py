@@ -487,7 +487,7 @@ class Client:
         """Whether the gradient of the current iteration may still be applied.
 
         False once the synchronization model has continued without it (Cutoff): the gradient will be
-        dropped, and give_up() is the quicker way to the next iteration.
+        dropped, and abandon() is the quicker way to the next iteration.
         """
         return self._learner.wanted()
 
@@ -572,17 +572,22 @@ class Client:
         self._record_push(answers)
         return sequence
 
-    def give_up(self, *, batch: int | None = None, timeout_s: float | None = None) -> int:
+    def abandon(self, *, batch: int | None = None, timeout_s: float | None = None) -> int:
         """End the current iteration without a gradient; its batch is handed out again.
 
         Returns the sequence number, as push() does, and raises the same.
         """
         return self.publish_nothing(batch, timeout_s, computed=False)
 
+    def give_up(self, *, batch: int | None = None, timeout_s: float | None = None) -> int:
+        """Call abandon(), by its deprecated name."""
+        warnings.warn("give_up() is deprecated: use abandon()", DeprecationWarning, stacklevel=2)
+        return self.abandon(batch=batch, timeout_s=timeout_s)
+
     def publish_nothing(
         self, batch: int | None = None, timeout_s: float | None = None, *, computed: bool
     ) -> int:
-        """End the current iteration without a gradient, as give_up() and unwanted pushes do.
+        """End the current iteration without a gradient, as abandon() and unwanted pushes do.
 
         computed: whether its run time is that of a whole iteration.
         """

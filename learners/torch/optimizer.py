@@ -443,7 +443,7 @@ class Optimizer(torch.optim.Optimizer):
             yield
         except _NotWanted:
             self._may_drop = False
-            self.client.give_up()
+            self.client.abandon()
             self._end_iteration()
             self.zero_grad()
         finally:

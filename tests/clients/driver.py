@@ -188,7 +188,7 @@ class Driver:
         return self.mine.wave
 
     def give_up(self, timeout: str) -> object:
-        self.mine.give_up(timeout_s=seconds(timeout))
+        self.mine.abandon(timeout_s=seconds(timeout))
         return 0
 
     def pause(self) -> object:

@@ -34,7 +34,7 @@ def _uses(client: Client) -> None:
     calls: list[Callable[[], object]] = [
         lambda: client.push(ones),
         client.claim,
-        client.give_up,
+        client.abandon,
         client.wait_turn,
         client.wait_applied,
         client.take_batch,

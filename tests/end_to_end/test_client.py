@@ -240,7 +240,7 @@ def test_a_client_stays_where_it_was_made(job_name: str) -> None:
         client.detach()
         other.push({})
         eventually(lambda: len(status(job_name)["learners"]) == 1)
-        for use in (client.wait_turn, client.claim, client.give_up):
+        for use in (client.wait_turn, client.claim, client.abandon):
             with pytest.raises(UsageError, match="this learner has detached from its job"):
                 use()
 

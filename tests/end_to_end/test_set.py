@@ -264,7 +264,7 @@ def _batches(pipe: Connection, job: str, slow: bool) -> None:
                 answered.append(batch.id)
                 client.push({"w": np.ones(VALUES, np.float32)})
             else:
-                client.give_up()
+                client.abandon()
         pipe.send(answered)
 
 

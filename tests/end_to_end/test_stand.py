@@ -279,3 +279,5 @@ def test_the_former_names_warn(job_name: str) -> None:
             pass
         with client.exclusive(), pytest.warns(DeprecationWarning, match=r"use heartbeat\(\)"):
             client.keep_standing()
+        with pytest.warns(DeprecationWarning, match=r"use abandon\(\)"):
+            client.give_up()

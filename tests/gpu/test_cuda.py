@@ -284,7 +284,7 @@ def test_nothing_is_claimed_while_a_push_is_on_its_way(
             link.push({"w": on_device(np.full(VALUES, value, np.float32))}, 0)
             if number == 1:
                 client.push({"w": np.full(VALUES, 10_000, np.float32)})
-        client.give_up()
+        client.abandon()
         client.wait_applied()
         np.testing.assert_array_equal(client.weights["w"], -11_111)
         told = status(job_name)

@@ -47,7 +47,7 @@ def push_when_told(pipe: Connection, job: str) -> None:
                 pipe.send(client.wanted)
                 continue
             if what == "give up":
-                client.give_up()
+                client.abandon()
             else:
                 client.push({"w": np.full(VALUES, what, np.float32)})
             client.wait_turn()
