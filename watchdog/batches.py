@@ -139,8 +139,8 @@ class Batches:
             for place, one in enumerate(wanted[:before])
         ):
             raise ControlError(
-                f"the job was given {given} ranges of batches, not {request.number}: somebody else "
-                "gives it some; stop the other agent"
+                f"the job was given {given} ranges of batches, not {request.number}: another "
+                "program assigns them too; stop the other agent"
             )
         room = max(0, MOST_WAITING - (given - int(control["owned_range"])))
         for one in wanted[before : before + room]:

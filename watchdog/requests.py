@@ -307,7 +307,7 @@ class Requests:
         self._stopping.refuse()
         changed = self._memory.change_settings(request.values)
         if changed:
-            self._log.info("changing the optimizer's numbers", **changed)
+            self._log.info("changing hyperparameters", **changed)
         return {"changed": changed}
 
     @_handle.register

@@ -152,7 +152,7 @@ def settled(
     elif says.groups:
         theirs = (
             f"optimizer: job {config.name!r} has its parameter groups from its job file, which "
-            "count before the script's"
+            "override the script's"
         )
         told = f"{told}; {theirs}" if told else theirs
     if script.is_open and not says.is_empty:
@@ -262,7 +262,7 @@ def _notice(
     counts = ", ".join(f"{name} {_text(now[name])}" for name in overridden)
     said = ", ".join(f"{name} {_text(value)}" for name, value in overridden.items())
     return (
-        f"optimizer: job {config.name!r} has {counts} from {whence}, which counts before the "
+        f"optimizer: job {config.name!r} has {counts} from {whence}, which overrides the "
         f"script's {said}"
     )
 

@@ -194,8 +194,8 @@ class Servers:
                 self.log.error("no second server gets ready; continuing with one")
         elif wait == GIVE_UP:
             self.failed(
-                f"servers died {self.policy.limit} times without having been of use; "
-                "their messages stand above"
+                f"servers died {self.policy.limit} times in a row without applying a gradient; "
+                "see their messages above"
                 + (f"; {limit}" if (limit := reserve.address_space()) else "")
             )
             return

@@ -119,7 +119,7 @@ def read_test(
         share = f"{len(unseen)} of {counted(len(rows), 'row')}"
         what = (
             f"labels that the training data lack ({list_names(names)}) in {share}: "
-            "they count as wrong"
+            "their predictions are wrong"
         )
         warnings.append(f"{place(path, unseen[0].line)}: {what}")
     return _dataset(rows, tuple(label_names), notices, warnings)

@@ -126,8 +126,8 @@ def _load(file: Path, name: str | None) -> JobConfig:
     job = config.load(file)
     if name is not None and job.name != name:
         raise UsageError(
-            f"{file}: it is of job {job.name!r}, and job {name!r} was asked for: leave out "
-            f"`name`, and call the file {name}.toml"
+            f"{file} is the file of job {job.name!r}, not of job {name!r}: leave out `name`, and "
+            f"call the file {name}.toml"
         )
     return job
 

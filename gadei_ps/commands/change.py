@@ -1,4 +1,4 @@
-"""Changes of a job that runs: its synchronization model, its optimizer's numbers, its job file."""
+"""Changes of a job that runs: its synchronization model, its hyperparameters, its job file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Reload, SetOptimizer, SetSync
 
 CHANGE_POLL_S = 0.02
-RELOAD_TIMEOUT_S = 60.0  # until a server has the optimizer's numbers of a changed job file
+RELOAD_TIMEOUT_S = 60.0  # until a server has the hyperparameters of a changed job file
 
 
 def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:
@@ -56,12 +56,12 @@ def set_optimizer(job: str, values: Mapping[str, Any], timeout_s: float) -> dict
 
 
 def _await_numbers(job: str, timeout_s: float) -> int:
-    """Return the version from which on the optimizer's numbers are in force."""
+    """Return the version from which on the hyperparameters are in force."""
     until = time.monotonic() + timeout_s
     while (report := status(job))["settings_pending"]:
         if time.monotonic() > until:
             raise ControlError(
-                f"job {job!r} has not taken the optimizer's numbers within {timeout_s:g} s; it "
+                f"job {job!r} has not taken the hyperparameters within {timeout_s:g} s; it "
                 "takes them as soon as its server applies gradients"
             )
         time.sleep(CHANGE_POLL_S)

@@ -419,7 +419,7 @@ class Driver:
             return False
         hyperparameters.apply(self._segment, number)
         sync_change.enforce(self._segment, self.number, self.sync)
-        log.get().info("the optimizer's numbers changed", version=int(self._control["version"]))
+        log.get().info("hyperparameters changed", version=int(self._control["version"]))
         return True
 
     def _reach_change(self, change: Change, serving: bool) -> None:

@@ -137,8 +137,7 @@ def warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None:
             if isinstance(given, list) and tuple(given) == has:
                 continue
             warnings.warn(
-                f"load_state_dict: {name} was saved as {given!r}; the job has {has!r}, which "
-                "counts",
+                f"load_state_dict: {name} was saved as {given!r}; the job keeps {has!r}",
                 stacklevel=to_the_script(),
             )
 

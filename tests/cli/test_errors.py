@@ -150,7 +150,7 @@ def test_job_file_of_another_name(cli: Cli) -> None:
     (cli.directory / "mine.toml").write_text("name = 'yours'")
     result = cli("serve", "--name", "mine", "mine.toml")
     assert result.code == 2
-    assert "mine.toml: it is of job 'yours', and job 'mine' was asked for" in result.error
+    assert "mine.toml is the file of job 'yours', not of job 'mine'" in result.error
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,7 @@ def test_a_scripts_groups(cli: Cli, job_name: str) -> None:
             expected.push(one)
         groups = status(job_name)["settings"]["groups"]
         assert [(each["lr"], each["beta1"]) for each in groups] == [(0.02, 0.8), (0.25, 0.9)]
-        with pytest.warns(
-            UserWarning, match=r"has lr 0\.02 from gadei-ps set, which counts before"
-        ):
+        with pytest.warns(UserWarning, match=r"has lr 0\.02 from gadei-ps set, which overrides"):
             other = Client(job_name, tensors=TENSORS, optimizer=SAID)
         expected.push(other)
         other.detach()

@@ -1,4 +1,4 @@
-"""The optimizer's numbers change while a job runs: for all shards before the same gradient."""
+"""Hyperparameters change while a job runs: for all shards before the same gradient."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_learner_that_comes_later(job_name: str) -> None:
         one = Learner(job_name, kind="sgd", lr=1.0)
         assert one.step() == 1.0
         _set(job_name, lr=0.5)
-        with pytest.warns(UserWarning, match="has lr 0.5 from gadei-ps set, which counts before"):
+        with pytest.warns(UserWarning, match="has lr 0.5 from gadei-ps set, which overrides"):
             other = Learner(job_name, kind="sgd", lr=1.0)
         assert other.group["lr"] == 0.5
         assert other.step() == 0.5

@@ -169,7 +169,7 @@ def test_test_rows_with_unknown_labels_are_kept_and_told(tmp_path: Path) -> None
     (warning,) = data.warnings
     assert warning.startswith(f"{path}:3: labels that the training data lack (")
     assert "'new', 'newer'" in warning
-    assert "count as wrong" in warning
+    assert "predictions are wrong" in warning
 
 
 def test_one_test_row_is_enough(tmp_path: Path) -> None:

@@ -214,7 +214,11 @@ def test_owned_batches_are_answered_once() -> None:
 @pytest.mark.parametrize(
     ("number", "ranges", "line"),
     [
-        (1, [(0, 0, 1)], "the job was given 2 ranges of batches, not 1: somebody else gives it"),
+        (
+            1,
+            [(0, 0, 1)],
+            "the job was given 2 ranges of batches, not 1: another program",
+        ),
         (3, [], "the job was given 2 ranges of batches, not 3"),
         (2, [(0, 5, 5)], "the job has 3 epochs of 200 batches, and none from 5 to 5 of epoch 0"),
         (2, [(0, 0, 201)], "the job has 3 epochs of 200 batches, and none from 0 to 201"),
