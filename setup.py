@@ -1,4 +1,4 @@
-"""What is compiled from C; all else is in pyproject.toml.
+"""Build of the C extensions; all other settings are in pyproject.toml.
 
 Here, because setuptools calls extension modules in pyproject.toml experimental and warns of them.
 """

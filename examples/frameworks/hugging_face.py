@@ -2,7 +2,7 @@
 
 python hugging_face.py --plain                                        # torch alone
 gadei-ps run bert --learners 2 -- python hugging_face.py              # two learners
-gadei-ps run bert --learners 2 -- python hugging_face.py --resume     # go on from a checkpoint
+gadei-ps run bert --learners 2 -- python hugging_face.py --resume     # resume from a checkpoint
 """
 
 import argparse
@@ -32,7 +32,7 @@ learner = int(os.environ.get("GADEI_PS_LEARNER", "0"))
 
 
 def make_data(count, seed):
-    """Sentences whose first word says their label."""
+    """Return sentences whose first word determines their label."""
     draw = torch.Generator().manual_seed(seed)
     words = torch.randint(5, WORDS, (count, LENGTH), generator=draw)
     return TensorDataset(words, (words[:, 0] > WORDS // 2).long())

@@ -2,7 +2,7 @@
 
 python lightning_fit.py --plain                                       # torch alone
 gadei-ps run fit --learners 2 -- python lightning_fit.py              # two learners
-gadei-ps run fit --learners 2 -- python lightning_fit.py --resume     # go on from a checkpoint
+gadei-ps run fit --learners 2 -- python lightning_fit.py --resume     # resume from a checkpoint
 """
 
 import argparse

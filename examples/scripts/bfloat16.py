@@ -29,7 +29,7 @@ tag_of = torch.randint(0, TAGS, (WORDS, 3), generator=torch.Generator().manual_s
 
 
 def sentences(count):
-    """Windows of three words; the tag of the middle one depends on the word before it."""
+    """Return windows of three words; the tag of the middle one depends on the word before it."""
     words = torch.randint(0, WORDS, (count, WINDOW))
     return words, tag_of[words[:, 1], words[:, 0] % 3]
 

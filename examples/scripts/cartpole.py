@@ -4,7 +4,7 @@ import numpy as np
 
 
 class CartPoles:
-    """`count` environments. Those whose episode is over begin anew by themselves."""
+    """`count` environments. Those whose episode is over restart by themselves."""
 
     limit = 500  # steps of an episode
 

@@ -68,7 +68,7 @@ class CLIPModel(nn.Module):
 
 
 def pairs(count, seed):
-    """Pictures with four things in them, and captions that name these."""
+    """Return pictures with four things in them, and captions that name these."""
     things = torch.rand(64, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(seed)
     captions = torch.randint(0, 64, (count, 4), generator=draw)

@@ -47,7 +47,7 @@ test_loader = DataLoader(images(1000, 2), batch_size=500)
 
 
 def train_teacher(model, epochs, learning_rate):
-    """Every learner of a job makes the same teacher, which is no part of the job."""
+    """Every learner of a job makes the same teacher, which is not a part of the job."""
     optimizer = optim.Adam(model.parameters(), lr=learning_rate)
     for _ in range(epochs):
         for inputs, labels in train_loader:

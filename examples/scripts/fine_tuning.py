@@ -30,7 +30,7 @@ args = parser.parse_args()
 
 
 def images(count, seed, kinds):
-    """Blobs of `kinds` sorts, each at a place of its own, on 3 x 16 x 16."""
+    """Return blobs of `kinds` sorts, each at a place of its own, on 3 x 16 x 16."""
     draw = torch.Generator().manual_seed(kinds)
     patterns = torch.rand(kinds, 3, 4, 4, generator=draw)
     patterns = nn.functional.interpolate(patterns, 16, mode="bilinear")
@@ -42,7 +42,7 @@ def images(count, seed, kinds):
 
 
 def pretrained():
-    """A network that tells ten sorts apart; in the place of one that is downloaded."""
+    """A network that distinguishes ten sorts; in the place of one that is downloaded."""
     torch.manual_seed(1)
     features = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),

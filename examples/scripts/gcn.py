@@ -40,7 +40,7 @@ class GCN(nn.Module):
 
 
 def citations(nodes):
-    """Papers of seven fields that cite mostly their own; features, labels, normalized adjacency."""
+    """Return papers of seven fields that cite mostly their own: features, labels, adjacency."""
     draw = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 7, (nodes,), generator=draw)
     features = F.one_hot(labels, 50).float() + torch.rand(nodes, 50, generator=draw)

@@ -92,7 +92,7 @@ follows = torch.randint(
 
 
 def get_batch():
-    """Texts in which two letters tell the next one, but for one of two choices."""
+    """Return texts in which two letters determine the next one, but for one of two choices."""
     data = torch.randint(0, vocab_size, (batch_size, block_size + 1))
     choices = torch.randint(0, 2, (block_size + 1, batch_size))
     for i in range(2, block_size + 1):

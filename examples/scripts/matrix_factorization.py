@@ -33,7 +33,7 @@ class MatrixFactorization(nn.Module):
 
 
 def ratings(count, users, items, seed):
-    """What users would give to items: products of hidden factors, with noise."""
+    """Return ratings of items by users: products of hidden factors, with noise."""
     draw = torch.Generator().manual_seed(0)
     tastes = torch.randn(users, 4, generator=draw)
     kinds = torch.randn(items, 4, generator=draw)

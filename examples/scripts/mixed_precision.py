@@ -37,7 +37,7 @@ scaler = torch.amp.GradScaler("cpu")
 
 
 def pictures(count):
-    """Mixtures of two shapes, without noise and with it."""
+    """Return mixtures of two shapes, without noise and with it."""
     first, second = torch.randint(0, 20, (2, count))
     clean = (shapes[first] + shapes[second]) / 2
     return clean, clean + 0.3 * torch.randn(clean.shape)

@@ -41,7 +41,7 @@ class MoE(nn.Module):
         self.output_size = output_size
 
     def forward(self, x):
-        """Returns the output and the loss that keeps the experts equally busy."""
+        """Return the output and the loss that keeps the experts equally busy."""
         probs = self.gate(x).softmax(dim=-1)
         weights, chosen = probs.topk(self.k, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -59,7 +59,7 @@ centers = 3 * torch.randn(32, 20, generator=torch.Generator().manual_seed(0))
 
 
 def batch(count):
-    """Points around 32 centers; what a point is depends on its center and on its side of it."""
+    """Return points around 32 centers; the class depends on the center and the side of it."""
     at = torch.randint(0, 32, (count,))
     away = torch.randn(count, 20)
     return centers[at] + away, (at + (away[:, 0] > 0)) % 10

@@ -48,7 +48,7 @@ class Network(nn.Module):
 
 
 def residual(u, x, t):
-    """How far u is from the heat equation, at points (x, t)."""
+    """Return the residual of the heat equation at points (x, t)."""
     x, t = x.requires_grad_(True), t.requires_grad_(True)
     value = u(x, t)
     ones = torch.ones_like(value)

@@ -65,7 +65,7 @@ class ResNet(nn.Module):
 
 
 def images(count, seed):
-    """Textures of 16 x 16 in ten directions, at any phase, in noise."""
+    """Return textures of 16 x 16 in ten directions, at any phase, in noise."""
     draw = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 10, (count,), generator=draw)
     angle = (labels * torch.pi / 10).view(-1, 1, 1)

@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def pictures(count, seed):
-    """Stripes of any width and direction on 32 x 32 pixels, and the same made smaller."""
+    """Return stripes of any width and direction on 32 x 32 pixels, and the same made smaller."""
     draw = torch.Generator().manual_seed(seed)
     angle, width, phase = torch.rand(3, count, 1, 1, generator=draw) * 3.14
     pixels = torch.arange(32.0)

@@ -33,7 +33,7 @@ NUM_CLASS, EMSIZE = 4, 64
 
 
 def texts(count, seed):
-    """Labels, and words of which about one in six is of the label's own topic."""
+    """Return labels, and words of which about one in six is of the label's own topic."""
     topic = args.vocab_size // 20
     draw = torch.Generator().manual_seed(seed)
     found = []

@@ -74,7 +74,7 @@ class Seq2SeqTransformer(nn.Module):
 
 
 def sentences(count):
-    """Pairs of shape (count, 10) and (count, 12), padded."""
+    """Return pairs of shape (count, 10) and (count, 12), padded."""
     src = torch.full((count, 10), PAD)
     tgt = torch.full((count, 12), PAD)
     for row, length in enumerate(torch.randint(4, 11, (count,)).tolist()):

@@ -1,4 +1,4 @@
-"""Faces told apart by distances: a siamese network with a triplet loss, SGD with Nesterov momentum.
+"""Faces identified by distances: a siamese network with a triplet loss, SGD with Nesterov momentum.
 
 python triplet.py --plain                             # torch alone
 gadei-ps run faces --learners 2 -- python triplet.py  # two learners

@@ -36,7 +36,7 @@ torch.manual_seed(args.seed + learner)
 
 
 def text(length, seed):
-    """Words, each of which has four that may follow it."""
+    """Return words, each of which has four that may follow it."""
     draw = torch.Generator().manual_seed(0)
     follows = torch.randint(0, args.words, (args.words, 4), generator=draw).tolist()
     choices = torch.randint(0, 4, (length,), generator=draw.manual_seed(seed)).tolist()

@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("language.txt")
-SOURCES = ("gadei_ps", "learners", "watchdog", "benchmarks", "native")
+SOURCES = ("gadei_ps", "learners", "watchdog", "benchmarks", "examples", "native")
 SUBJECT = 72  # characters of a commit's first line
 
 BEGINNING = re.compile(
