@@ -309,7 +309,7 @@ open(sys.argv[1], "w").write(str(os.getpid()))
 from gadei_ps.machine import cgroups
 kills = cgroups.Kills()
 print(subprocess.run([sys.executable, "-S", "-c", "bytearray(200 << 20)"]).returncode)
-print(kills.told())
+print(kills.describe())
 """
 
 
