@@ -59,7 +59,7 @@ def test_the_state_is_torchs(momentum: float, job_name: str) -> None:
 def test_the_job_file_and_status(job_name: str) -> None:
     """`alpha` is its word; the momentum of another kind means something else."""
     with daemon(job_name, optimizer={"kind": "rmsprop", "alpha": 0.9}):
-        with pytest.warns(UserWarning, match=r"job file .* counts before the script's"):
+        with pytest.warns(UserWarning, match=r"job file .* overrides the script's"):
             optimizer = Optimizer(plain_model(), job_name, kind="sgd", lr=0.5, momentum=0.9)
         told = status(job_name)["settings"]
         assert (told["kind"], told["lr"], told["momentum"], told["alpha"]) == (

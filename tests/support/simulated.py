@@ -62,6 +62,6 @@ class Watch:
         for k in learners:
             self._rings[k].popleft()
 
-    def look(self, now: float, progress: float, applied: int) -> None:
+    def add_point(self, now: float, progress: float, applied: int) -> None:
         self.progress.append(progress)
         assert applied == self._version

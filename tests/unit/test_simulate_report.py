@@ -244,10 +244,10 @@ def test_as_a_process(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text("iteration,learner,started,seconds,censored\n0,0,,1,0\n0,1,,3,0\n")
     script = (
-        "import sys, typer; from gadei_ps.cli import outcome; "
+        "import sys, typer; from gadei_ps.cli import exits; "
         "from gadei_ps.cli.simulate import simulate; "
         "app = typer.Typer(); app.command()(simulate); "
-        "sys.exit(outcome.execute(app, sys.argv[1:]))"
+        "sys.exit(exits.execute(app, sys.argv[1:]))"
     )
     line = [sys.executable, "-c", script, "bsp", "--learners=2", f"--times={file}", "--json"]
     done = subprocess.run([*line, "--iterations=5"], capture_output=True, text=True, check=True)
