@@ -300,7 +300,7 @@ class Checkpoints:
         try:
             outcome = json.loads(self._outcome)
         except ValueError:
-            why = self._kills.told() or f"it ended with code {code}"
+            why = self._kills.describe() or f"it ended with code {code}"
             outcome = failed_by(f"the checkpoint writer made no checkpoint: {why}")
         if self._looks:
             self._saw(outcome)
