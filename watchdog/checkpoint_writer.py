@@ -131,7 +131,7 @@ def attached(task: Task) -> Parts:
 
 
 def copy_bytes(model: weights.Model, state: np.void, *, slots: bool = True) -> int:
-    """Bytes of a copy of the weights, and of the optimizer's slots. state: STATE."""
+    """Return the sizes (bytes) of copies of the weights and optimizer slots. state: STATE."""
     return (1 + (int(state["streams"]) if slots else 0)) * model.elements * 4
 
 

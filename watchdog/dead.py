@@ -97,7 +97,7 @@ def _end_nameless(job: str) -> None:
 
 
 def _tell_learners(job: str) -> None:
-    """Learners that are still attached fail at once; otherwise they would wait for a watchdog."""
+    """Let attached learners fail at once; otherwise they would wait for a watchdog."""
     name = shm.segment_name(job, "control")
     with contextlib.suppress(FileNotFoundError, SegmentError):  # half made, or of another build
         control = segment.attach(name, SegmentKind.CONTROL, writable=True)

@@ -153,7 +153,7 @@ class History:
         )
 
     def _measure(self, now: float) -> tuple[int, float | None, float | None]:
-        """Samples so far, the mean staleness since the last call, and the learners' mean loss."""
+        """Return the samples so far, the mean staleness since the last call, and the mean loss."""
         self._point_at = now
         control = self._control
         samples = totals.total(control, "samples")

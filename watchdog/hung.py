@@ -71,7 +71,7 @@ class Hung:
     _looked: float = float("-inf")
 
     def look(self, now: float, signs: Mapping[int, Sign]) -> tuple[list[int], list[int]]:
-        """Learners that hang, and those that are to be warned of. Others are forgotten."""
+        """Return the learners that hang, and those to warn of; forget the others."""
         rested, self._looked = now - self._looked > self.late_s, now
         seen: dict[int, _Seen] = {}
         self.standing = {}

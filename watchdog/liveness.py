@@ -20,7 +20,7 @@ class Watch:
     _looked: float = float("-inf")
 
     def look(self, now: float, signs: dict[Hashable, Hashable]) -> list[Hashable]:
-        """Keys whose sign has not changed for too long. Keys missing from `signs` are forgotten."""
+        """Return keys whose sign has not changed for too long; forget keys missing from `signs`."""
         rested = now - self._looked > self.late_s
         self._looked = now
         seen = {}

@@ -36,7 +36,7 @@ class Loading:
         return bool(generation) and not bool((roster["wanted"] == generation).any())
 
     def look(self) -> None:
-        """Says once if the optimizer's state was not written to its end. Every tick."""
+        """Log once if the optimizer's state was not written to its end. Called every tick."""
         if self.memory.state is None:
             return
         loading = int(self.memory.state.view(layout.STATE)["loading"][KINDS.index("state")])

@@ -80,7 +80,7 @@ class Maker:
         make: Callable[[Progress], Any],
         done: Callable[[Any, BaseException | None], None],
     ) -> Task:
-        """Has make(progress) called in the thread, then done(result, error) in this one.
+        """Call make(progress) in the thread, then done(result, error) in this one.
 
         The error is reserve.Cancelled if the task was cancelled before its end.
         """

@@ -46,7 +46,7 @@ class First:
 
 
 def copied(values: np.ndarray) -> Values:
-    """Values of an array, float32 of shape (model.words,) or, of a slot, (model.elements,)."""
+    """Return an array as values, float32 of shape (model.words,); a slot (model.elements,)."""
 
     def copy(out: FloatArray, start: int) -> None:
         out[:] = values[start : start + out.size]
@@ -63,7 +63,7 @@ def placed_anew(first: First, model: Model) -> First:
 
 
 def _moved(values: Values, source: Model, target: Model) -> Values:
-    """Values of the model `source` as the model `target` has them."""
+    """Return the values of the model `source` as the model `target` has them."""
     begin_of = {tensor.name: tensor.start for tensor in source.every}
 
     def move(out: FloatArray, start: int) -> None:
@@ -78,7 +78,7 @@ def _moved(values: Values, source: Model, target: Model) -> Values:
 
 
 def read_from(fd: int, model: Model) -> Values:
-    """Values of a learner's file. Read, not mapped: the learner could shrink the file.
+    """Read the values of a learner's file. It is not mapped: the learner could shrink it.
 
     Raises ControlError at once if its size is wrong, and later if it cannot be read.
     """
@@ -105,7 +105,7 @@ def read_from(fd: int, model: Model) -> Values:
 
 
 def ring_shape(model: Model, slots: int) -> Sizes:
-    """Bytes of a ring, of a slot of it, and of the payload that a slot has room for."""
+    """Return the sizes (bytes) of a ring, of its slots, and of the largest payload of a slot."""
     return sizes(weights.payload_bytes(model), slots)
 
 

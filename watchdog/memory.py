@@ -288,12 +288,12 @@ class JobMemory:
         return True
 
     def _servers(self) -> list[int]:
-        """Processes that have a ring mapped whose name may be lost."""
+        """Return the processes that have a ring mapped whose name may be lost."""
         pids = self.control.view(layout.CONTROL)["server"]["pid"]
         return [int(pid) for pid in pids if int(pid)]
 
     def names_lost(self) -> list[str]:
-        """Names of mapped segments that are no longer in /dev/shm: another process removed them.
+        """Return names of mapped segments that another process removed from /dev/shm.
 
         Not those of rings: a learner may remove its own, and servers find it without (ring.py).
         """
@@ -310,7 +310,7 @@ class JobMemory:
         return optimizers.slots(self.effective.optimizer.spec(first.script.settings).kind)
 
     def needs(self, model: Model, streams: int) -> dict[str, int]:
-        """Bytes of each segment of a job with that model and optimizer slots."""
+        """Return the size of each segment (bytes) of a job with that model and optimizer slots."""
         ring = making.ring_shape(model, self.config.slots).bytes
         return {
             "weights": weights.segment_bytes(model),
@@ -362,7 +362,7 @@ class JobMemory:
         self.model = first.model
 
     def enter_script(self, said: Script) -> None:
-        """This is what the scripts have said, before their first gradient."""
+        """Record the scripts' settings, before their first gradient."""
         settings.enter(self.control, self.config, said, self.changes)
         script.write(self.control, said)
         self.script = said

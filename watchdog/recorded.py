@@ -30,7 +30,7 @@ SPARE = 16384  # bytes by which the text may grow: what a watchdog that adopts t
 
 
 def room(config: JobConfig) -> int:
-    """Bytes that both places of this job take."""
+    """Return the size of both places of this job (bytes)."""
     return 2 * layout.rounded(HEAD.size + len(_text(config, NO_CHANGES)) + SPARE, 8)
 
 
@@ -94,7 +94,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def _place(segment_bytes: int) -> int:
-    """Bytes of each place."""
+    """Return the size of each place (bytes)."""
     return max(0, (segment_bytes - AT) // 2)
 
 

@@ -131,7 +131,7 @@ class Requests:
             self._log.warning("the socket or its lock was removed: made again", socket=path)
 
     def end(self, failed: str) -> None:
-        """Answers clients that wait for the job's end, and removes the socket.
+        """Answer clients that wait for the job's end, and remove the socket.
 
         failed: why the job has failed; empty if it has not.
         """

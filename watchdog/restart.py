@@ -34,7 +34,7 @@ USEFUL_S = 5.0  # a process that lived this long was not started in vain
 
 
 def delay(exits: Sequence[Exit], now: float, policy: Policy) -> float:
-    """Seconds from the last death until the next start; GIVE_UP if no start makes sense.
+    """Return the delay (s) of the next start after the last death; GIVE_UP if none makes sense.
 
     exits: oldest first. After the first useless death there is no wait; then the wait doubles.
     """

@@ -461,7 +461,7 @@ class Servers:
         self._starter.end()
 
     def private_bytes(self) -> int:
-        """Bytes of memory that the active server does not share."""
+        """Return the private memory of the active server (bytes)."""
         return process.private_bytes(self.active_pid)
 
 

@@ -47,7 +47,7 @@ NO_CHECKPOINTS = {"every_s": 0.0, "every_gradients": 0, "keep": None, "on_stop":
 
 
 def digests(config: JobConfig) -> dict[str, int]:
-    """Digests of the fields ADOPTED, which the next watchdog compares with its own."""
+    """Return digests of the fields ADOPTED, which the next watchdog compares with its own."""
     fields = config.model_dump(mode="json", include=set(ADOPTED))
     texts = {name: json.dumps(fields[name], sort_keys=True).encode() for name in ADOPTED}
     return {name: zlib.crc32(text) for name, text in texts.items()}
@@ -153,7 +153,7 @@ def with_script(config: JobConfig, script: Script) -> dict[str, Any]:
 
 
 def _flat(config: JobConfig, script: Script) -> Iterator[tuple[str, Any]]:
-    """Fields of the job file as they count; those of a table as TABLE.FIELD."""
+    """Return the effective fields of the job file; those of a table as TABLE.FIELD."""
     values = with_script(config, script)
     for number, group in enumerate(values["optimizer"].pop("groups")):
         yield from ((f"optimizer.groups[{number}].{key}", one) for key, one in group.items())

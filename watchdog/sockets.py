@@ -147,7 +147,7 @@ class ControlServer:
             )
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
-        """Answers before it is asked, and closes."""
+        """Answer before a request, and close."""
         self.refused += 1
         with contextlib.suppress(OSError):
             connection.send(

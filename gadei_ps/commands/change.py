@@ -69,7 +69,7 @@ def _await_numbers(job: str, timeout_s: float) -> int:
 
 
 def reload(job: JobConfig) -> dict[str, Any]:
-    """Has a running job take over its changed file; returns the fields that have changed.
+    """Apply a job's changed file to the running job; return the fields that have changed.
 
     Raises UsageError or ControlError, and changes nothing, if a field may not change; JobNotFound.
     """

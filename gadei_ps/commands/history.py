@@ -79,7 +79,7 @@ def runs() -> list[Run]:
 
 
 def files() -> list[Path]:
-    """Histories in the state directory; of jobs with checkpoints, in directories there."""
+    """Return the histories in the state directory, and in directories of checkpoints there."""
     state = config.state_directory()
     there = (*state.glob("*.history*.jsonl"), *state.glob("*/history*.jsonl"))
     return [path for path in there if history_file.is_own(path.name)]

@@ -300,7 +300,7 @@ def _last_report(job: str) -> dict[str, Any]:
 
 
 def checkpoint(job: str) -> dict[str, Any]:
-    """Has the job write a checkpoint; returns its path, version, bytes and pause_ms.
+    """Request a checkpoint of the job; return its path, version, bytes and pause_ms.
 
     Raises JobNotFound, CheckpointError, ControlError.
     """
@@ -384,7 +384,7 @@ def foreign(names: Iterable[str] | None = None) -> list[str]:
 
 
 def kept() -> list[str]:
-    """Names of dead jobs whose memory collect() leaves if they are not named."""
+    """Return the names of dead jobs whose memory collect() leaves if they are not named."""
     uid = paths.owner()
     return [
         one

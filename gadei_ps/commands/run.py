@@ -248,7 +248,7 @@ def _kept(wanted: JobConfig) -> dict[str, Any]:
 
 
 def _compute(options: RunOptions) -> Compute:
-    """Devices of the learners. Raises UsageError or DeviceError before anything is started."""
+    """Choose the learners' devices. Raises UsageError or DeviceError before anything is started."""
     compute = Compute.choose(options.device, options.gpus, options.devices_per_learner)
     if shared := compute.shared(options.learners):
         _say(shared)
@@ -321,7 +321,7 @@ def attach_and_wait(job: str, command: Sequence[str], options: RunOptions) -> di
 
 
 def _one_more(attached: Attached, options: RunOptions) -> Compute:
-    """Devices of learners that join the job's present learners."""
+    """Choose the devices of learners that join the job's present learners."""
     return _compute(options).beside(one["pid"] for one in attached.before["learners"])
 
 
@@ -609,7 +609,7 @@ class _Run:
             learners.start(index)
 
     def _wait_before(self, one: Ended, now: float) -> tuple[float | None, str]:
-        """Seconds until a learner that has ended is started again; None: it is not, and why."""
+        """Return the delay (s) of the restart of an ended learner; None: no restart, and why."""
         if one.code >= 0:
             return None, ""
         if self.options.restart is not None:

@@ -49,7 +49,7 @@ class _Job(ABC):
         """Return the job's control segment, even after the job's end: it is still mapped."""
 
     def reserve(self, wanted: Launch) -> LearnerNumbers:
-        """Numbers for the command's learners, until release() or the command's end."""
+        """Reserve numbers for the command's learners, until release() or the command's end."""
         reply = self._ask(wanted)
         self._launch = wanted.model_copy(update={"first": reply["first"]})
         return LearnerNumbers(reply["first"], wanted.count, reply["others"])

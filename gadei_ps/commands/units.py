@@ -104,7 +104,7 @@ class Removed:
 def texts(
     scope: Scope, command: str, user: str = SERVICE_USER, group: str = SERVICE_USER
 ) -> dict[str, str]:
-    """Texts of the files that install() writes, by name.
+    """Return the texts of the files that install() writes, by name.
 
     A name with a slash is relative to /etc; the others are units. command: beginning of a command
     line that runs gadei-ps, quoted for systemd. group: primary group of the user.
@@ -211,7 +211,7 @@ def _group(user: str) -> str:
 
 
 def places() -> tuple[Path, ...]:
-    """Files that a start needs: the code, the interpreter, and the target if that is a link."""
+    """Return the files that a start needs: the code, the interpreter, and the target of a link."""
     interpreter = Path(sys.executable)
     return Path(__file__), interpreter, interpreter.resolve()
 
@@ -243,7 +243,7 @@ def _may_enter(folder: os.stat_result, user: str) -> bool:
 
 
 def _memory(user: str, jobs: Path) -> list[str]:
-    """Names of the units' jobs of which this user has memory, whether they run or not."""
+    """Return the units' jobs of which this user has memory, whether they run or not."""
     entry = _entry(user)
     uid = None if entry is None else entry.pw_uid
     there = {one.job for one in presence.find() if not one.foreign and one.uid == uid}
@@ -341,7 +341,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _next(scope: Scope, user: str, job: str, former: str | None) -> list[str]:
-    """Commands that start the job. former: user whose files the jobs' new user needs."""
+    """Return the commands that start the job. former: user whose files the jobs' new user needs."""
     systemctl = _systemctl(scope)
     commands = []
     if scope == Scope.SYSTEM and _entry(user) is None:
@@ -419,7 +419,7 @@ def _is_ours(path: Path, force: bool) -> bool:
 
 
 def _left(scope: Scope, where: Path | None, others: set[Path]) -> list[tuple[str, str]]:
-    """Files, directories and memory that stay, each with the reason. others: of units."""
+    """List files, directories and memory that stay, each with the reason. others: of units."""
     there = sorted(path for path in others if path.exists() or path.is_symlink())
     found = [(str(path), "edited, or not written by install-unit") for path in there]
     jobs = where / "gadei-ps" if where else job_directory(scope)

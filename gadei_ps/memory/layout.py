@@ -240,7 +240,7 @@ UNDO_BYTES: Final = UNDO_HALVES * UNDO_HALF
 
 
 def offset(struct: np.dtype[np.void], field: str) -> int:
-    """Bytes from the struct's begin to the field."""
+    """Return the field's distance from the struct's begin (bytes)."""
     assert struct.fields is not None
     return int(struct.fields[field][1])
 

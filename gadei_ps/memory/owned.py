@@ -60,7 +60,7 @@ def unanswered(control: np.void) -> Ranges:
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> Ranges:
-    """Spans of batches that do not overlap, as ranges that do not touch."""
+    """Merge spans of batches that do not overlap into ranges that do not touch."""
     found: Ranges = []
     for begin, end in sorted(spans):
         epoch, first, last = begin >> EPOCH_AT, begin & INDEX, end - (begin >> EPOCH_AT << EPOCH_AT)

@@ -80,7 +80,7 @@ def room() -> Room:
 
 
 def for_processes() -> int:
-    """Bytes that processes can still take: what the machine and control groups leave."""
+    """Return the memory that the machine and control groups still leave for processes (bytes)."""
     return min((one.free for one in _limits()), default=sys.maxsize)
 
 
@@ -160,7 +160,7 @@ def own_limit(error: OSError, size: int) -> str:
 
 
 def mib(size: int) -> str:
-    """Mebibytes with one digit, for messages."""
+    """Format a size in mebibytes with one digit, for messages."""
     return f"{size / 2**20:.1f}"
 
 

@@ -116,6 +116,6 @@ def _kept(inode: int, holders: Iterable[int]) -> list[Path]:
 
 
 def lost(name: str, size: int) -> Segment:
-    """Zeros in the place of a ring that cannot be mapped, as if its memory had just been lost."""
+    """Make zeros in place of a ring that cannot be mapped, as if its memory had just been lost."""
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return Segment(name, memory, _native.address(memory), size, 0, os.geteuid())

@@ -51,7 +51,7 @@ def counts(control: np.void) -> dict[str, int]:
 
 
 def named(counts: Iterable[int]) -> dict[str, int]:
-    """Numbers in the order of COUNTED, under the names of status."""
+    """Return the numbers in the order of COUNTED, under the names of status."""
     return {one.name: count for one, count in zip(_SUMMED, counts, strict=True)}
 
 
@@ -66,12 +66,12 @@ def _read(one: Metric, control: np.void, state: np.void | None) -> int:
 
 
 def of_job(control: np.void, state: np.void | None) -> dict[str, int]:
-    """Metrics of a job that are in memory. control, state: CONTROL, and STATE once it is there."""
+    """Return a job's metrics in memory. control, state: CONTROL, and STATE once it is there."""
     return {one.name: _read(one, control, state) for one in metrics.JOB if one.word}
 
 
 def of_learner(entry: np.void) -> dict[str, int]:
-    """Metrics of a learner that are in its row of the roster. entry: ENTRY."""
+    """Return a learner's metrics in its row of the roster. entry: ENTRY."""
     return {one.name: int(entry[one.word]) for one in metrics.LEARNER if one.word}
 
 

@@ -82,7 +82,7 @@ class Tensor:
         return -(-self.bytes // 4)
 
     def of(self, flat: Any, first: int = 0) -> Any:
-        """Its values as a view of an array of elements, of NumPy or CuPy.
+        """Return its values as a view of an array of elements, of NumPy or CuPy.
 
         first: the element that the array begins with.
         """
@@ -240,7 +240,7 @@ def rows_of(model: Model) -> int:
 
 
 def data_at(rows: int) -> int:
-    """Bytes from the segment's begin to the values; page-aligned, as devices need it."""
+    """Return the values' distance from the segment's begin (bytes): page-aligned, for devices."""
     return layout.rounded(layout.WEIGHTS.itemsize + rows * layout.TENSOR.itemsize, layout.PAGE)
 
 
@@ -311,7 +311,7 @@ def read_table(segment: Segment) -> Model:
 
 
 def data(segment: Segment) -> FloatArray:
-    """Values that frames reach, shape (elements,); writable if the segment is mapped so."""
+    """Return the values of the tensors, shape (elements,); writable if the segment is mapped so."""
     return everything(segment)[: int(segment.view(layout.WEIGHTS)["elements"])]
 
 

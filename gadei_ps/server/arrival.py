@@ -137,7 +137,7 @@ def _refuse(
 
 @inner
 def _most_consumed(s: Shard, row: int) -> np.uint64:
-    """Frames of this row that the shard has consumed which is furthest."""
+    """Return the number of frames of this row that the furthest shard has consumed."""
     most = ZERO
     for shard in range(s.c[0].shards):
         most = max(most, get(consumed_at(s, shard, row)))  # acquire: its frame's head is read next

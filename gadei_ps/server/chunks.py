@@ -140,7 +140,7 @@ def restore(at: Streams, kept: int, piece: np.uint64, start: int, count: int) ->
 
 @inner
 def prepare(s: Shard) -> None:
-    """Works out each group's coefficients for the gradient of the shard's record."""
+    """Compute each group's coefficients for the gradient of the shard's record."""
     record = s.state[0].record[s.number]
     step = integer(record.step) + 1
     missed, moved = integer(record.staleness), record.momentum

@@ -706,7 +706,7 @@ class Driver:
             self._note_clock(member)
 
     def _look_at_start(self) -> None:
-        """Has the first superstep end once all learners have come, or are awaited no longer."""
+        """Let the first superstep end once all learners have come, or are awaited no longer."""
         there = [one for one in self.members.values() if not one.leaving]
         wants = [one.mapped.wants for one in there if not one.joined]
         if self._start.is_over(self._control, sum(one.joined for one in there), wants):

@@ -100,7 +100,7 @@ def has_news(s: Shard, ring: Any) -> bool:
 
 @inner
 def consume(s: Shard, ring: Any, tail: np.uint64) -> None:
-    """Frames below `tail` are done with: the learner may fill their slots."""
+    """Release the slots of the frames below `tail`: the learner may fill them."""
     ring.tail = tail
     s.part[0].head[ring.line] = tail
     release(ring.address, np.uint64(s.number), tail)

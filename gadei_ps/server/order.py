@@ -64,7 +64,7 @@ def choose(s: Shard, count: int, everything: bool) -> int:
 
 @inner
 def had_news(s: Shard, line: int) -> None:
-    """This ring had something to do in this pass."""
+    """Record that this ring had something to do in this pass."""
     s.known[line].busy = s.part[0].turn
 
 

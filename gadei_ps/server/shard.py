@@ -188,7 +188,7 @@ def _pauses(
 
 @inner
 def _pass_held(s: Shard, count: int, superstep: np.uint64, mode: np.uint32) -> int:
-    """Frames lie until the manager publishes a superstep, or another mode."""
+    """Leave frames until the manager publishes a superstep, or another mode."""
     found = 0
     if superstep > s.state[0].record[s.number].supersteps and all_known(s, count):
         apply_superstep(s, count, superstep)

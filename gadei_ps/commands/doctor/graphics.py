@@ -142,7 +142,7 @@ def _pinned() -> str:
 
 
 def to_pin(directory: Path) -> int:
-    """Bytes of the weights and rings in this directory."""
+    """Return the size of the weights and rings in this directory (bytes)."""
     from gadei_ps.memory import shm
 
     sizes = []
