@@ -1122,6 +1122,7 @@ class Client:
                 wait=False,
                 timeout_s=timeout_s,
                 reason=line[:REASON_CHARACTERS] or STOPPED,
+                finished=True,
             )
         )
 

@@ -81,8 +81,11 @@ class History:
         if self._memory.config.history:
             self._add({"measured": values}, int(self._control["version"]))
 
-    def end(self) -> None:
-        """Write the rest, as the job leaves this process. Waits a second at most."""
+    def end(self, finished: bool) -> None:
+        """Write the rest, as the job leaves this process. Waits a second at most.
+
+        finished: whether training was done when the job was stopped.
+        """
         now = time.monotonic()
         if self._begun and self._memory.config.history:
             self._note_changes()
@@ -91,7 +94,9 @@ class History:
                 phase = int(self._control["phase"])
                 if phase > layout.Phase.DRAINING and self._version >= 0:
                     name = layout.Phase(phase).name.lower()
-                    self._add({"ended": name}, int(self._control["version"]))
+                    is_done = finished and phase == layout.Phase.STOPPED
+                    ended = {"ended": "finished" if is_done else name}
+                    self._add(ended, int(self._control["version"]))
                 self._flush(now)
         if self._writer is not None:
             self._writer.end(HISTORY_END_S, HISTORY_KILL_S)  # a disk may block it

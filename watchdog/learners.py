@@ -106,6 +106,11 @@ class JobLearners:
         """Whether no learner runs, and none will be started again."""
         return all(not one.pid and (one.finished or one.given_up) for one in self.all)
 
+    @property
+    def finished(self) -> bool:
+        """Whether all learners have ended without an error."""
+        return all(one.finished for one in self.all)
+
     def _runs(self, one: One) -> bool:
         if one.child is not None:
             return not process.has_ended(one.child)

@@ -208,7 +208,9 @@ class Requests:
     @_handle.register
     def _stop(self, request: StopJob, client: Client) -> Reply:
         self._stopping.asked = True
-        self._stopping.begin(request.drain, request.timeout_s, request.reason)
+        self._stopping.begin(
+            request.drain, request.timeout_s, request.reason, finished=request.finished
+        )
         if not request.wait:
             return {}
         self._stopping.waiting.append(client)

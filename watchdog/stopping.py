@@ -54,6 +54,8 @@ class Stopping:
     """Whether there is to be none."""
     reason: str = ""
     """Reason of the stop, if a learner or a limit has stopped the job."""
+    finished: bool = False
+    """Whether training was done when the stop began."""
     problem: str = ""
     """Reason why there is no last checkpoint."""
     waiting: list[Client] = field(default_factory=list)
@@ -90,11 +92,15 @@ class Stopping:
         """Return the error for requests to a job that stops."""
         return JobStopped(f"job {self.memory.config.name!r} is stopping")
 
-    def begin(self, drain: bool, timeout_s: float, reason: str = "") -> None:
+    def begin(
+        self, drain: bool, timeout_s: float, reason: str = "", *, finished: bool = False
+    ) -> None:
         """Once more: the stricter of both counts.
 
         drain: learners have timeout_s seconds to finish, and what they have published is applied.
+        finished: whether training is done.
         """
+        self.finished = finished and (self.finished or not self.begun)
         if reason and not self.reason:
             self.reason = reason
             self.log.warning("stopping", reason=reason)  # also in the logs of commands

@@ -321,7 +321,7 @@ class Supervisor:
             reason = limits.reached(self.memory.config.stop_after, self._control)
             if reason and not self._stopping.begun:
                 self._stopping.asked = True
-                self._stopping.begin(drain=True, timeout_s=LIMIT_DRAIN_S, reason=reason)
+                self._stopping.begin(True, LIMIT_DRAIN_S, reason, finished=True)
             self._servers.look(now)
             if self._learners is not None:
                 self._learners.look(now, self._stopping.begun)
@@ -355,7 +355,8 @@ class Supervisor:
             self._wanted.look()
         if self._is_idle() and not self._stopping.begun:
             self._log.info("the last learner has left: stopping")
-            self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
+            finished = self._learners is None or self._learners.finished
+            self._stopping.begin(True, LEAVE_TIMEOUT_S, finished=finished)
         lost = self.memory.names_lost()
         if lost and not self.memory.unnamed:
             self.memory.unnamed = True
@@ -372,9 +373,14 @@ class Supervisor:
         self._tell_status(now)
 
     def _is_idle(self) -> bool:
-        """Return whether the last learner has left and the job ends then."""
+        """Return whether the last learner has left and the job ends then.
+
+        The launcher of `run` ends its job itself, and decides whether the memory stays.
+        """
         roster = self._roster
-        if self.memory.config.when_idle != "stop" or roster.rows or roster.leaving or roster.coming:
+        if self.options.survives or self.memory.config.when_idle != "stop":
+            return False
+        if roster.rows or roster.leaving or roster.coming:
             return False
         if self._learners is not None:
             return self._learners.over
@@ -446,7 +452,7 @@ class Supervisor:
         if self._learners is not None and not self._leave:
             self._learners.end()
         self._checkpoints.end()
-        self._history.end()
+        self._history.end(finished=self._stopping.finished)
         self._servers.end(leave=self._leave)
         if self._requests is not None:
             self._requests.end(self._failed)

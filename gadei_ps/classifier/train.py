@@ -192,7 +192,8 @@ class _Run:
             self.measuring.secure(self.daemon.config.name)
             self.daemon.keeps = False  # as the model is on the disk
             if not self.stopped:
-                self.status = self.daemon.request(StopJob(drain=True, timeout_s=30.0), 60.0)
+                stop = StopJob(drain=True, timeout_s=30.0, finished=True)
+                self.status = self.daemon.request(stop, 60.0)
             learners.stop()
         except BaseException:
             self.daemon.keeps &= self.measuring.directory is None

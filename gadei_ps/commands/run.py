@@ -442,7 +442,8 @@ class _Run:
         others = self.own.others
         if report is not None and others and isinstance(self.job, Served):
             _say(f"waiting up to {DRAIN_S:g} s for {counted(others, 'attached learner')} to end")
-        self.last = self.job.end(ENDED if others else "") or self.last
+        finished = self.signal is None and not self._has_failed
+        self.last = self.job.end(ENDED if others else "", finished=finished) or self.last
         if self.own.alone:  # what was not applied in time is in the job's last counts
             self.counts = self.own.counts()
 

@@ -136,7 +136,7 @@ class Attached(_Job):
     def keep(self, wanted: bool) -> None:
         """It stays in any case."""
 
-    def end(self, reason: str = "") -> dict[str, Any] | None:
+    def end(self, reason: str = "", *, finished: bool) -> dict[str, Any] | None:
         """Nothing is to be ended."""
         self.release()
         return self.report()
@@ -184,14 +184,14 @@ class Served(_Job):
         """Set whether the job's memory stays at its end."""
         self._daemon.keeps = wanted and self._daemon.survives
 
-    def end(self, reason: str = "") -> dict[str, Any] | None:
+    def end(self, reason: str = "", *, finished: bool) -> dict[str, Any] | None:
         """Stop the job; its final report, None if it was stopped before or its memory stays.
 
-        reason: for other learners.
+        reason: for other learners. finished: whether training is done.
         """
         if self._daemon.keeps:
             return None
-        stop = StopJob(drain=True, timeout_s=DRAIN_S, reason=reason)
+        stop = StopJob(drain=True, timeout_s=DRAIN_S, reason=reason, finished=finished)
         try:
             return self._daemon.request(stop, 2 * DRAIN_S)
         except JobStopped:

@@ -271,7 +271,8 @@ class LeaveOut(_Message):
 class StopJob(_Message):
     """Ends the job; with `drain` learners first finish and what they published is applied.
 
-    reason: for the log and for the learners. wait: whether the reply waits for the end.
+    reason: for the log and for the learners. wait: whether the reply waits for the end. finished:
+    whether training is done, which the history says.
     """
 
     reply = replies.JobStatus
@@ -280,6 +281,7 @@ class StopJob(_Message):
     timeout_s: float = Field(30.0, gt=0, le=3600)
     reason: str = Field(default="", max_length=400)
     wait: bool = True
+    finished: bool = False
 
     @property
     def answer(self) -> type[replies.Reply]:

@@ -707,6 +707,49 @@ def test_a_limit(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert refused.error == "--stop-after time=3: write gradients=N, samples=N or epochs=N"
 
 
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ("leaves", "finished"),
+        ("stop_job", "finished"),
+        ("limit", "finished"),
+        ("idle", "finished"),
+        ("stop", "stopped"),
+        ("signal", "stopped"),
+        ("kill", "kept"),
+    ],
+)
+def test_the_history_says_how_a_run_ended(
+    cli: Cli, job_name: str, interpreters: None, end: str, state: str
+) -> None:
+    (cli.directory / "stops.py").write_text(STOPS)
+    name = job_name
+    if end == "idle":
+        name = f"{job_name}.toml"
+        (cli.directory / name).write_text('when_idle = "stop"')
+    limit = ["--stop-after", "gradients=4000"] if end == "limit" else []
+    program = ["--", sys.executable, "stops.py", "stops" if end == "stop_job" else "leaves"]
+    running = cli.start("run", name, *limit, *program)
+    if end != "limit":
+        support.eventually(learning(job_name, running, 1))
+        file = Path(support.status(job_name)["history"])
+        support.eventually(lambda: file.exists() and "samples" in file.read_text())
+    if end == "stop":
+        cli("stop", job_name)
+    elif end == "signal":
+        running.signal(signal.SIGINT)
+    elif end == "kill":
+        os.kill(support.status(job_name)["learners"][0]["pid"], signal.SIGSEGV)
+    elif end != "limit":
+        (cli.directory / ("go" if end == "stop_job" else "end")).touch()
+    running.wait()
+    cli("gc", job_name)
+    last = cli("history", job_name, "--last", 1, "--json").json["lines"][0]
+    assert last["ended"] == state
+    runs = cli("history", "--json").json["runs"]
+    assert [one["state"] for one in runs if one["job"] == job_name] == [state]
+
+
 def test_ctrl_z_stops_the_learners_too(cli: Cli, job_name: str, learner: list[str]) -> None:
     running = cli.start("run", job_name, "--learners", 2, "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 2))
