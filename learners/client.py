@@ -127,6 +127,7 @@ COPY_TIMEOUT_S = 120.0  # for the watchdog to have the job copied
 BATCH_POLL_S = 0.02  # between two checks whether the server has a batch
 
 REASON_CHARACTERS = 400
+WRITTEN = 64  # last writes of buffers that are remembered; a gradient is computed during a few
 MOST_BATCHES = 2**31  # epochs, and batches of an epoch, are fewer
 MOST_STEPS = 2**62  # the server sets no more
 
@@ -192,6 +193,7 @@ class Client:
     assigned = 0
     """Frames published so far that were assignments."""
     _assigning: tuple[int, ...] = ()  # sequences of buffers' writes that may not be applied yet
+    _written: tuple[int, ...] = ()  # base_version before each of the last writes of buffers
     is_successor = False
     """Whether this learner continues an earlier one of its process."""
 
@@ -326,6 +328,18 @@ class Client:
         """
         # Before the version is read: what is applied meanwhile counts twice, which does no harm.
         return self._writing_buffers() + self.current_version
+
+    def _seen(self, version: int) -> int:
+        """Return the version to publish with a gradient that was computed from a copy of `version`.
+
+        This learner's writes of buffers since then are not changes that the gradient has missed.
+        """
+        seen = version
+        for before in reversed(self._written):
+            if before < version:
+                break
+            seen += 1
+        return seen
 
     def _writing_buffers(self) -> int:
         """Return the number of this learner's writes of buffers that were not applied yet."""
@@ -555,7 +569,8 @@ class Client:
         if not learner.wanted():
             return self.publish_nothing(batch, timeout_s, computed=True)
         answers = self._unanswered.begin(batch)
-        facts = learner.version if version is None else version, answers, samples, rate_scale, loss
+        seen = self._seen(learner.version if version is None else version)
+        facts = seen, answers, samples, rate_scale, loss
         before = self.published
         try:
             sequence = learner.push(facts, where)
@@ -742,11 +757,10 @@ class Client:
         if not self._learner.kind:
             raise UsageError("nothing is written into the claimed slot")
         answers = self._unanswered.begin(batch)
-        if version is None:
-            version = self._learner.version
+        seen = self._seen(self._learner.version if version is None else version)
         before = self.published
         try:
-            sequence = self._learner.publish((version, answers, samples, rate_scale, loss))
+            sequence = self._learner.publish((seen, answers, samples, rate_scale, loss))
         except BaseException as error:
             self._restore_batch(error, before, batch, answers)
             if isinstance(error, ValueError):
@@ -792,7 +806,7 @@ class Client:
         Raises UsageError for facts that no frame may have.
         """
         batch = self._unanswered.next(batch)
-        facts = version, batch, samples, rate_scale, 0.0 if loss is None else loss
+        facts = self._seen(version), batch, samples, rate_scale, 0.0 if loss is None else loss
         try:
             self._learner.check(facts)
         except ValueError as error:
@@ -1242,6 +1256,7 @@ class Client:
         until = deadline(timeout_s) if until is None else until
         with self._pushing:
             slot = self._wait(learner.claim, (), timeout_s, NO_SLOT, until)
+            version = self.base_version  # before it counts as written
             try:
                 flags = (layout.RESET if reset else 0) | (layout.ADD if adds else 0)
                 learner.assign(slot + layout.PAYLOAD_AT, where, stream, flags, steps)
@@ -1256,7 +1271,7 @@ class Client:
             if buffers:
                 self._writing_buffers()  # forgets those that were applied
                 self._assigning = (*self._assigning, sequence)
-                learner.version += 1  # as base_version says
+                self._written = (*self._written[1 - WRITTEN :], version)
             return
         rest = None if until is None else max(0.0, until - time.monotonic())
         try:

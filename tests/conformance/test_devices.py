@@ -307,6 +307,28 @@ def test_gradients_carry_the_version_they_were_computed_from(
         assert status(job_name)["learners"][0]["staleness_max"] == 0
 
 
+def test_own_writes_of_buffers_between_pull_and_push_are_seen(
+    case: Case, job: Daemon, job_name: str
+) -> None:
+    """Momentum would be compensated for what the gradient has not missed."""
+    buffers = {"mean": np.zeros(40, np.float32)}
+    with (
+        Client(job_name, tensors=arrays(0.0), buffers=buffers) as client,
+        Pipeline(client, case.make()) as pipeline,
+    ):
+        for number in range(20):
+            eventually(lambda: pipeline.weights() and pipeline.version == client.current_version)
+            for value in range(number % 4):
+                client.assign({"mean": np.full(40, value)}, wait=False)
+                if value % 2:
+                    client.wait_applied()
+            pipeline.push(gradients(case, 1.0))
+            pipeline.flush()
+            client.wait_applied()
+        (told,) = status(job_name)["learners"]
+        assert (told["applied"], told["staleness_max"]) == (20, 0)
+
+
 def test_a_gradient_that_counts_after_the_pull_is_seen(
     case: Case, job: Daemon, job_name: str
 ) -> None:

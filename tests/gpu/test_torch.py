@@ -293,6 +293,23 @@ def test_assigned_weights(gpu: str, name: str, job_name: str) -> None:
         job.check()
 
 
+def test_own_buffers_make_no_gradient_stale(gpu: str, job_name: str) -> None:
+    """They are written between the pull of the weights and the push of their gradient."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6)).to(gpu)
+    with daemon(job_name, optimizer={"kind": "momentum", "lr": 0.05}) as job:
+        optimizer = Optimizer(model, job_name, wait=True)
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4, device=gpu)).square().mean().backward()
+            optimizer.client.assign({"1.running_mean": torch.zeros(6).numpy()}, wait=False)
+            optimizer.step()
+        (learner,) = status(job_name)["learners"]
+        assert (learner["applied"], learner["staleness_max"]) == (20, 0)
+        optimizer.close()
+        job.check()
+
+
 def test_saved_and_resumed(gpu: str, job_name: str) -> None:
     """Momentum and moments come to the model's device and go back."""
     settings = {"kind": "adam", "lr": 0.01}
