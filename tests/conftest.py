@@ -25,6 +25,7 @@ pytest.register_assert_rewrite("support", "shell", "saved_jobs")
 
 import support  # noqa: E402
 from shell import Cli  # noqa: E402
+from support import kept  # noqa: E402
 from support.turns import Turns  # noqa: E402
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -158,6 +159,7 @@ def turns(request: pytest.FixtureRequest) -> Turns:
 @pytest.fixture(scope="session")
 def compiled() -> None:
     """For tests of unit, cli and docs that run the server's code: see needs_compiled."""
+    kept.keep()
 
 
 @pytest.fixture

@@ -9,15 +9,9 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeVar, cast
 
 from llvmlite import ir
-from numba.core import cgutils as _cgutils
-from numba.core import types
-from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
 A = TypeVar("A")
-
-# Numba types a part of itself; this part it does not.
-cgutils: Any = _cgutils
 
 
 class Borrow(Protocol):
@@ -29,13 +23,13 @@ class Borrow(Protocol):
 
 
 @intrinsic
-def _without_owner(context: Any, array: types.Array) -> tuple[Signature, Any]:
+def _without_owner(context: Any, array: Any) -> tuple[Any, Any]:
     """Copy the array's header, not its values, and leave the owner out of it."""
 
-    def build(context: Any, builder: ir.IRBuilder, signature: Signature, args: Any) -> Any:
-        header = cgutils.create_struct_proxy(array)(context, builder, value=args[0])
-        header.meminfo = cgutils.get_null_value(header.meminfo.type)
-        header.parent = cgutils.get_null_value(header.parent.type)
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        header = context.make_array(array)(context, builder, args[0])
+        header.meminfo = ir.Constant(header.meminfo.type, None)
+        header.parent = ir.Constant(header.parent.type, None)
         return header._getvalue()
 
     return array(array), build

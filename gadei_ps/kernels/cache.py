@@ -31,13 +31,10 @@ UNUSED_S = 86400.0  # the others go when they were unused for that long
 DIGEST = re.compile("[0-9a-f]{16}")
 _PACKAGE = Path(__file__).parents[1]
 COMPILERS = ("numba", "llvmlite")
-# What Numba's own settings change in the code.
+# What Numba's own settings change in the code. LLVM optimizes it whatever NUMBA_OPT is.
 SETTINGS = tuple(
     f"NUMBA_{name}"
-    for name in (
-        *("CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE"),
-        *("BOUNDSCHECK", "DEBUGINFO", "DISABLE_INTEL_SVML"),
-    )
+    for name in ("CPU_NAME", "CPU_FEATURES", "BOUNDSCHECK", "DEBUGINFO", "DISABLE_INTEL_SVML")
 )
 # Every module with code that is kept, and every module that such a module imports.
 SOURCES = tuple(
@@ -50,10 +47,8 @@ SOURCES = tuple(
         "kernels/cpu.py",
         "kernels/elf.py",
         "kernels/engine.py",
-        "kernels/frozen.py",
         "kernels/half.py",
         "kernels/loaded.py",
-        "kernels/numba_cache.py",
         "kernels/optimizers.py",
         "kernels/store.py",
         "kernels/unit.py",

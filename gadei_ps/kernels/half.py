@@ -7,8 +7,7 @@ from typing import Any
 import llvmlite.binding
 import numba
 from llvmlite import ir
-from numba.core import types
-from numba.core.typing.templates import Signature
+from numba import types
 from numba.extending import intrinsic
 
 
@@ -24,10 +23,10 @@ HAS_CONVERSION = _has_conversion()
 
 
 @intrinsic
-def from_bits(context: Any, bits: Any) -> tuple[Signature, Any]:
+def from_bits(context: Any, bits: Any) -> tuple[Any, Any]:
     """The float32 of a float16's bits, given as uint16. Exact; a signalling NaN becomes quiet."""
 
-    def build(context: Any, builder: ir.IRBuilder, signature: Signature, args: Any) -> Any:
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
 
     return types.float32(types.uint16), build

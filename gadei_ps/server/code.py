@@ -30,11 +30,13 @@ def spare_home() -> Path:
     return paths.directory() / ".cache"
 
 
-def find_home() -> None:
-    """Has this process, its forks and its helpers keep their code where all of them find it.
+def set_up() -> None:
+    """Make this process, its forks and its helpers keep their code where all of them find it.
 
     Otherwise each server would compile for itself, and one that is killed would leave its files.
+    Numba, if one of them imports it, does not optimize what LLVM optimizes as a whole afterwards.
     """
+    os.environ["NUMBA_OPT"] = "0"
     if not cache.is_lasting():
         with contextlib.suppress(ControlError, OSError):
             os.environ["NUMBA_CACHE_DIR"] = str(spare_home())
@@ -86,7 +88,7 @@ class Code:
 
     def load(self, tells: bool) -> None:
         """At the server's start. tells: see loading.load()."""
-        find_home()
+        set_up()
         kind = int(self._control["optimizer"])
         number = sync_change.requested(self._segment)
         loading.load([*units.units([kind]), *self._units(number)], log.get(), tells)

@@ -161,7 +161,7 @@ def main() -> None:
         end = socket.socket(fileno=int(sys.argv[1]))
         end.set_inheritable(False)
         process.allow_files(process.MANY_FILES)
-        code.find_home()
+        code.set_up()
         code.load_kept(Kind.SGD, "asp")  # most of it is every job's
         gc.freeze()  # to look for garbage among these would copy their pages in each fork
         ForkServer(end, files).run()

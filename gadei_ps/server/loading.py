@@ -18,7 +18,7 @@ from gadei_ps.machine import process
 from gadei_ps.memory import reserve
 
 HELPERS = 2  # at most, and none without a core of its own
-HELPER_BYTES = 256 << 20  # memory of each
+HELPER_BYTES = 448 << 20  # memory of each
 LEAST_UNITS = 4  # for fewer the start of a helper takes too long
 GONE_S = 5.0
 

@@ -12,7 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.compiled import inlined, inner, viewing
+from gadei_ps.kernels.compiled import inlined, inner
 from gadei_ps.memory import layout
 from gadei_ps.server.constants import BFLOAT16, FLOAT32
 from gadei_ps.server.context import Shard
@@ -94,7 +94,7 @@ def scale_of(s: Shard, member: int) -> float:
     return scale
 
 
-@viewing
+@inner
 def mean_at(address: np.uint64, count: int) -> np.ndarray:
     """Memory for the mean of `count` values, all zero."""
     mean: np.ndarray = floats(address, count)

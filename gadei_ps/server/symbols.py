@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import from_dtype, types
-from numba.core import cgutils
-from numba.core.typing.templates import AbstractTemplate, infer_global
-from numba.extending import intrinsic, lower_builtin, models, register_model
-from numba.np import arrayobj
+from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
 from gadei_ps.kernels import engine
 
@@ -74,7 +71,7 @@ def call(context: Any, function: Any, *args: Any) -> Any:
     given = types.StarArgTuple(args)
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        words = cgutils.unpack_tuple(builder, args[1])
+        words = [builder.extract_value(args[1], i) for i in range(len(given))]
         kind = ir.FunctionType(ir.VoidType(), [word.type for word in words])
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), words)
         return context.get_dummy_value()
@@ -85,10 +82,15 @@ def call(context: Any, function: Any, *args: Any) -> Any:
 def array_at(context: Any, builder: ir.IRBuilder, kind: types.Array, at: Any, count: Any) -> Any:
     """Build the header of an array of `count` items at an address. It has no owner."""
     item = context.get_abi_sizeof(context.get_data_type(kind.dtype))
-    array = arrayobj.make_array(kind)(context, builder)
     size = context.get_constant(types.intp, item)
-    data = builder.inttoptr(at, array.data.type)
-    arrayobj.populate_array(array, data, (count,), (size,), size, meminfo=None)
+    array = context.make_array(kind)(context, builder)
+    row = ir.Constant(ir.ArrayType(size.type, 1), ir.Undefined)
+    array.data = builder.inttoptr(at, array.data.type)
+    array.nitems, array.itemsize = count, size
+    array.shape = builder.insert_value(row, count, 0)
+    array.strides = builder.insert_value(row, size, 0)
+    array.meminfo = ir.Constant(array.meminfo.type, None)
+    array.parent = ir.Constant(array.parent.type, None)
     return array._getvalue()
 
 
@@ -134,19 +136,17 @@ class _Address(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, _WORD)
 
 
-@infer_global(operator.getitem)
-class _Item(AbstractTemplate):  # type: ignore[misc]
-    def generic(self, args: Any, kws: Any) -> Any:
-        if isinstance(args[0], _Structs):
-            return args[0].record(args[0], types.intp)
-        return None
+@type_callable(operator.getitem)
+def _item_type(context: Any) -> Any:
+    return lambda array, index: array.record if isinstance(array, _Structs) else None
 
 
 @lower_builtin(operator.getitem, _Structs, types.Integer)
 def _item(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
     kind = context.get_value_type(signature.return_type)
     size = signature.return_type.size
-    at = builder.add(args[0], builder.mul(args[1], _WORD(size)))
+    index = context.cast(builder, args[1], signature.args[1], types.intp)
+    at = builder.add(args[0], builder.mul(index, _WORD(size)))
     return builder.inttoptr(at, kind)
 
 
@@ -168,6 +168,6 @@ def address(context: Any, of: Any) -> Any:
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         if isinstance(of, _Structs):
             return args[0]
-        return builder.ptrtoint(arrayobj.make_array(of)(context, builder, args[0]).data, _WORD)
+        return builder.ptrtoint(context.make_array(of)(context, builder, args[0]).data, _WORD)
 
     return types.uint64(of), build

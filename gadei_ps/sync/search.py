@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray, types
 
-from gadei_ps.kernels.compiled import inner, viewing
+from gadei_ps.kernels.compiled import inner
 
 Times = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int32]
@@ -183,13 +183,13 @@ def _choose(keys: Times, owners: Numbers, latest: Numbers, chosen: npt.NDArray[n
     return best
 
 
-@viewing
+@inner
 def _row(at: Any, size: int) -> Any:
     """Memory as an array."""
     return carray(at, (size,))
 
 
-@viewing
+@inner
 def _table(at: Any, rows: int, columns: int) -> Any:
     return carray(at, (rows, columns))
 

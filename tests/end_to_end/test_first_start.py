@@ -36,7 +36,7 @@ def wait():
     while not Path(sys.argv[1]).exists():
         time.sleep(0.01)
 
-code.find_home()
+code.set_up()
 process.cores = lambda: 2
 sharing.LATE_S = float(sys.argv[2])
 log = mock.Mock()

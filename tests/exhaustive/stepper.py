@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from support import Rig
-from support.rig import of_part
+from support.kept import of_part
 
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, RECORD, RING, RUN, SHARD, STATE

@@ -19,17 +19,9 @@ from gadei_ps.memory.weights import place as placed
 from gadei_ps.watchdog.memory import JobMemory
 from support.frames import rows_payload
 from support.jobs import config
+from support.kept import keep, of_part
 from support.memory import create_model, create_ring
 from support.waiting import PATIENCE_S, eventually
-
-
-def of_part() -> Any:
-    """What Numba makes of functions that Python calls with a part."""
-    from numba import from_dtype, types
-
-    from gadei_ps.server.structs import PART
-
-    return types.int64(types.Array(from_dtype(PART), 1, "C"))
 
 
 class Rig:
@@ -53,6 +45,7 @@ class Rig:
         from gadei_ps import sync
         from gadei_ps.server import recover, shard, shards, units
 
+        keep()
         self._recover, self._shard, self._shards, self.units = recover, shard, shards, units
         self.memory = JobMemory(config(name, **settings))
         self.memory.create_control(sync.parse("bsp" if collect else "asp"))

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-COMPILE = "from gadei_ps.server import units; units.load()"
+COMPILE = Path(__file__).parent / "kept.py"
 
 
 @contextlib.contextmanager
@@ -64,5 +64,5 @@ class Turns:
         It is compiled in a process of its own. This takes 50 s of a core if the cache is empty,
         which no test's time-out should have to allow.
         """
-        command = [sys.executable, "-P", "-c", COMPILE]
+        command = [sys.executable, "-P", str(COMPILE)]
         self.once("compiled", lambda: subprocess.run(command, check=True))

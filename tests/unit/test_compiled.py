@@ -1,8 +1,12 @@
-"""What is compiled: only what runs by itself becomes machine code, and once."""
+"""How code is compiled: wrappers, parts of a caller, vectors, and errors."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,22 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llvmlite import binding
-from numba.core.caching import NullCache
+from numba import types
 
-from gadei_ps.kernels import compiled
+from gadei_ps.kernels import compiled, engine
 from gadei_ps.memory.layout import RING
 from gadei_ps.server.symbols import address, floats, structs, words
 
 pytestmark = pytest.mark.usefixtures("compiled")
 rings_at = structs(RING)
-
-
-def _compiled(function: Any) -> Any:
-    """Compiled, and not kept on disk: what another run has kept is not compiled again."""
-    made: Any = compiled.compiled(function)
-    made._cache = NullCache()
-    return made
 
 
 @compiled.inner
@@ -41,58 +37,81 @@ def _sum(at: np.uint64, count: int) -> float:
     return total
 
 
-@_compiled
-def _called(x: int) -> int:
-    return _double(x) + 1
+@compiled.inlined
+def _triple(at: np.uint64, count: int) -> None:
+    values = floats(at, count)
+    for i in range(count):
+        values[i] *= np.float32(3)
 
 
-@_compiled
+def _triple_chunk(at: np.uint64) -> None:
+    _triple(at, 64)
+
+
+def _of_error(number: int) -> int:
+    if number < 0:
+        raise ValueError
+    return number
+
+
+@compiled.compiled
 def _calls(x: int) -> int:
-    return _called(x) + _double(x)
+    return _double(x) + 1 + _double(x)
 
 
-@_compiled
+@compiled.compiled
 def _summed(array: np.ndarray) -> float:
     return _sum(address(array), array.size)
 
 
-@_compiled
+@compiled.compiled
 def _head(at: np.uint64, row: int) -> np.uint64:
     rings = rings_at(at)
     rings[row].head += np.uint64(1)
     return words(address(rings), 1)[0] + rings[row].head
 
 
-def _library(function: Any) -> Any:
-    (made,) = function.overloads.values()
-    return made.library
-
-
-def test_only_what_python_calls_becomes_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    add = binding.ExecutionEngine.add_module
-
-    def note(engine: Any, module: Any) -> None:
-        loaded.extend(one.name for one in module.functions if not one.is_declaration)
-        add(engine, module)
-
-    monkeypatch.setattr(binding.ExecutionEngine, "add_module", note)
+def test_what_only_compiled_code_calls_has_no_wrapper() -> None:
     assert _calls(3) == 13
-    own = [name for name in loaded if "_double" in name or "_called" in name]
-    assert not own, "they are in the code of their caller, inlined"
-    assert isinstance(_library(_double), compiled._Part)
-    assert not _called.overloads, "nothing that Python could call"
-    assert _called(3) == 7
-    assert any("_called" in name for name in loaded)
+    (code,) = _double.inspect_llvm().values()  # type: ignore[attr-defined]
+    assert "@cpython." not in code
+    assert "@cfunc." not in code
+    (code,) = _calls.inspect_llvm().values()  # type: ignore[attr-defined]
+    assert "@_ZN7cpython" in code
 
 
-def test_a_loop_is_optimized_before_it_becomes_a_part() -> None:
+def test_an_inlined_function_is_a_part_of_its_caller() -> None:
     values = np.arange(64, dtype=np.float32)
     assert _summed(values) == values.sum()
-    library = _library(_sum)
-    assert isinstance(library, compiled._LoopPart)
-    assert library.get_pointer_to_function("any") == 0
-    assert "alloca" not in library.get_llvm_str()
+    (code,) = _summed.inspect_llvm().values()  # type: ignore[attr-defined]
+    assert not [line for line in code.splitlines() if " call " in line and "4_sum" in line]
+
+
+def test_a_loop_of_known_length_takes_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM would unroll it if it was inlined before it is optimized."""
+    optimized: list[str] = []
+    optimize = compiled._optimize
+
+    def note(module: Any, machine: Any) -> None:
+        optimize(module, machine)
+        optimized.append(str(module))
+
+    monkeypatch.setattr(compiled, "_optimize", note)
+    compiled.machine_code("triple", types.void(types.uint64), _triple_chunk)
+    assert re.search(r"fmul <\d+ x float>", optimized[-1])
+
+
+def test_an_error_ends_the_process() -> None:
+    """And nothing of Python's runs: a shard's thread does not have the GIL."""
+    code = compiled.machine_code("error", types.int64(types.int64), _of_error)
+    assert code.needs == ()
+    pid = os.fork()
+    if not pid:
+        faulthandler.disable()
+        call = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(engine.load(code))
+        os._exit(0 if call(5) == 5 and call(-1) else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (-signal.SIGILL, -signal.SIGTRAP)
 
 
 def test_structs_at_an_address() -> None:
@@ -101,26 +120,6 @@ def test_structs_at_an_address() -> None:
     first = int(rings.view(np.uint64)[0])
     assert _head(np.uint64(rings.ctypes.data), 2) == first + 10
     assert rings["head"].tolist() == [7, 8, 10]
-
-
-LOADS = """
-import gc, sys
-import numpy as np
-from gadei_ps.machine import log
-from gadei_ps.kernels import cpu
-log.set_up(quiet=True)
-assert gc.isenabled() and gc.get_freeze_count() > 50_000
-print([name for name in ("numba.typed.dictimpl", "numba.np.linalg", "rich") if name in sys.modules])
-weights = np.ones(3, np.float32)
-cpu.scale(weights, 2.0)
-print(weights[0])
-"""
-
-
-def test_a_kernel_is_loaded_without_preparing_for_compiling() -> None:
-    """Numba's own cache, for tests and for tools that measure."""
-    done = subprocess.run([sys.executable, "-P", "-c", LOADS], stdout=subprocess.PIPE, text=True)
-    assert done.stdout.splitlines() == ["[]", "2.0"]
 
 
 SCRIPT = """

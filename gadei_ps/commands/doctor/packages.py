@@ -36,7 +36,7 @@ def native() -> Found:
 
 def numba() -> Found:
     try:
-        from gadei_ps.kernels import cache, frozen  # noqa: F401 (whether it can be imported)
+        from gadei_ps.kernels import cache, half  # noqa: F401 (whether it can be imported)
         from gadei_ps.kernels.optimizers import Kind
         from gadei_ps.server import code
         from gadei_ps.server.units import units as of_server

@@ -1,0 +1,63 @@
+"""Compiled functions that only tests call from Python; kept beside the server's code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+# In a process of its own, because Numba is not to optimize there (see code.set_up).
+UNITS = """
+from gadei_ps.server import code, units
+code.set_up()
+units.load()
+"""
+
+
+@functools.cache
+def keep() -> None:
+    """Let Numba keep what tests call from Python, for this process and its forks."""
+    import numba
+
+    from gadei_ps.kernels import cache, cpu
+    from gadei_ps.server import ledger, recover, shard, statistics
+
+    kernels = [one for _, one in inspect.getmembers(cpu) if hasattr(one, "enable_caching")]
+    called = [
+        *(ledger.held, ledger.settle, ledger.requeue, ledger.requeue_all, ledger.take_back),
+        *(ledger.close_epochs, ledger.assign, statistics.staleness_bin),
+        *(recover.can_recover, recover.recover, shard.serve),
+    ]
+    folder = cache.directory() / "called"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+    try:
+        for one in (*kernels, *called):
+            one.enable_caching()
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def of_part() -> Any:
+    """What Numba makes of functions that Python calls with a part."""
+    from numba import from_dtype, types
+
+    from gadei_ps.server.structs import PART
+
+    return types.int64(types.Array(from_dtype(PART), 1, "C"))
+
+
+def compile_all() -> None:
+    """Compile the server's code as servers do, then what takes long of the rest."""
+    subprocess.run([sys.executable, "-P", "-c", UNITS], check=True)
+    from gadei_ps.server import recover, shard
+
+    keep()
+    for one in (recover.can_recover, recover.recover, shard.serve):
+        one.compile(of_part())  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    compile_all()
