@@ -91,7 +91,7 @@ def test_rows_move_with_their_group(job_name: str) -> None:
 
 def test_the_job_files_groups_count(cli: Cli, job_name: str) -> None:
     cli.serve(job_name, FILE)
-    with pytest.warns(UserWarning, match="has its parameter groups from its job file, which count"):
+    with pytest.warns(UserWarning, match="has its parameter groups from its job file, which"):
         client = Client(job_name, tensors=TENSORS, optimizer={**SAID, "groups": [LAST]})
     with client, learner(job_name, **{**SAID, "groups": None}) as other:
         expected = Expected()
