@@ -35,16 +35,6 @@ SOURCES = (
     "ps_process",
     "ps_guard",
 )
-# Not part of the build's identity: agents share no memory with a job's other processes.
-MESH = (
-    "mesh_module",
-    "mesh_exchange",
-    "mesh_send",
-    "mesh_receive",
-    "mesh_frame",
-    "mesh_sum",
-    "mesh_checksum",
-)
 FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -99,13 +89,6 @@ setup(
             depends=sorted(str(path) for path in Path("native").glob("*.h")),
             include_dirs=["native"],
             extra_compile_args=list(FLAGS),
-        ),
-        Extension(
-            "gadei_ps._mesh",
-            sources=[f"native/{name}.c" for name in MESH],
-            depends=["native/mesh.h", "native/mesh_state.h"],
-            # Sums are the same on every processor.
-            extra_compile_args=[*FLAGS, "-ffp-contract=off"],
         ),
     ],
 )

@@ -6,8 +6,8 @@ kill and end when a survivor's job has the weights of the next finished round.
 
     no death       the same wait from instants without a kill: mostly the rest of a round
     machine        beyond it is the price of the death
-    head of Ray    no machine should notice; then a machine is killed, which is not started again
-                   until the same command is run again. That takes over those that live
+    head of Ray    all replicas must train on; the same command is run again, which adopts them, and
+                   the wait is for the next round then
     all are back   until all machines are members again and have made two rounds
 
 What must not happen is counted (group_deaths_counts.py): a survivor that goes back, whose job has
@@ -63,8 +63,8 @@ SETTLED = 2
 class Storm:
     """Kills in one run, and what has been seen of its rounds."""
 
-    def __init__(self, run: Machines, machines: int, seed: int) -> None:
-        self.run, self._numbers = run, range(machines)
+    def __init__(self, run: Machines, machines: int, seed: int, divided: bool = False) -> None:
+        self.run, self._numbers, self._divided = run, range(machines), divided
         self._chance = random.Random(seed)
         self.times: dict[str, list[float]] = {}
         self.counts: Counter[str] = Counter()
@@ -79,7 +79,7 @@ class Storm:
             sight = Sight.of(number, facts)
             if sight is not None and facts is not None:
                 self._rounds.saw(sight)
-                ago = facts["agent"]["last_round_s"]
+                ago = facts["exchange"]["last_round_s"]
                 found[number] = sight.rounds, time.monotonic() - (math.inf if ago is None else ago)
         return found
 
@@ -130,13 +130,17 @@ class Storm:
         self._next_round(what, survivors, self.run.kill(victim, self._chance), had)
 
     def kill_head(self) -> None:
-        """The head of Ray dies, then a machine; the command is run again."""
-        had = self._most(self._numbers)
-        self._next_round(HEAD, self._numbers, self.run.kill_head(), had)
+        """The head of Ray dies; all replicas train on, and the command is run again."""
+        had, begin = self._most(self._numbers), self.run.kill_head()
         self.run.await_loss()
-        time.sleep(2 * self._round_s * self._chance.random())
-        self.kill(AWAY)
+        before = {number: self.run.gradients(number) for number in self._numbers}
+        if not self._divided:  # else they train until they have answered the batches that they have
+            until(
+                lambda: all(self.run.gradients(one) > before[one] for one in self._numbers),
+                "gradients of all replicas without Ray",
+            )
         self.run.start()
+        self._next_round(HEAD, self._numbers, begin, had)
 
 
 def audit(run: Machines, machines: int, directory: Path) -> dict[str, int]:
@@ -179,7 +183,7 @@ def storm(
         module = "gadei_ps.benchmarks.group_deaths_learner"
         command = [sys.executable, "-P", "-m", module, str(directory)]
         with closing(Machines(directory, name, given, command)) as run:
-            seen = Storm(run, size["machines"], size["seed"])
+            seen = Storm(run, size["machines"], size["seed"], divided)
             run.start()
             every = max(1, kills // max(1, heads))
             end = time.monotonic() + most_s
@@ -217,7 +221,7 @@ def _tell(report: Report, seen: Storm, kind: str) -> None:
         p50, p99 = (float(one) for one in np.quantile(seconds, [0.5, 0.99]))
         told = {"contender": "gadei-ps", "batches": kind, "what": what} | summary(seconds)
         told |= {"p50": p50, "p99": p99, "most": max(seconds)}
-        if what in (MACHINE, AWAY, HEAD):
+        if what == MACHINE:
             told |= {"reach_s": REACH_S, "reached": max(seconds) <= REACH_S}
         report.rows.append(told)
         shown = [f"{one:.2f}" for one in (p50, p99, max(seconds))]

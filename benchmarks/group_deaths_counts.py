@@ -1,7 +1,7 @@
 """Counts of faults that must not happen when machines of a group die.
 
 `Rounds` reads the machines' reports of their rounds. After the same round, all machines of a group
-have the same weights. Each round reaches a machine's job as one frame of its agent.
+have the same weights. Each round reaches a machine's job as one frame of its process.
 
 `batches` looks at the weights at the end (group_deaths_learner.py): which batches are in them, and
 which more than once.
@@ -30,12 +30,12 @@ NONE_BELOW, ONCE_BELOW, SAME_WITHIN = 1e-3, 1 + 1e-2, 1e-2
 class Sight:
     """Status of a machine that is a member.
 
-    pid: of its agent. frames: of this agent that the job has applied; None if unknown. They are
-    read after the rounds, so there may be more of them, but never fewer.
+    incarnation: of the replica in its group. frames: of its process that the job has applied; None
+    if unknown. They are read after the rounds, so there may be more of them, but never fewer.
     """
 
     machine: int
-    pid: int
+    incarnation: int
     rounds: int
     checksum: int
     frames: int | None
@@ -43,12 +43,12 @@ class Sight:
     @classmethod
     def of(cls, machine: int, facts: Mapping[str, Any] | None) -> Self | None:
         """Read a machine's status; None if it is not a member of its group."""
-        if facts is None or facts["agent"]["state"] != "member" or not facts["agent"]["pid"]:
+        if facts is None or facts["exchange"]["state"] != "member":
             return None
-        agent, job = facts["agent"], facts["job"] or {"learners": []}
-        frames = [one["applied"] for one in job["learners"] if one["pid"] == agent["pid"]]
-        told = int(agent["rounds"]), int(agent["checksum"]), (frames or [None])[0]
-        return cls(machine, int(agent["pid"]), *told)
+        exchange, job = facts["exchange"], facts["job"] or {"learners": []}
+        frames = [one["applied"] for one in job["learners"] if one["pid"] == facts["pid"]]
+        told = int(exchange["rounds"]), int(exchange["checksum"]), (frames or [None])[0]
+        return cls(machine, int(exchange["incarnation"]), *told)
 
 
 class Rounds:
@@ -62,13 +62,13 @@ class Rounds:
         """The machines that have reported a round, by round."""
         self._last: dict[int, Sight] = {}
         self._surplus: dict[int, int] = {}
-        """The fewest frames beyond an agent's rounds since the last `settle`, by agent."""
+        """The fewest frames beyond a replica's rounds since the last `settle`, by incarnation."""
         self._before: dict[int, int] = {}
 
     def saw(self, sight: Sight) -> None:
         """Compare a sight with those before it."""
         before = self._last.get(sight.machine, sight)
-        if before.pid == sight.pid and sight.rounds < before.rounds:
+        if before.incarnation == sight.incarnation and sight.rounds < before.rounds:
             self._counts[LOST] += before.rounds - sight.rounds
         self._last[sight.machine] = sight
         sums = self._sums.setdefault(sight.rounds, set())
@@ -79,17 +79,18 @@ class Rounds:
         machines.add(sight.machine)
         if sight.frames is not None:
             surplus = sight.frames - sight.rounds
-            self._surplus[sight.pid] = min(surplus, self._surplus.get(sight.pid, surplus))
+            one = sight.incarnation
+            self._surplus[one] = min(surplus, self._surplus.get(one, surplus))
 
     def settle(self) -> None:
         """Count frames beyond those of rounds.
 
-        Call it after several sights of each machine: a round's frame is applied before its agent
-        reports the round.
+        Call it after several sights of each machine: a round's frame is applied before the round
+        is reported.
         """
-        for pid, surplus in self._surplus.items():
-            self._counts[TWICE] += max(0, surplus - self._before.get(pid, surplus))
-            self._before[pid] = surplus
+        for one, surplus in self._surplus.items():
+            self._counts[TWICE] += max(0, surplus - self._before.get(one, surplus))
+            self._before[one] = surplus
         self._surplus.clear()
 
 

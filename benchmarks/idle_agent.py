@@ -1,22 +1,19 @@
-"""Cost of an agent beside a job while there is nothing to exchange.
+"""Cost of a replica's exchange beside a job while there is nothing to exchange.
 
 Learners take batches that the server hands out, and push a prepared gradient for each as fast as
-they can (learners_team.py). Two jobs take turns: one alone, one with an agent, which has begun its
-group and waits for the gradients of a round, of which there are too many to come. While the other
-job is measured, the agent is stopped (SIGSTOP).
+they can (learners_team.py). Two jobs take turns: one alone, one with a replica's rounds
+(idle_agent_replica.py), which have begun their group and wait for the gradients of a round, of
+which there are too many to come. While the other job is measured, they are stopped (SIGSTOP).
 
-ratio: gradients a second beside an agent over those alone; its spread is half the distance between
+ratio: gradients a second beside a replica over those alone; its spread is half the distance between
 the quartiles of the rounds.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import select
 import signal
 import subprocess
-import time
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,46 +25,30 @@ from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.machine import process
 
 ALONE, BESIDE = "alone", "beside an agent"
-NEVER = 10**9
 START_S = 60.0
 REACH = 0.98
 
 
-class Agent:
-    """The agent of a machine that is alone in its group. Stopped, unless it is let run."""
+class Replica:
+    """A replica that is alone in its group. Stopped, unless it is let run."""
 
-    def __init__(self, stack: ExitStack, job: str) -> None:
+    def __init__(self, stack: ExitStack, run: str) -> None:
         """Return once it has begun its group. Raises Failed."""
         self._child = process.spawn(
-            process.module_command("gadei_ps.agents.agent"),
-            stdin=subprocess.PIPE,
+            process.module_command("gadei_ps.benchmarks.idle_agent_replica", run),
             stdout=subprocess.PIPE,
             how=signal.SIGKILL,
         )
         stack.callback(self._end)
-        settings: dict[str, Any] = {"job": job, "group": job, "number": 0, "every": NEVER}
-        settings |= {"listen": "127.0.0.1:0", "agents": {0: "127.0.0.1:0"}, "rule": "outer:1:0"}
-        settings["token"] = os.urandom(16).hex()
-        assert self._child.stdin is not None
-        with self._child.stdin as pipe:
-            pipe.write(json.dumps(settings).encode())
-        self._await_round()
+        assert self._child.stdout is not None
+        ready, _, _ = select.select([self._child.stdout], [], [], START_S)
+        line = self._child.stdout.readline() if ready else b""
+        if line != b"member\n":
+            raise Failed(f"the replica does not start: {line.decode()!r}")
         self._child.send_signal(signal.SIGSTOP)
 
-    def _await_round(self) -> None:
-        """The first, which makes the weights those of the group."""
-        assert self._child.stdout is not None
-        told, until = b"", time.monotonic() + START_S
-        while b'"rounds": 1' not in told:
-            left = max(0.0, until - time.monotonic())
-            ready, _, _ = select.select([self._child.stdout], [], [], left)
-            part = os.read(self._child.stdout.fileno(), 65536) if ready else b""
-            if not part:
-                raise Failed(f"the agent does not start: {told.decode()!r}")
-            told += part
-
     def rate(self, team: Team, seconds: float) -> float:
-        """Gradients a second of a team while the agent runs."""
+        """Gradients a second of a team while the replica runs."""
         self._child.send_signal(signal.SIGCONT)
         try:
             return team.rate(seconds)
@@ -86,11 +67,11 @@ def compare(report: Report, values: int, size: dict[str, Any]) -> None:
     learners = size["learners"]
     with ExitStack() as stack:
         teams = [Team(stack, OURS, learners, 0, number, values) for number in range(2)]
-        agent = Agent(stack, teams[1].job)
+        replica = Replica(stack, teams[1].job)
         rates = alternate(
             {
                 ALONE: partial(teams[0].rate, size["call_s"]),
-                BESIDE: partial(agent.rate, teams[1], size["call_s"]),
+                BESIDE: partial(replica.rate, teams[1], size["call_s"]),
             },
             size["rounds"],
         )

@@ -1,7 +1,7 @@
 """Machines of one run, all on this host: started by `gadei-ps group run`, watched, killed.
 
-Ray runs as `ray.cluster_utils.Cluster`, a node for each machine. Runtime and state directories are
-of their own, so that what is left behind is seen.
+Ray has a node for each replica (`gadei_ps/replicas/own_cluster.py`). Runtime and state directories
+are of their own, so that what is left behind is seen.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 import psutil
 
 from gadei_ps.benchmarks.gang import Failed
-from gadei_ps.cluster import door
-from gadei_ps.cluster.config import job_name
 from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.job import paths
 from gadei_ps.machine import process
 from gadei_ps.memory import shm
+from gadei_ps.replicas import sockets
+from gadei_ps.replicas.config import job_name
 
 LOOK_S = 0.02
 PATIENCE_S = 120.0
@@ -107,16 +107,22 @@ class Machines:
     def facts(self, number: int) -> Facts | None:
         """Return the status of a machine; None if it does not exist."""
         try:
-            return door.ask(self.name, number, "status")
+            found: Facts = sockets.ask(self.name, number, "status")
+            return found
         except (GadeiError, OSError, ValueError):
             return None
 
     def rounds(self, number: int) -> int:
         """Return the rounds of the machine, 0 if it is not a member of its group."""
         found = self.facts(number)
-        if found is None or found["agent"]["state"] != "member":
+        if found is None or found["exchange"]["state"] != "member":
             return 0
-        return int(found["agent"]["rounds"])
+        return int(found["exchange"]["rounds"])
+
+    def gradients(self, number: int) -> int:
+        """Return the gradients that the job of a replica has applied, 0 if it is not there."""
+        found = self.facts(number)
+        return int(found["job"]["gradients_applied"]) if found and found["job"] else 0
 
     def await_rounds(self, numbers: Sequence[int], least: int) -> None:
         """Wait until each of these machines has so many rounds. Raises Failed."""
@@ -149,7 +155,7 @@ class Machines:
         if facts is None or facts["job"] is None:
             raise Failed(f"machine {number} was to be killed, and is not there")
         job = facts["job"]
-        found = {facts["pid"], facts["agent"]["pid"], *(one["pid"] for one in job["learners"])}
+        found = {facts["pid"], *(one["pid"] for one in job["learners"])}
         found |= {value for name, value in job.items() if name.endswith("_pid")}
         for pid in tuple(found):
             with contextlib.suppress(psutil.NoSuchProcess, TypeError):
@@ -184,7 +190,7 @@ class Machines:
         command = process.module_command("gadei_ps", "group", "stop", self.name)
         for _ in range(TRIES):
             done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-            if not done.returncode or not door.here(self.name):
+            if not done.returncode or not sockets.here(self.name):
                 break
         else:
             raise Failed(f"group stop: {done.stderr.strip()[-200:]}")
@@ -210,11 +216,11 @@ class Machines:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(PATIENCE_S)
-        for run, number in door.here(self.name):
+        for run, number in sockets.here(self.name):
             with contextlib.suppress(GadeiError):
-                door.ask(run, number, "stop")
+                sockets.ask(run, number, "stop")
         with contextlib.suppress(Failed):
-            until(lambda: not door.here(self.name), "the end of all machines", patience_s=30.0)
+            until(lambda: not sockets.here(self.name), "the end of all machines", patience_s=30.0)
 
 
 def _environment(one: psutil.Process) -> dict[str, str]:

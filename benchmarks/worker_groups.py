@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from gadei_ps.agents.training import NAME as AGENT
 from gadei_ps.benchmarks import worker_groups_tasks as tasks
 from gadei_ps.benchmarks.common import Report
 from gadei_ps.benchmarks.gang import Failed
@@ -45,6 +44,7 @@ from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.memory.totals import total
 from gadei_ps.memory.weights import FloatArray
+from gadei_ps.replicas.training import NAME as REPLICA
 
 ONE, GROUPS = "one machine", "groups"
 EARLY, LATE = (0.25, 0.5, 0.75), (0.8, 0.85, 0.9, 0.95, 1.0)
@@ -78,12 +78,12 @@ class Job:
     def learners(self) -> int:
         """Number of learners that have pushed."""
         roster = self._control["roster"]
-        return int(((roster["applied"] > 0) & (roster["name"] != AGENT.encode())).sum())
+        return int(((roster["applied"] > 0) & (roster["name"] != REPLICA.encode())).sum())
 
     def look(self) -> bool:
         """Copy the weights if a round has just ended; return whether it has."""
         roster = self._control["roster"]
-        rounds = int(roster["applied"][roster["name"] == AGENT.encode()].sum())
+        rounds = int(roster["applied"][roster["name"] == REPLICA.encode()].sum())
         if rounds == self._rounds:
             return False
         self._rounds, self._common = rounds, self._flat.copy()

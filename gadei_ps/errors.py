@@ -213,36 +213,12 @@ class CheckpointMistake(CheckpointError):
     exit_code = 2
 
 
-class AgentError(GadeiError):
-    """Agents on several machines cannot do together what was asked."""
-
-
-class CallRefused(AgentError):
-    """An agent refuses a connection, or is not the one that was called. `verdict`: its code."""
-
-    exit_code = 2
-
-    def __init__(self, message: str, verdict: int) -> None:
-        super().__init__(message)
-        self.verdict = verdict
-
-
-class MemberLost(AgentError):
-    """A member of a group has died, hangs, or sends what is damaged.
-
-    member: its number. why: what was seen of it.
-    """
-
-    def __init__(self, member: int, why: str) -> None:
-        super().__init__(
-            f"member {member} {why}: form the group again without it, under the next generation"
-        )
-        self.member = member
-        self.why = why
+class ExchangeFailed(GadeiError):
+    """An exchange between replicas has failed: a member of the group has died or hangs."""
 
 
 class ClusterError(GadeiError):
-    """The cluster of machines cannot do what was asked: Ray does not answer, or has no place."""
+    """The cluster of hosts cannot do what was asked: Ray does not answer, or has no place."""
 
 
 class ClusterLost(ClusterError):
@@ -254,5 +230,5 @@ def of_kind(name: object, message: str, default: type[GadeiError]) -> GadeiError
     kind = globals().get(name) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, GadeiError)):
         return default(message)
-    needs_more = issubclass(kind, OtherVersion | CallRefused | MemberLost)
+    needs_more = issubclass(kind, OtherVersion)
     return default(message) if needs_more else kind(message)

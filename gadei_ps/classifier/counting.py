@@ -129,7 +129,7 @@ def sources(rows: Sequence[Row], passes: int) -> list[int]:
     there = [row for row in rows if row.get("job") and row["job"]["model"]]
     there.sort(
         key=lambda row: (
-            row["agent"]["state"] != "member",
+            row["exchange"]["state"] != "member",
             row["job"]["work"]["epochs_done"] < passes,
             row["machine"],
         )

@@ -1,6 +1,6 @@
-"""`gadei-ps train --groups`: machines in worker groups train the classifier together.
+"""`gadei-ps train --groups`: replicas in worker groups train the classifier together.
 
-Ray places the machines and carries the encoded sentences to them. Each has a job and learners of
+Ray places the replicas and brings the encoded sentences to them. Each has a job and learners of
 its own. The launcher does what it does on one machine: after each pass it measures a copy of the
 weights, keeps the best ones, and ends the run when they no longer improve.
 """
@@ -21,40 +21,40 @@ from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
 from gadei_ps.classifier.train import MAX_REFUSED, STALLED_S
 from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
-from gadei_ps.cluster import config
-from gadei_ps.cluster.program import Program
-from gadei_ps.cluster.training import Training
 from gadei_ps.errors import ClusterError, JobFailed, JobStopped, UsageError
 from gadei_ps.machine import interrupts
 from gadei_ps.machine.interrupts import Interrupted
+from gadei_ps.replicas import config
+from gadei_ps.replicas.program import Program
+from gadei_ps.replicas.program_run import ProgramRun
 from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 
 LEARNER = "gadei_ps.classifier.learner"
 RESTARTS = 10**6
-"""Number of restarts of a machine's learners, as in `train`."""
+"""Number of restarts of a replica's learners, as in `train`."""
 RULE = "outer:1:0"
-"""Machines continue with the mean of their weights. With DiLoCo's momentum, the loss of this small
+"""Replicas continue with the mean of their weights. With DiLoCo's momentum, the loss of this small
 network on held-out rows rose from the second pass on."""
 MOST_RATE = 4
-"""So many machines of Adagrad at most raise the rate. The mean of m machines moves as far as one of
+"""So many replicas of Adagrad at most raise the rate. The mean of m replicas moves as far as one of
 them, with one m-th of the samples; it was measured up to 4."""
 SAID_TWICE = ("learners", "optimizer", "lr", "sync")
 """Settings that options and GROUPS.toml may both have."""
 _REFUSED = {
     "job": "the run has the name that GROUPS.toml gives it: name = ...",
-    "gpus": "learners take the GPUs of their machine in turn; GROUPS.toml reserves them: resources",
-    "verbose": "each machine has a log of its own, NAME-NUMBER.log in its state directory",
+    "gpus": "learners take the GPUs of their host in turn; GROUPS.toml reserves them: resources",
+    "verbose": "each replica has a log of its own, NAME-NUMBER.log in its state directory",
 }
 
 
 def train(
     settings: Settings, given: Collection[str], display_silent: bool = False
 ) -> dict[str, Any]:
-    """Run classifier.train.train on the machines of `settings.groups`.
+    """Run classifier.train.train on the replicas of `settings.groups`.
 
     given: options, by their names in Settings, whose values are not the defaults of `train`. In the
-    summary, `learners` are those of all machines. Raises GadeiError.
+    summary, `learners` are those of all replicas. Raises GadeiError.
     """
     begin = time.monotonic()
     file = settings.groups
@@ -69,7 +69,7 @@ def train(
 
     network.check_result_directory(settings.out or Path("model-1"))
     display = Display(plan.epochs, silent=display_silent)
-    machines, groups = counted(run.machines, "machine"), counted(len(run.groups), "group")
+    machines, groups = counted(run.machines, "replica"), counted(len(run.groups), "group")
     learners = counted(settings.learners, "learner")
     plan.print(display, f"{learners} on each of {machines} in {groups}")
     options = plan.options(settings.device, None, own_order=not run.divide)
@@ -88,7 +88,7 @@ def train(
         path = f"/proc/{os.getpid()}/fd/{data.fileno()}"
         measuring = Measuring(plan, display, settings.device)
         try:
-            with Training(run, file, settings.address, program, path, say) as training:
+            with ProgramRun(run, file, settings.address, program, path, say) as training:
                 launcher = _Launcher(plan, run, training, display, measuring, signalled)
                 launcher.run()
                 error = launcher.end()
@@ -117,7 +117,7 @@ def combined(settings: Settings, given: Collection[str], run: config.Run) -> Set
 
 
 def raised(plan: Plan, machines: int) -> Plan:
-    """Return the plan with the learning rate of so many machines, unless the user sets one."""
+    """Return the plan with the learning rate of so many replicas, unless the user sets one."""
     if plan.settings.lr is not None or plan.settings.optimizer != "adagrad":
         return plan
     return replace(plan, lr=plan.lr * min(machines, MOST_RATE))
@@ -142,7 +142,7 @@ class _Launcher:
         self,
         plan: Plan,
         run: config.Run,
-        training: Training,
+        training: ProgramRun,
         display: Display,
         measuring: Measuring,
         signalled: Callable[[], int | None],
@@ -178,11 +178,11 @@ class _Launcher:
                     return
 
     def _hear(self) -> None:
-        """Read the machines' status. Raises JobFailed if training has stopped."""
+        """Read the replicas' status. Raises JobFailed if training has stopped."""
         rows, now = self.training.rows, time.monotonic()
         self.progress.hear(rows, now)
-        agents = [row["agent"] for row in rows if row.get("agent")]
-        self.rounds = max([self.rounds, *(one["rounds"] for one in agents)])
+        exchanges = [row["exchange"] for row in rows if row.get("exchange")]
+        self.rounds = max([self.rounds, *(one["rounds"] for one in exchanges)])
         counts = self.progress.counts
         refused, applied = counts["gradients_refused"], counts["gradients_applied"]
         if refused > MAX_REFUSED and refused > applied:
@@ -193,7 +193,7 @@ class _Launcher:
             raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
 
     def _weights(self, passes: int) -> Tensors | None:
-        """A copy of the run's weights; None while no machine can give one."""
+        """A copy of the run's weights; None while no replica can give one."""
         return self.training.weights(sources(self.training.rows, passes))
 
     def _measure(self, tensors: Tensors, epoch: float) -> bool:
@@ -219,7 +219,7 @@ class _Launcher:
                 self._measure(tensors, epoch)
 
     def end(self) -> ClusterError | None:
-        """End all machines. Returns why they may train on, where there is a model all the same."""
+        """End all replicas. Returns why they may train on, where there is a model all the same."""
         try:
             if self.training.summary is None:
                 self.training.stop()
@@ -230,13 +230,13 @@ class _Launcher:
         return None
 
     def _check_end(self, summary: dict[str, Any]) -> None:
-        """Raise GadeiError unless all machines have ended by themselves, and well."""
+        """Raise GadeiError unless all replicas have ended by themselves, and well."""
         if summary["stopped"]:
             raise JobStopped(f"run {summary['run']} was stopped meanwhile")
         for one in summary["machines"]:
             if one["exit_code"]:
                 why = one.get("error") or one.get("said") or f"exit code {one['exit_code']}"
-                raise JobFailed(f"machine {one['machine']} has failed: {why}")
+                raise JobFailed(f"replica {one['machine']} has failed: {why}")
 
     def finish(self, begin: float) -> dict[str, Any]:
         """Write the model directory, return the summary. begin: by the monotonic clock."""

@@ -33,7 +33,7 @@ def _say(line: str, progress: bool) -> None:
 def run(
     file: Annotated[
         Path,
-        typer.Argument(metavar="GROUPS.toml", help="Machines, and how they exchange models."),
+        typer.Argument(metavar="GROUPS.toml", help="Replicas, and how they exchange models."),
     ],
     command: Command,
     address: Annotated[
@@ -49,20 +49,20 @@ def run(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Train on several machines: gadei-ps group run GROUPS.toml -- python my_train.py
+    """Train on several hosts: gadei-ps group run GROUPS.toml -- python my_train.py
 
-    Each machine has a job and learners as of gadei-ps run, and exchanges its model with the others.
+    Each replica has a job and learners as of gadei-ps run, and exchanges its model with the others.
     Ctrl-C is passed on to all learners, which have 30 s to save what they want to; pressed again,
-    it ends them at once. If the run is there already, its machines are taken over.
+    it ends them at once. If the run is there already, its replicas are adopted.
     """
-    from gadei_ps.cluster import orders
+    from gadei_ps.replicas import commands
     from gadei_ps.show import groups
 
     def heard(line: str, progress: bool) -> None:
         if not (progress and quiet):
             _say(line, progress)
 
-    summary = orders.run(file, command, address, Path(), heard)
+    summary = commands.run(file, command, address, Path(), heard)
     if as_json:
         print_json(summary)
     else:
@@ -71,11 +71,11 @@ def run(
 
 
 def status(name: RunArgument, address: Address = None, as_json: Json = False) -> int:
-    """Show what the machines of a run are doing, a row for each."""
-    from gadei_ps.cluster import orders
+    """Show what the replicas of a run are doing, a row for each."""
+    from gadei_ps.replicas import commands
     from gadei_ps.show import groups
 
-    report = orders.ask("status", name, address, _say)
+    report = commands.ask("status", name, address, _say)
     print_result(as_json, report, lambda: groups.Machines(report["machines"]))
     return 0
 
@@ -88,51 +88,42 @@ def join(
         typer.Option(
             metavar="HOST",
             help="Address of the node in Ray.",
-            show_default="a node without a machine of the run",
+            show_default="a node without a replica of the run",
         ),
     ] = None,
     address: Address = None,
     as_json: Json = False,
 ) -> int:
-    """Add a machine to a run. It begins with the weights of its group."""
-    from gadei_ps.cluster import orders
+    """Add a replica to a run. It begins with the weights of its group."""
+    from gadei_ps.replicas import commands
 
-    told = orders.ask("join", name, address, _say, group=group, node=node)
+    told = commands.ask("join", name, address, _say, group=group, node=node)
     print_result(
-        as_json, told, lambda: f"machine {told['machine']} of {name} starts at {told['host']}"
+        as_json, told, lambda: f"replica {told['machine']} of {name} starts at {told['host']}"
     )
     return 0
 
 
 def leave(
     name: RunArgument,
-    machine: Annotated[int, typer.Argument(metavar="MACHINE", min=0, help="Number of it.")],
-    dead: Annotated[
-        bool,
-        typer.Option(
-            "--dead",
-            help="Mark a machine that does not answer as dead: the others continue without it. If "
-            "it is alive, what it trains meanwhile is lost.",
-        ),
-    ] = False,
+    machine: Annotated[int, typer.Argument(metavar="REPLICA", min=0, help="Number of it.")],
     address: Address = None,
     as_json: Json = False,
 ) -> int:
-    """Have a machine leave its group; its job ends, and the others continue."""
-    from gadei_ps.cluster import orders
-    from gadei_ps.show import groups
+    """Have a replica leave its group; its job ends, and the others continue."""
+    from gadei_ps.replicas import commands
 
-    told = orders.ask("leave", name, address, _say, machine=machine, dead=dead)
-    print_result(as_json, told, lambda: groups.left(told, machine, dead=dead))
+    told = commands.ask("leave", name, address, _say, machine=machine)
+    print_result(as_json, told, lambda: f"replica {machine} of {name} has left")
     return 0
 
 
 def stop(name: RunArgument, address: Address = None, as_json: Json = False) -> int:
-    """Stop all machines of a run and wait until they are gone."""
-    from gadei_ps.cluster import orders
+    """Stop all replicas of a run and wait until they are gone."""
+    from gadei_ps.replicas import commands
     from gadei_ps.show.counts import counted
 
-    told = orders.ask("stop", name, address, _say)
-    machines = counted(len(told["machines"]), "machine")
-    print_result(as_json, told, lambda: f"run {name} has stopped: {machines}")
+    told = commands.ask("stop", name, address, _say)
+    replicas = counted(len(told["machines"]), "replica")
+    print_result(as_json, told, lambda: f"run {name} has stopped: {replicas}")
     return 0

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gadei_ps.groups.membership import Member
+from gadei_ps.groups.member import Member
 from gadei_ps.groups.subsets import Ranges, Subsets
 
 MOST_OPEN = 2
@@ -122,7 +122,7 @@ class Shares:
             "open": [
                 [
                     epoch,
-                    [[one.machine, one.incarnation, subsets.ranges(one)] for one in subsets.owners],
+                    [[one.replica, one.incarnation, subsets.ranges(one)] for one in subsets.owners],
                 ]
                 for epoch, subsets in self._open.items()
             ],
@@ -140,10 +140,10 @@ class Shares:
             made._open[int(epoch)] = Subsets.owned_by(
                 samples,
                 {
-                    Member(str(machine), int(incarnation)): [
+                    Member(str(replica), int(incarnation)): [
                         (int(low), int(high)) for low, high in ranges
                     ]
-                    for machine, incarnation, ranges in owners
+                    for replica, incarnation, ranges in owners
                 },
             )
         return made

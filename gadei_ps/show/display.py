@@ -97,7 +97,7 @@ class Display:
             self._draw(groups.Machines(rows), done, left_s)
             return
         there = [row for row in rows if row.get("job")]
-        rounds = max((row["agent"]["rounds"] for row in there), default=0)
+        rounds = max((row["exchange"]["rounds"] for row in there), default=0)
         self._print(
             f"{samples_per_s:,.0f} samples/s, {counted(len(there), 'machine')}, round {rounds:,}",
             done,

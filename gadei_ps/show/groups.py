@@ -19,22 +19,21 @@ STATE_STYLE = {
     "silent": "red",
 }
 COLUMNS = (
-    *("machine", "group", "host", "state", "agent", "rounds", "last round", "learners"),
+    *("replica", "group", "host", "state", "exchange", "rounds", "last round", "learners"),
     *("gradients", "samples", "loss"),
 )
-NUMBERS = ("machine", "group", "rounds", "learners", "gradients", "samples", "loss")
+NUMBERS = ("replica", "group", "rounds", "learners", "gradients", "samples", "loss")
 DISPENSABLE = ("samples", "learners", "last round", "host", "loss", "gradients")
 """Columns that are left out where lines are short, the first one first."""
 _ASKED = {
     "leave": "has left its group",
     "stop": "was stopped",
-    "dead": "counts as dead",
     "lost": "is not known to Ray any more, and may train on",
 }
 
 
 class Machines:
-    """`status`: a row for each machine, and a line for each of which there is something to say.
+    """`status`: a row for each replica, and a line for each of which there is something to say.
 
     Where lines are short, columns are left out, so that no word of the others is cut.
     """
@@ -49,20 +48,20 @@ class Machines:
             made.add_row(*(cells[name] for name in COLUMNS))
         yield made
         for number, note in self._notes:
-            yield Text(f"machine {number}: {note}")
+            yield Text(f"replica {number}: {note}")
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
     """Return the cells of a row by column name."""
-    job, agent = row.get("job") or {}, row.get("agent") or {}
+    job, exchange = row.get("job") or {}, row.get("exchange") or {}
     return {
-        "machine": str(row["machine"]),
+        "replica": str(row["machine"]),
         "group": str(row.get("group", "")),
         "host": row.get("host") or "",
         "state": Text(row["state"], style=STATE_STYLE.get(row["state"], "")),
-        "agent": agent.get("state", ""),
-        "rounds": f"{agent['rounds']:,}" if agent else "",
-        "last round": _ago(agent.get("last_round_s")),
+        "exchange": exchange.get("state", ""),
+        "rounds": f"{exchange['rounds']:,}" if exchange else "",
+        "last round": _ago(exchange.get("last_round_s")),
         "learners": str(_learners(job)) if job else "",
         "gradients": f"{job['gradients_applied']:,}" if job else "",
         "samples": f"{job['samples']:,}" if job else "",
@@ -71,17 +70,17 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
 
 
 def _note(row: Mapping[str, Any]) -> str:
-    """Return the note on a machine; empty if it trains again after a restart."""
-    agent = row.get("agent") or {}
+    """Return the note on a replica; empty if it trains again after a restart."""
+    exchange = row.get("exchange") or {}
     if row.get("ended") is not None:
         return how_ended(row["ended"])
-    why = agent.get("why") or (agent.get("state") != "member" and row.get("why"))
-    return why or agent.get("note") or ""
+    why = exchange.get("why") or (exchange.get("state") != "member" and row.get("why"))
+    return why or exchange.get("note") or ""
 
 
 def _learners(job: Mapping[str, Any]) -> int:
-    """Count the learners without the agent, which is attached like one."""
-    return sum(one["name"] != "agent" for one in job["learners"])
+    """Count the learners without the replica's own client, which is attached like one."""
+    return sum(one["name"] != "replica" for one in job["learners"])
 
 
 def _ago(seconds: float | None) -> str:
@@ -93,30 +92,15 @@ def _loss(job: Mapping[str, Any]) -> str:
     return f"{sum(losses) / len(losses):.4f}" if losses else ""
 
 
-def left(told: Mapping[str, Any], machine: int, *, dead: bool) -> str:
-    """Describe the result of `leave` in one line."""
-    it = f"machine {machine} of {told['run']}"
-    if not dead:
-        return f"{it} has left"
-    if not (untold := told["untold"]):
-        return f"{it} is marked dead; its group continues without it"
-    which = f"machine{'s' * (len(untold) > 1)} {', '.join(map(str, untold))}"
-    do, wait = ("does", "it waits") if len(untold) == 1 else ("do", "they wait")
-    return (
-        f"{it} is marked dead for those that answer. Not notified: {which}, which {do} not answer: "
-        f"if `group status` shows later that {wait} for {machine}, repeat the command"
-    )
-
-
 def ran(summary: Mapping[str, Any]) -> str:
     """The end of `run`, in one line."""
     rows = summary["machines"]
-    ours = summary["interrupted"]  # a signal to all machines is not a failure of theirs
+    ours = summary["interrupted"]  # a signal to all replicas is not a failure of theirs
     failed = [
         row["machine"] for row in rows if row["exit_code"] and not (ours and row.get("interrupted"))
     ]
     applied = sum(row.get("gradients_applied") or 0 for row in rows)
-    told = f"run {summary['run']}: {counted(len(rows), 'machine')}"
+    told = f"run {summary['run']}: {counted(len(rows), 'replica')}"
     told += f", {counted(applied, 'gradient')} applied"
     if summary["stopped"]:
         told, failed = f"{told}; it was stopped", []
@@ -124,12 +108,12 @@ def ran(summary: Mapping[str, Any]) -> str:
         told += f"; it was interrupted by {ours}"
     told += f"; failed: {', '.join(map(str, failed))}" if failed else ""
     left = [row["machine"] for row in rows if row.get("unreached") or row.get("asked") == "lost"]
-    which = f"machine{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
+    which = f"replica{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
     return f"{told}; {which} may train on" if left else told
 
 
 def how_ended(summary: Mapping[str, Any]) -> str:
-    """Describe how a machine has ended, to be put after its number."""
+    """Describe how a replica has ended, to be put after its number."""
     if asked := summary.get("asked"):
         if summary.get("unreached"):
             return f"could not be asked to {asked}, and may train on"

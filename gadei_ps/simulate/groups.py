@@ -1,4 +1,4 @@
-"""Worker groups in virtual time, by the rules and views that machines use.
+"""Worker groups in virtual time, by the rules that replicas use.
 
 Every machine of a group trains k mini-batches. When the last one has ended, the group aggregates by
 linear partition: all send at once, each as fast as its link, and the slowest ends the step. Then it
@@ -19,7 +19,7 @@ from functools import cache
 import numpy as np
 
 from gadei_ps.groups import reading, traffic
-from gadei_ps.groups.membership import Answer, Changes, Member, View, next_view
+from gadei_ps.groups.member import Member
 from gadei_ps.simulate.draws import FloatArray, Stream, uniform
 from gadei_ps.simulate.groups_broadcast import Broadcasts, Taken
 from gadei_ps.simulate.groups_outcome import GroupOutcome
@@ -33,12 +33,12 @@ POINTS = 50
 
 
 class _Group:
-    """One group: its view, its machines by their numbers, and its current round."""
+    """One group: its members, its machines by their numbers, and its current round."""
 
-    def __init__(self, number: int, view: View) -> None:
+    def __init__(self, number: int, members: tuple[Member, ...]) -> None:
         self.number = number
-        self.view = view
-        first, size = int(view.first.machine), len(view.members)
+        self.members = members
+        first, size = int(members[0].replica), len(members)
         self.numbers = range(first, first + size)
         self.alone = False  # nobody is left
         self.machines = np.array(self.numbers)
@@ -61,7 +61,7 @@ class GroupSimulator:
         self._training = training
         self._broadcasts = Broadcasts(setting.neighbours, takes_all=self._rule.takes_all)
         self._outcome = GroupOutcome(str(self._rule), setting)
-        self._groups = [_Group(*one) for one in enumerate(first_views(setting))]
+        self._groups = [_Group(*one) for one in enumerate(first_members(setting))]
         speeds = np.array(setting.links.bandwidths)
         self._speeds = speeds[np.arange(setting.machines) % len(speeds)]
         self._die = dict(sorted(setting.deaths.die, reverse=True))
@@ -153,7 +153,7 @@ class GroupSimulator:
         self._outcome.take(taken, now, [self._groups[one.source].rounds for one in taken])
         weights = None
         if self._training:
-            aggregate = self._training.round(group.number, group.view.members, self._setting.k)
+            aggregate = self._training.round(group.number, group.members, self._setting.k)
             arrived = [one.weights for one in taken if one.weights is not None]
             weights = self._training.end_round(group.number, aggregate, arrived)
         neighbours = self._setting.neighbours[group.number]
@@ -224,23 +224,22 @@ class GroupSimulator:
         return dying
 
     def _bury(self, group: _Group, dying: dict[int, float], now: float) -> None:
-        """The group continues without these machines, under the next view."""
-        gone = [one for one in group.view.members if int(one.machine) in dying]
-        answers = {one: Answer(group.rounds) for one in group.view.members if one not in gone}
+        """The group continues without these machines, in the next generation."""
+        gone = [one for one in group.members if int(one.replica) in dying]
+        staying = tuple(one for one in group.members if one not in gone)
         for one in gone:
-            when = dying[int(one.machine)]
+            when = dying[int(one.replica)]
             self._outcome.died(when - now)
             if self._setting.deaths.return_s is not None:
                 group.dead.append((when + self._setting.deaths.return_s, one))
-        view = next_view(group.view, answers, Changes())
-        if view is None:
+        if staying:
+            self._install(group, staying)
+        else:
             group.alone = True
             group.machines = group.machines[:0]
-        else:
-            self._install(group, view)
         if self._training:
             for one in gone:
-                self._training.gone(group.number, one, [] if view is None else view.members)
+                self._training.gone(group.number, one, staying)
 
     def _join(self, group: _Group, now: float) -> None:
         """Let the machines whose time has come join the group, between two rounds."""
@@ -250,20 +249,14 @@ class GroupSimulator:
         if not back:
             return
         group.dead = [(when, one) for when, one in group.dead if when > now]
-        newcomers = tuple(Member(one.machine, one.incarnation + 1) for one in back)
+        newcomers = tuple(Member(one.replica, one.incarnation + 1) for one in back)
         self._outcome.joins += len(newcomers)
-        if group.alone:
-            self._install(group, View(group.view.generation + 1, newcomers, group.rounds))
-            group.alone = False
-            return
-        answers = {one: Answer(group.rounds) for one in group.view.members}
-        view = next_view(group.view, answers, Changes(joining=newcomers))
-        assert view is not None
-        self._install(group, view)
+        self._install(group, newcomers if group.alone else (*group.members, *newcomers))
+        group.alone = False
 
-    def _install(self, group: _Group, view: View) -> None:
-        group.view = view
-        group.machines = np.array([int(one.machine) for one in view.members])
+    def _install(self, group: _Group, members: tuple[Member, ...]) -> None:
+        group.members = members
+        group.machines = np.array([int(one.replica) for one in members])
         self._outcome.views += 1
 
     def _await_return(self, group: _Group) -> None:
@@ -278,14 +271,14 @@ class GroupSimulator:
         self._outcome.take(taken, now, [self._groups[one.source].rounds for one in taken])
         if self._training:
             newest = taken[-1].weights if taken else None
-            self._training.begin_again(group.number, group.view.members, newest)
+            self._training.begin_again(group.number, group.members, newest)
         self._begin(group, now)
 
 
-def first_views(setting: GroupSetting) -> list[View]:
-    """The views with which the groups begin. A machine's name is its number."""
+def first_members(setting: GroupSetting) -> list[tuple[Member, ...]]:
+    """The members with which the groups begin. A machine's name is its number."""
     ends = np.cumsum([0, *setting.sizes]).tolist()
     return [
-        View(0, tuple(Member(str(one), 0) for one in range(low, high)))
+        tuple(Member(str(one), 0) for one in range(low, high))
         for low, high in itertools.pairwise(ends)
     ]

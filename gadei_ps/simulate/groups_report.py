@@ -14,7 +14,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.groups import reading
 from gadei_ps.groups.rules import Rule
 from gadei_ps.show import tables
-from gadei_ps.simulate.groups import GroupSimulator, first_views
+from gadei_ps.simulate.groups import GroupSimulator, first_members
 from gadei_ps.simulate.groups_outcome import GroupOutcome
 from gadei_ps.simulate.groups_setting import GroupSetting
 from gadei_ps.simulate.groups_training import GroupTraining
@@ -54,7 +54,7 @@ def run(text: str, setting: GroupSetting, learning: Learning | None = None) -> G
         training = GroupTraining(
             learning.problem,
             text,
-            [view.members for view in first_views(setting)],
+            first_members(setting),
             batch=setting.batch,
             lr=learning.lr,
             wire=setting.wire,

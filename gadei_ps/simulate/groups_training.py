@@ -16,7 +16,7 @@ import numpy as np
 
 from gadei_ps.groups import compress, parts, reading
 from gadei_ps.groups.compress import Feedback, Wire
-from gadei_ps.groups.membership import Member
+from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats
 from gadei_ps.groups.subsets import Subsets
 from gadei_ps.simulate.problems import Problem

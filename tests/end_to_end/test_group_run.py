@@ -1,4 +1,4 @@
-"""`gadei-ps group` with a real cluster of Ray: three nodes on this host, each with a machine."""
+"""`gadei-ps group` with a real cluster of Ray: three nodes on this host, each with a replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,15 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import support
-from shell import Cli, Result, Running
-from support import group_machines
-from support.agents import certificates
+from shell import Cli, Running
 
-from gadei_ps.cluster import door
 from gadei_ps.errors import GadeiError
+from gadei_ps.replicas import sockets
 
 pytestmark = [
     pytest.mark.skipif(
@@ -41,7 +37,6 @@ eventually = functools.partial(support.eventually, timeout_s=LONG_S)
 NODES = Path(support.__file__).parent / "ray_nodes.py"
 MACHINES = 3
 LOOK_S = 0.05
-HOST = "127.0.0.2"
 TOKEN = "a token of the tests"
 SCRIPT = """
     import os, pathlib, signal, sys, time
@@ -84,7 +79,7 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """The runtime directory of the cluster's machines."""
+    """The runtime directory of the cluster's replicas."""
     with pytest.MonkeyPatch.context() as patch:
         path = Path(tempfile.mkdtemp(prefix="gps-", dir="/tmp"))
         patch.setenv("GADEI_PS_RUNTIME_DIR", str(path))
@@ -131,41 +126,48 @@ class Run:
     def facts(self, number: int) -> dict[str, Any]:
         time.sleep(LOOK_S)  # it costs those who answer
         try:
-            return door.ask(self.name, number, "status")
+            told: dict[str, Any] = sockets.ask(self.name, number, "status")
+            return told
         except GadeiError:
-            return {"agent": {"state": "away", "rounds": 0}, "job": None, "pid": 0}
+            return {"exchange": {"state": "away", "rounds": 0}, "job": None, "pid": 0}
 
     def has_trained(self, number: int, rounds: int = 1) -> bool:
-        agent = self.facts(number)["agent"]
-        return agent["state"] == "member" and agent["rounds"] >= rounds
+        exchange = self.facts(number)["exchange"]
+        return exchange["state"] == "member" and exchange["rounds"] >= rounds
 
     def rounds(self, number: int) -> int:
-        """That a machine has made."""
-        rounds: int = self.facts(number)["agent"]["rounds"]
+        """That a replica has made."""
+        rounds: int = self.facts(number)["exchange"]["rounds"]
         return rounds
 
-    def ends(self, number: int) -> list[int]:
-        """Processes of a machine that others can reach."""
-        facts = self.facts(number)
-        return [facts["pid"], facts["agent"]["pid"]]
+    def gradients(self, number: int) -> int:
+        job = self.facts(number)["job"]
+        return int(job["gradients_applied"]) if job else 0
 
     def pids(self, number: int) -> list[int]:
-        """All processes of a machine."""
+        """All processes of a replica."""
         facts = self.facts(number)
         job = facts["job"]
-        found = [facts["pid"], facts["agent"]["pid"], job["watchdog_pid"], job["server_pid"]]
+        found = [facts["pid"], job["watchdog_pid"], job["server_pid"]]
         found += [job["standby_pid"], *(one["pid"] for one in job["learners"])]
         return [pid for pid in found if pid]
 
+    def status(self) -> dict[str, Any]:
+        told: dict[str, Any] = self.cli("group", "status", self.name, "--json", **self.env).json
+        return told
+
 
 @pytest.fixture
-def run(cli: Cli, job_name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(
+    cli: Cli, job_name: str, place: Path, interpreters: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Run]:
+    """Interpreters: a fork of a process that has loaded Ray has its token."""
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(place))
     cli.patience_s = LONG_S
     yield Run(cli, job_name, place)
-    for name, number in door.here():  # of a test that has failed
+    for name, number in sockets.here():  # of a test that has failed
         with contextlib.suppress(GadeiError):
-            door.ask(name, number, "stop")
+            sockets.ask(name, number, "stop")
 
 
 ROWS = "text,label\n" + "".join(
@@ -174,16 +176,6 @@ ROWS = "text,label\n" + "".join(
     for word in ("red", "blue")
 )
 EPOCHS = 3
-
-
-def free_ports(count: int) -> int:
-    """The first of so many, where neither Ray nor the kernel takes one by chance."""
-    for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server((HOST, port)))
-            return first
-    raise AssertionError("no ports are free")
 
 
 def test_train(run: Run, nodes: Nodes, place: Path) -> None:
@@ -211,62 +203,19 @@ def test_train(run: Run, nodes: Nodes, place: Path) -> None:
     assert not [one.name for one in place.iterdir() if one.name != "state"]
 
 
-def interrupted(run: Run, place: Path) -> Result:
-    """A `join` that is interrupted while its machine begins, and once more."""
-
-    def machines() -> set[int]:
-        found = set()
-        for one in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_machine = "gadei_ps.cluster.machine" in one.cmdline()
-                if is_machine and one.environ().get("GADEI_PS_RUNTIME_DIR") == str(place):
-                    found.add(one.pid)
-        return found
-
-    before = machines()
-    command = run.cli.start("group", "join", run.name, "--group", 1, **run.env)
-    new = eventually(lambda: machines() - before, what=lambda: command.err)
-    with support.Stopped(new.pop()):
-        for _ in range(2):
-            command.process.send_signal(signal.SIGINT)
-            time.sleep(LOOK_S)
-    return command.wait()
-
-
-def test_ports_certificates_and_the_end_of_learners(run: Run, nodes: Nodes, tmp_path: Path) -> None:
-    """Mistakes are told in one line; else the learners end by themselves, and so does the run."""
-    port = free_ports(2)
-    certificates(tmp_path, ["agent"], HOST)
-
-    def write(machines: int, authority: str = "authority") -> None:
-        run.machines = machines
-        run.file.write_text(
-            f"every = 20\nport = {port}\n[[groups]]\nmachines = {machines}\n[tls]\n"
-            f"certificate = 'agent.pem'\nkey = 'agent.key'\nauthority = '{authority}.pem'\n"
-        )
-
-    def refused(**env: str) -> str:
-        return run.cli(*run.words(nodes), **run.env | env).error
-
-    write(1)
-    assert "set RAY_AUTH_TOKEN to that with which" in refused(RAY_AUTH_TOKEN="another token")
-    place = f"machine 0 at {HOST}: "
-    with socket.create_server((HOST, port)):
-        assert refused() == f"{place}port {port}: Address already in use: choose another `port`"
-    write(1, "stranger")
-    assert refused().startswith(
-        f"{place}{tmp_path}/agent.pem: other agents would refuse it: unable"
-    )
-    write(2)
+def test_learners_that_end(run: Run, nodes: Nodes) -> None:
+    """A wrong token is reported in one line; else the run ends with its learners."""
+    run.machines = 2
+    run.file.write_text("every = 20\noverlap = false\n[[groups]]\nmachines = 2\n")
+    refused = run.cli(*run.words(nodes), **run.env | {"RAY_AUTH_TOKEN": "another token"}).error
+    assert "set RAY_AUTH_TOKEN to that with which" in refused
     command = run.start(nodes)
 
     def has_trained(number: int) -> bool:
         assert command.process.poll() is None, command.err
-        return run.has_trained(number)
+        return run.has_trained(number, 3)
 
     eventually(lambda: has_trained(0) and has_trained(1), what=lambda: command.err)
-    agents = [run.facts(number)["agent"]["address"] for number in range(2)]
-    assert agents == [f"{HOST}:{port}", f"{HOST}:{port + 1}"]
     (run.cli.directory / "end").touch()
     ended = command.wait()
     assert ended.code == 0, ended.err
@@ -274,7 +223,7 @@ def test_ports_certificates_and_the_end_of_learners(run: Run, nodes: Nodes, tmp_
 
 
 def test_a_command_that_is_killed(run: Run, place: Path) -> None:
-    """In a cluster of this host's own: the machine trains on, and the same command comes back."""
+    """In a cluster of this host's own: the replica trains on, and the same command comes back."""
     run.machines = 1
     run.file.write_text("every = 20\n[[groups]]\nmachines = 1\n")
     command = run.start(None)
@@ -285,136 +234,89 @@ def test_a_command_that_is_killed(run: Run, place: Path) -> None:
 
     eventually(lambda: has_trained(1), what=lambda: command.err)
     pid = run.facts(0)["pid"]
-    (driver,) = psutil.Process(command.pid).children()
     command.signal(signal.SIGKILL)
     command = run.start(None)
-    # What Ray itself has started is in the driver's process group.
-    eventually(lambda: not [one for one in support.children() if os.getpgid(one) == driver.pid])
-    eventually(lambda: "are taken over: 0" in command.err, what=lambda: command.err)
+    eventually(lambda: "that train are adopted: 0" in command.err, what=lambda: command.err)
     assert run.facts(0)["pid"] == pid
     rounds = run.rounds(0)
     eventually(lambda: has_trained(rounds + 2), what=lambda: command.err)
     stopped = run.cli("group", "stop", run.name, **run.env)
-    assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 1 machine\n")
+    assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 1 replica\n")
     ended = command.wait()
     assert (ended.code, ended.json["exit_code"], ended.json["stopped"]) == (4, 4, True)
     assert not [one.name for one in place.iterdir() if one.name != "state"]
 
 
-@contextlib.contextmanager
-def killed_when_stopped(command: Running) -> Iterator[None]:
-    """Kills a command, whose driver goes on as one that waits for a machine that does not answer:
-    for long."""
-    (driver,) = psutil.Process(command.pid).children()
-    driver.suspend()
-    try:
-        command.signal(signal.SIGKILL)
-        yield
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            driver.kill()
-
-
-def test_a_stop_of_a_machine_that_ray_does_not_know(run: Run, nodes: Nodes, tmp_path: Path) -> None:
-    """Its head has died, say, and another one has come."""
-    sleeps = sys.executable, "-c", "import time; time.sleep(1000)"
-    group_machines.begin(run.name, *sleeps, log=tmp_path / "log")
-    eventually(lambda: run.facts(0)["job"])
-    stopped = run.cli("group", "stop", run.name, "--address", nodes.address, **run.env)
-    assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 1 machine\n"), (
-        stopped.err
-    )
-    assert not door.lives(run.name, 0)
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
-    """Machines and agents are killed, machines leave and join; Ray is killed, and is not missed."""
+    """Replicas and the coordinator are killed, replicas leave and join; Ray is killed."""
     command = run.start(nodes)
 
-    def all_train(rounds: int = 1, machines: tuple[int, ...] = (0, 1, 2)) -> bool:
+    def all_train(rounds: int = 1, replicas: tuple[int, ...] = (0, 1, 2)) -> bool:
         assert command.process.poll() is None, command.err
-        return all(run.has_trained(number, rounds) for number in machines)
+        return all(run.has_trained(number, rounds) for number in replicas)
 
     eventually(all_train, what=lambda: command.err)
     # Alone, the job of group 0 would stay at 0.
     weights = support.live_weights(f"{run.name}-0")
     eventually(lambda: all_train() and weights[0] > 1, what=lambda: command.err)
-    told = run.cli("group", "status", run.name, "--json", **run.env).json
-    assert [one["machine"] for one in told["machines"]] == [0, 1, 2]
-    with killed_when_stopped(command):
-        command = run.start(nodes)
-        eventually(lambda: "are taken over: 1, 2" in command.err, what=lambda: command.err)
-    again = run.start(nodes)
-    cut_off = [told["machines"][2]["actor_pid"], *run.ends(2)]
-    with contextlib.ExitStack() as stack:
-        for pid in cut_off:
-            stack.enter_context(support.Stopped(pid))
-        eventually(lambda: run.facts(1)["agent"]["waits"] == [2], what=lambda: command.err)
-        given_up = run.cli("group", "leave", run.name, 2, "--dead", **run.env)
-        assert given_up.code == 0, given_up.err
-        rounds = run.rounds(1)
-        eventually(lambda: run.rounds(1) > rounds + 2, what=lambda: command.err)
-    eventually(lambda: all_train(rounds), what=lambda: command.err)
-    refused = again.wait()
+    refused = run.cli(*run.words(nodes), **run.env)
     assert refused.code == 1
     assert f"has its group run already, at 127.0.0.2, process {command.pid}:" in refused.err
-
-    def all_are_known() -> bool:
-        """To Ray: also the one that was removed, and is back."""
-        told = run.cli("group", "status", run.name, "--json", **run.env).json["machines"]
-        states = {one["machine"]: one["state"] for one in told}
-        return states.keys() == {0, 1, 2} and "away" not in states.values()
+    told = run.status()
+    assert [one["machine"] for one in told["machines"]] == [0, 1, 2]
 
     before = [told["machines"][1]["actor_pid"], *run.pids(1)]
-    for pid in before:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
     rounds = run.rounds(2)
+    kill(before)
     eventually(lambda: run.rounds(2) > rounds + 2, what=lambda: command.err)
+    rounds = run.rounds(2)
     eventually(lambda: all_train(rounds), what=lambda: command.err)
     assert not set(run.pids(1)) & set(before)
 
-    eventually(all_are_known, what=lambda: command.err)
-    lost = [run.facts(number)["agent"]["pid"] for number in (1, 2)]
-    for pid in lost:
-        os.kill(pid, signal.SIGKILL)  # then nobody has the state of group 1
+    kill([told["coordinator"]["pid"]])
+    rounds = run.rounds(2)
+    eventually(lambda: all_train(rounds + 2, (1, 2)), what=lambda: command.err)
 
-    def is_new(number: int) -> bool:
-        return run.facts(number)["agent"].get("pid") not in (None, *lost)
-
-    eventually(lambda: is_new(1) and is_new(2) and all_train(), what=lambda: command.err)
-    eventually(all_are_known, what=lambda: command.err)
+    with support.Stopped(run.facts(2)["pid"]):  # it is silent, not dead
+        rounds = run.rounds(1)
+        eventually(lambda: run.rounds(1) > rounds + 2, what=lambda: command.err)
+    eventually(lambda: all_train(rounds, (1, 2)), what=lambda: command.err)
 
     refused = run.cli("group", "join", run.name, "--group", 1, **run.env)
-    assert refused.code == 1 and "all nodes have a machine of" in refused.error
+    assert refused.code == 1 and "all nodes have a replica of" in refused.error
     assert run.cli("group", "leave", run.name, 2, **run.env).code == 0
-    assert not door.lives(run.name, 2)
-    gone = interrupted(run, place)
-    assert gone.code == 130 and "machine 3 was taken back" in gone.err
-    assert not door.lives(run.name, 3)
+    assert not sockets.lives(run.name, 2)
     joined = run.cli("group", "join", run.name, "--group", 1, "--json", **run.env).json
     assert joined["machine"] == 3
     eventually(lambda: all_train(run.rounds(1) - 5, (1, 3)), what=lambda: command.err)
 
+    command.signal(signal.SIGKILL)
+    command = run.start(nodes)
+    eventually(lambda: "are adopted: 0, 1, 3" in command.err, what=lambda: command.err)
+
     nodes.close()
     ended = command.wait()
-    assert ended.code == 1 and "is gone: its machines train on" in ended.err
+    assert ended.code == 1 and "is gone: its replicas train on" in ended.err, ended.err
     pids = [run.facts(number)["pid"] for number in (0, 1, 3)]
-    agents = [run.facts(number)["agent"]["pid"] for number in (0, 1, 3)]
-    rounds = run.rounds(3)
-    eventually(lambda: run.rounds(3) > rounds + 2)
-    told = run.cli("group", "status", run.name, "--json", **run.env).json
-    assert [one["pid"] for one in told["machines"]] == pids
+    gradients = [run.gradients(number) for number in (0, 1, 3)]
+    for number, before_ in zip((0, 1, 3), gradients, strict=True):
+        eventually(lambda number=number, n=before_: run.gradients(number) > n + 20)
+    assert [one["pid"] for one in run.status()["machines"]] == pids
 
     with contextlib.closing(Nodes()) as others:
-        command = run.start(others)
-        eventually(lambda: "are taken over: 1, 3" in command.err, what=lambda: command.err)
         rounds = run.rounds(3)
-        eventually(lambda: all_train(rounds, (1, 3)), what=lambda: command.err)
+        command = run.start(others)
+        eventually(lambda: "are adopted: 0, 1, 3" in command.err, what=lambda: command.err)
+        eventually(lambda: all_train(rounds + 2, (1, 3)), what=lambda: command.err)
         assert [run.facts(number)["pid"] for number in (0, 1, 3)] == pids
-        assert [run.facts(number)["agent"]["pid"] for number in (0, 1, 3)] == agents
         command.process.send_signal(signal.SIGINT)
-        line = "machine {} was interrupted by SIGINT"
+        line = "replica {} was interrupted by SIGINT"
         eventually(lambda: all(line.format(number) in command.err for number in (1, 3)))
         assert run.has_trained(0)
         ended = command.signal(signal.SIGINT)

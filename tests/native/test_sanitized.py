@@ -18,7 +18,6 @@ ROOT = HERE.parents[1]
 FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 # Those that run in one process: others would preload the sanitizers into every daemon.
 TESTS = ("test_ring.py", "test_ring_machine.py", "test_module.py", "test_copy.py")
-OF_MESH = (HERE / "test_mesh_sum.py", ROOT / "tests/unit/test_agent_frames.py")
 
 # Those of learners in C, whose programs alone have the sanitizers.
 OF_LEARNERS = ("test_replies.py", "test_learner.py")
@@ -72,7 +71,7 @@ def _run(extensions: Path, *arguments: object) -> subprocess.CompletedProcess[st
 
 
 def test_the_extensions(extensions: Path) -> None:
-    tests = (*(HERE / name for name in TESTS), *OF_MESH)
+    tests = [HERE / name for name in TESTS]
     done = _run(extensions, "-m", "pytest", "-p", "preload", "-q", "-s", *tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
 

@@ -1,4 +1,4 @@
-"""What is said at once of a cluster that cannot have the machines of a run."""
+"""What is said at once of a cluster that cannot have the replicas of a run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from gadei_ps.cluster import config, rays
 from gadei_ps.errors import ClusterError
+from gadei_ps.replicas import config, rays
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'gadei-ps[cluster]'", allow_module_level=True)
 
 import ray
 
-from gadei_ps.cluster import actor, placing
+from gadei_ps.replicas import actor, placing
 
 RUN = {"name": "a", "every": 1, "groups": [{"machines": 2}, {"nodes": ["x", "y"]}]}
 
@@ -39,16 +39,16 @@ def cluster(*addresses: str) -> list[dict[str, Any]]:
         ("xzzw", {}, "a: y is no node of the cluster; its nodes are w, x, z: start Ray there "),
         # Also where there are too few: which are missing says more than how many.
         ("zw", {}, "a: x, y are no nodes of the cluster; its nodes are w, z: start Ray"),
-        ("xyw", {}, "a: 4 machines are wanted, and the cluster has 3: start Ray on more"),
+        ("xyw", {}, "a: 4 replicas are wanted, and the cluster has 3: start Ray on more"),
         # Ray would never place them: each has a node of its own.
         (
             "xyzw",
             {0: ("z", 0), 1: ("z", 0)},
-            "a: machines 0, 1 are to be at z, or train there already, and the cluster has 1 node "
-            "there: correct `nodes`, or end a machine there (gadei-ps stop a-1)",
+            "a: replicas 0, 1 are to be at z, or train there already, and the cluster has 1 node "
+            "there: correct `nodes`, or end a replica there (gadei-ps stop a-1)",
         ),
         ("xyzz", {0: ("z", 0), 1: ("z", 0)}, ""),
-        ("xyzw", {0: ("x", 0)}, "a: machines 0, 2 are to be at x, or train there already"),
+        ("xyzw", {0: ("x", 0)}, "a: replicas 0, 2 are to be at x, or train there already"),
     ],
 )
 def test_a_cluster_that_cannot_have_all_machines(
@@ -65,9 +65,9 @@ def test_a_machine_joins_on_no_node_that_is_missing(monkeypatch: pytest.MonkeyPa
     known = [one | {"NodeID": one["NodeManagerAddress"]} for one in cluster("x", "y")]
     monkeypatch.setattr(placing, "nodes", lambda: known)
     with pytest.raises(ClusterError, match=r"^run a: z is no node of the cluster; its nodes are x"):
-        placing.beside("a", 0, ["x"], "z")
-    with pytest.raises(ClusterError, match=r"^node x has a machine of a already: start Ray on ano"):
-        placing.beside("a", 0, ["x"], "x")
+        placing.beside("a", 0, 0, ["x"], "z")
+    with pytest.raises(ClusterError, match=r"^node x has a replica of a already: start Ray on ano"):
+        placing.beside("a", 0, 0, ["x"], "x")
 
 
 def test_what_machines_are_to_have_is_said_in_words() -> None:
@@ -82,7 +82,7 @@ def test_machines_of_another_cluster_are_not_taken(
     """Those of a host's own cluster train for another `group run`, where no other host reaches
     them."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "h")
-    monkeypatch.setattr(actor.door, "here", lambda: [("a", 0), ("b", 0)])
+    monkeypatch.setattr(actor.sockets, "here", lambda: [("a", 0), ("b", 0)])
     monkeypatch.setattr(actor, "_group", lambda *_: 0)
     monkeypatch.setattr(ray, "get", lambda found, timeout: found)
     rays.note("a", "127.0.0.2:1", "a token")

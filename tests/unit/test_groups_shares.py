@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gadei_ps.groups.membership import Member
+from gadei_ps.groups.member import Member
 from gadei_ps.groups.shares import MOST_OPEN, Said, Shares, Span, Work, without
 
 Batch = tuple[int, int]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.cluster import config
 from gadei_ps.errors import UsageError
+from gadei_ps.replicas import config
 
 WHOLE = """
 name = "trec"
@@ -16,14 +16,9 @@ rule = "outer:0.7:0.9"
 learners = 2
 lr = 0.1
 divide = true
-port = 7650
 [[groups]]
 nodes = ["10.0.0.1", "10.0.0.2"]
 resources = { GPU = 2 }
-[tls]
-certificate = "here.pem"
-key = "/etc/key.pem"
-authority = "authority.pem"
 """
 
 
@@ -37,9 +32,6 @@ def test_what_it_says(tmp_path: Path) -> None:
     run = config.load(written(tmp_path, WHOLE))
     assert (run.name, run.machines, run.numbers()) == ("trec", 2, [0, 0])
     assert list(run.groups[0].bundles())[1] == {"CPU": 1, "GPU": 2, "node:10.0.0.2": 0.001}
-    assert run.tls is not None
-    assert run.tls.certificate == tmp_path / "here.pem"
-    assert str(run.tls.key) == "/etc/key.pem"
     assert run.overrides() == {"lr": 0.1, "owned": True} and run.job(1).name == "trec-1"
     told = run.model_dump(mode="json", exclude_unset=True)
     assert config.from_mapping(told, "run") == run
@@ -91,13 +83,11 @@ GROUP = "\n[[groups]]\nmachines = 2\n"
         ("every = 5\noptimizer = 'best'" + GROUP, "optimizer.kind: Input should be"),
         (
             "every = 5\n[[groups]]\nnodes = ['a', 'a']",
-            "groups: nodes: a is given twice; each machine",
+            "groups: nodes: a is given twice; each replica",
         ),
         ("every = 5\n[[groups]]\nnodes = ['']", "groups: nodes: an address is empty"),
-        (
-            "every = 5\nport = 64511\n" + 17 * "[[groups]]\nmachines = 64\n",
-            "port: 64511 leaves less",
-        ),
+        ("every = 5\nport = 7650" + GROUP, "port: replicas choose free ports: leave it out"),
+        ("every = 5" + GROUP + "[tls]\nkey = 'a'", "tls: gadei-ps does not encrypt"),
         ("every = ", "toml:1: Invalid value; correct it"),
     ],
 )

@@ -29,21 +29,19 @@ FOLDERS |= {
     f"{PACKAGE}.{name}": ROOT / name for name in ("learners", "watchdog", "systemd", "benchmarks")
 }
 CEXT = f"{PACKAGE}._native"
-MESH = f"{PACKAGE}._mesh"
 
 # A room or module of a layer may import its own room and what lies in the layers before it. Rooms
 # of one layer know nothing of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("gadei_ps", "_native", "_mesh", "errors", "homes", "metrics", "systemd"),
+    ("gadei_ps", "_native", "errors", "homes", "metrics", "systemd"),
     ("machine", "kernels"),
     ("memory", "sync", "show"),
     ("storage", "groups"),
     ("job", "run_times"),
     ("server", "learners", "simulate"),
-    ("agents",),
     ("watchdog",),
     ("commands",),
-    ("cluster",),
+    ("replicas",),
     ("chaos", "classifier"),
     ("benchmarks",),
     ("cli",),
@@ -83,7 +81,7 @@ def _imported(module: str, tree: ast.AST) -> set[str]:
             base = node.module or ""
             for one in node.names:
                 inner = f"{base}.{one.name}"
-                found.add(inner if inner in MODULES or inner in (CEXT, MESH) else base)
+                found.add(inner if inner in MODULES or inner == CEXT else base)
     return {one for one in found if one.split(".")[0] == PACKAGE} - {module}
 
 
@@ -229,13 +227,13 @@ def test_the_walk_sees_imports() -> None:
     assert "gadei_ps.server.manager" in starts()["gadei_ps.watchdog.server_starter"]
     assert "gadei_ps.machine.cuda_probe" in starts()["gadei_ps.machine.gpus"]
     for module, imported in imports().items():
-        assert imported | starts()[module] <= MODULES.keys() | {CEXT, MESH, PACKAGE}, module
+        assert imported | starts()[module] <= MODULES.keys() | {CEXT, PACKAGE}, module
 
 
 def test_every_room_has_a_layer() -> None:
     named = [one for rooms in LAYERS for one in rooms]
     assert len(named) == len(set(named))
-    assert {room(module) for module in MODULES} == set(named) - {"_native", "_mesh"}
+    assert {room(module) for module in MODULES} == set(named) - {"_native"}
 
 
 def test_every_package_is_installed() -> None:
@@ -450,10 +448,6 @@ LONG_FUNCTIONS = {
     "gadei_ps/server/shard.py:serve": 81,
 }
 WIDE_CONSTRUCTORS = {
-    "gadei_ps/agents/broadcast.py:Broadcast": 10,
-    "gadei_ps/agents/driver.py:Driver": 13,
-    "gadei_ps/agents/inbox.py:Inbox": 9,
-    "gadei_ps/agents/inbox.py:_Source": 9,
     "gadei_ps/classifier/network.py:SentenceClassifier": 11,
     "gadei_ps/commands/daemon.py:Daemon": 11,
     "learners/client.py:Client": 11,  # users write it, each by name

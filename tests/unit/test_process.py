@@ -55,7 +55,7 @@ BY_PID = {  # files that signal by number: their own process, or children that t
     "gadei_ps/server/fork_server.py",
     "watchdog/__main__.py",
 }
-OLD = {"gadei_ps/agents", "gadei_ps/cluster"}
+OLD = {"gadei_ps/replicas"}
 
 
 def test_other_processes_are_signalled_through_pidfds() -> None:

@@ -16,14 +16,14 @@ WHY = "agent 1 at 10.0.0.12:40123: Connection refused; this has lasted for 10 s 
 
 def row(number: int, group: int, **more: Any) -> dict[str, Any]:
     """Of a machine that has trained for long."""
-    agent = {"state": "member", "rounds": 12_345, "last_round_s": None, "why": None}
+    exchange = {"state": "member", "rounds": 12_345, "last_round_s": None, "why": None}
     job = {
         "gradients_applied": 123_456_789,
         "samples": 3_950_617_248,
-        "learners": [{"name": "agent", "loss": None}, {"name": "learner 0", "loss": 0.25}],
+        "learners": [{"name": "replica", "loss": None}, {"name": "learner 0", "loss": 0.25}],
     }
     told = {"machine": number, "group": group, "host": "192.168.100.200", "state": "training"}
-    return told | {"agent": agent, "job": job, "why": None} | more
+    return told | {"exchange": exchange, "job": job, "why": None} | more
 
 
 def shown(rows: list[dict[str, Any]], width: int) -> list[str]:
@@ -37,23 +37,23 @@ def test_no_word_is_cut_where_lines_are_short(width: int) -> None:
     rows = [row(0, 0), row(31, 5), {"machine": 2, "state": "away", "ended": None, "why": WHY}]
     head, first, second, third, *notes = shown(rows, width)
     assert len(first) <= width
-    assert head.split()[:2] == ["machine", "group"]
+    assert head.split()[:2] == ["replica", "group"]
     assert first.split()[:2] == ["0", "0"] and second.split()[:2] == ["31", "5"]
     assert "training" in first and "12,345" in first and third.split() == ["2", "away"]
-    assert " ".join(one.strip() for one in notes) == f"machine 2: {WHY}"
+    assert " ".join(one.strip() for one in notes) == f"replica 2: {WHY}"
 
 
 def test_what_is_said_of_a_machine() -> None:
     """Not how it has come back, once it trains again; but how it has ended."""
     why = "was killed by SIGKILL: it joins again"
-    agent = {"state": "joining", "rounds": 0, "last_round_s": None, "why": None}
-    assert shown([row(0, 0, why=why, agent=agent)], 80)[2:] == [f"machine 0: {why}"]
+    exchange = {"state": "joining", "rounds": 0, "last_round_s": None, "why": None}
+    assert shown([row(0, 0, why=why, exchange=exchange)], 80)[2:] == [f"replica 0: {why}"]
     assert not shown([row(0, 0, why=why)], 80)[2:]
-    agent |= {"state": "member", "note": "its weights hold a NaN"}
-    assert shown([row(0, 0, agent=agent)], 80)[2:] == ["machine 0: its weights hold a NaN"]
+    exchange |= {"state": "member", "note": "its weights hold a NaN"}
+    assert shown([row(0, 0, exchange=exchange)], 80)[2:] == ["replica 0: its weights hold a NaN"]
     over = {"exit_code": 1, "said": "no data", "log": "a-0.log"}
     ended = {"machine": 0, "host": "h", "state": "ended", "why": None, "ended": over}
-    said = "machine 0: has ended with exit code 1: no data; see its log, a-0.log"
+    said = "replica 0: has ended with exit code 1: no data; see its log, a-0.log"
     assert shown([ended], 80)[2:] == [said]
 
 
@@ -62,7 +62,7 @@ def test_how_a_run_has_ended() -> None:
     passed = {"exit_code": 130, "interrupted": "SIGINT", "gradients_applied": 1_000}
     failed = {"machine": 1, "exit_code": 1, "interrupted": None, "gradients_applied": 1}
     summary = {"run": "a", "machines": [{"machine": 0} | passed, failed], "stopped": False}
-    told = "run a: 2 machines, 1,001 gradients applied"
+    told = "run a: 2 replicas, 1,001 gradients applied"
     assert (
         ran(summary | {"interrupted": "SIGINT"})
         == f"{told}; it was interrupted by SIGINT; failed: 1"
@@ -72,9 +72,9 @@ def test_how_a_run_has_ended() -> None:
     lost = {"machine": 2, "exit_code": 0, "asked": "lost"}
     unasked = {"machine": 3, "exit_code": 0, "asked": "stop", "unreached": True}
     ended = {"run": "a", "machines": [lost], "stopped": False, "interrupted": None}
-    assert ran(ended) == "run a: 1 machine, 0 gradients applied; machine 2 may train on"
+    assert ran(ended) == "run a: 1 replica, 0 gradients applied; replica 2 may train on"
     ended |= {"machines": [lost, unasked], "stopped": True}
-    assert ran(ended).endswith("; it was stopped; machines 2, 3 may train on")
+    assert ran(ended).endswith("; it was stopped; replicas 2, 3 may train on")
     assert how_ended(passed) == "was interrupted by SIGINT: 1,000 gradients applied"
     assert how_ended(passed | {"asked": "stop"}) == "was stopped"
 

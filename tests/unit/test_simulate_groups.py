@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gadei_ps.errors import UsageError
 from gadei_ps.groups.compress import Wire
 from gadei_ps.simulate import groups, groups_report, groups_setting, problems
-from gadei_ps.simulate.groups import GroupSimulator, first_views
+from gadei_ps.simulate.groups import GroupSimulator, first_members
 from gadei_ps.simulate.groups_outcome import GroupOutcome
 from gadei_ps.simulate.groups_setting import Deaths, GroupSetting, Links
 from gadei_ps.simulate.groups_training import GroupTraining
@@ -228,18 +228,18 @@ def test_weights_that_are_not_finite_end_a_run(wire: Wire) -> None:
 
 def test_each_sample_is_trained_once_a_pass_whoever_dies() -> None:
     setting = GroupSetting((3, 2), ((), ()), parse("normal:std=0", 0), rounds=1)
-    views = first_views(setting)
+    groups = first_members(setting)
     problem = _Counting(0, samples=100)
     training = GroupTraining(
         problem,
         "replace",
-        [one.members for one in views],
+        groups,
         batch=4,
         lr=0.1,
         wire=Wire.FLOAT32,
         seed=0,
     )
-    members = list(views[0].members)
+    members = list(groups[0])
     training.round(0, members, 2)
     training.gone(0, dead := members.pop(1), members)
     for _ in range(20):

@@ -13,8 +13,8 @@ from gadei_ps.classifier.grouped import RESTARTS, _Launcher, combined, filled, r
 from gadei_ps.classifier.measuring import Best
 from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
-from gadei_ps.cluster import config
 from gadei_ps.errors import ClusterError, UsageError
+from gadei_ps.replicas import config
 
 FILE = {"name": "a", "every": 5, "groups": [{"machines": 2}]}
 
@@ -66,7 +66,7 @@ def test_a_wrong_option_is_no_mistake_of_the_file() -> None:
         ({"learners": 2}, "--learners 2: GROUPS.toml has learners = 3; leave out one of them"),
         ({"job": "b"}, "--job cannot be combined with --groups: the run has the name that"),
         ({"gpus": "0"}, "--gpus cannot be combined with --groups: learners take the GPUs of"),
-        ({"verbose": True}, "--verbose cannot be combined with --groups: each machine has a log"),
+        ({"verbose": True}, "--verbose cannot be combined with --groups: each replica has a log"),
     ],
 )
 def test_what_cannot_be_combined(given: dict[str, Any], line: str) -> None:
@@ -79,7 +79,7 @@ def test_what_cannot_be_combined(given: dict[str, Any], line: str) -> None:
 def row(machine: int, job: str, samples: int, done: int = 0, **more: Any) -> dict[str, Any]:
     counts = dict.fromkeys(COUNTED, 0) | {"samples": samples}
     what = {"job_id": job, "work": {"epochs_done": done}, "model": {"values": 1}, **counts}
-    told = {"machine": machine, "group": machine // 2, "agent": {"state": "member"}, "job": what}
+    told = {"machine": machine, "group": machine // 2, "exchange": {"state": "member"}, "job": what}
     return told | more
 
 
@@ -143,7 +143,7 @@ def test_a_model_is_kept_though_its_machines_cannot_be_ended() -> None:
 
 def test_whose_weights_are_measured() -> None:
     rows = [
-        row(0, "a", 0, done=3, agent={"state": "joining"}),
+        row(0, "a", 0, done=3, exchange={"state": "joining"}),
         row(1, "b", 0, done=1),
         row(2, "c", 0, done=2),
         {"machine": 3, "job": {"model": None}},

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-for name in ("_native", "_mesh"):
+for name in ("_native",):
     path = next(Path(os.environ["TESTED_EXTENSIONS"]).glob(f"{name}.*.so"))
     spec = importlib.util.spec_from_file_location(f"gadei_ps.{name}", path)
     assert spec is not None

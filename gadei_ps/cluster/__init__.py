@@ -1,1 +1,0 @@
-"""Groups of machines that train one model: what Ray places there, and what runs on without it."""

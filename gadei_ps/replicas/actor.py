@@ -1,0 +1,366 @@
+"""What Ray places on each host of a run: an actor that starts a replica, and starts it again.
+
+The replica's process reaches the coordinator and Ray's object store through this actor. It has
+nothing else that is needed: it may die at any time, and the next actor finds the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+import gadei_ps
+from gadei_ps.errors import (
+    ControlError,
+    GadeiError,
+    JobNotFound,
+    NoAnswer,
+    UsageError,
+    in_words,
+)
+from gadei_ps.job import paths
+from gadei_ps.job.config import state_directory
+from gadei_ps.machine import process
+from gadei_ps.memory import shm
+from gadei_ps.memory.weights import FloatArray
+from gadei_ps.replicas import copies, rays, sockets
+from gadei_ps.replicas.config import from_mapping, job_name
+from gadei_ps.replicas.coordinator import coordinator_name
+from gadei_ps.replicas.program import Bytes, Data, Program
+
+NAMESPACE = "gadei-ps"
+START_S, ANSWER_S, FETCH_S = 60.0, 5.0, 100.0
+FIRST_REST_S, MOST_REST_S = 0.2, 5.0
+CALLS = 16
+
+Plan = dict[str, Any]
+
+
+def actor_name(run: str, number: int) -> str:
+    """Of a replica's actor."""
+    return f"{run}.{number}"
+
+
+def look() -> dict[str, Any]:
+    """What this host has, before anything is started there."""
+    return {
+        "gadei_ps": gadei_ps.__version__,
+        "ray": ray.__version__,
+        "host": ray.util.get_node_ip_address(),
+        "memory": shm.SHM.is_dir() and os.access(shm.SHM, os.W_OK),
+        "living": [(*one, _group(*one)) for one in sockets.here()],
+        "own": sorted({run for run, _ in sockets.here() if rays.own_address(run)}),
+    }
+
+
+def _group(run: str, number: int) -> int:
+    """Of a living replica; 0 if it does not answer."""
+    with contextlib.suppress(GadeiError):
+        return int(sockets.ask(run, number, "settings")["group"])
+    return 0
+
+
+class ReplicaActor:
+    """One replica of a run, as Ray knows it."""
+
+    def __init__(self, run: str, number: int, group: int) -> None:
+        self._run, self._number, self._group = run, number, group
+        self._data: Data | None = None
+        self._summary: dict[str, Any] | None = None
+        self._why: str | None = None
+        self._lives = 0
+        self._is_ending = False
+        self._starting, self._over = threading.Lock(), threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._coordinator: Any = None
+        self._server: sockets.Server | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            threading.Thread(target=self._start_again, daemon=True).start()
+
+    # -- for commands ----------------------------------------------------------------------------
+
+    def prepare(self, directory: str, program: dict[str, Any] | None) -> dict[str, Any]:
+        """What the host has. The `mistake` says in one line why no replica can be here."""
+        found = look() | {"alive": sockets.lives(self._run, self._number)}
+        found["mistake"] = self._mistake(found, directory, program)
+        if found["alive"]:
+            with contextlib.suppress(GadeiError):
+                found["settings"] = sockets.ask(self._run, self._number, "settings")
+        return found
+
+    def _mistake(
+        self, found: dict[str, Any], directory: str, program: dict[str, Any] | None
+    ) -> str | None:
+        if not found["memory"]:
+            return "there is no /dev/shm that can be written: mount a tmpfs there"
+        if not Path(directory).is_dir():
+            return f"there is no directory {directory}: put the script at the same place everywhere"
+        try:
+            _make_directories()
+        except (GadeiError, OSError) as error:
+            return in_words(error)
+        return Program(**program).mistake() if program is not None else None
+
+    def start(self, data: Bytes | None = None) -> bool:
+        """Start the replica, or adopt its process: then the answer is True. Raises UsageError.
+
+        data: of the program, if the run brings one.
+        """
+        with self._starting:
+            if self._watcher is not None or self._over.is_set():
+                return False
+            _make_directories()
+            self._serve()
+            if is_adopted := sockets.lives(self._run, self._number):
+                self._adopt()
+            else:
+                if data is not None:
+                    self._data = Data.of(data)
+                self._begin()
+            self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
+            self._watcher.start()
+            return is_adopted
+
+    def data(self) -> Bytes | None:
+        """Of the run's program, if it has one."""
+        return self._data.read() if self._data is not None else None
+
+    def weights(self) -> dict[str, FloatArray]:
+        """A copy of those of its job, by the names of the tensors. Raises GadeiError, OSError."""
+        return copies.of_job(job_name(self._run, self._number))
+
+    def status(self) -> dict[str, Any]:
+        """What the replica is doing, or how it has ended."""
+        facts: dict[str, Any] = {
+            "machine": self._number,
+            "group": self._group,
+            "actor_pid": os.getpid(),
+        }
+        facts |= {"host": ray.util.get_node_ip_address(), "lives": self._lives}
+        facts |= {"node": ray.get_runtime_context().get_node_id(), "ended": self._summary}
+        if self._summary is not None:
+            return facts | {"state": self._summary.get("asked", "ended"), "why": None}
+        try:
+            told: dict[str, Any] = sockets.ask(self._run, self._number, "status")
+            return facts | told | {"why": self._why}
+        except NoAnswer as error:
+            return facts | {"state": "silent", "why": in_words(error)}
+        except GadeiError:  # it has just ended, or is not there yet, or not again
+            return facts | {"state": "ending" if self._is_ending else "starting", "why": self._why}
+
+    def ask(self, what: str, **how: Any) -> None:
+        """Send a request to the replica's process; without one, a stop or leave ends the actor."""
+        with contextlib.suppress(JobNotFound):
+            sockets.ask(self._run, self._number, what, **how)
+            return
+        if what in ("leave", "stop"):
+            with self._starting:  # a start that is under way ends first
+                if self._watcher is None:
+                    self._finish({"exit_code": 0, "asked": what})
+                    return
+            with contextlib.suppress(JobNotFound):
+                sockets.ask(self._run, self._number, what, **how)
+
+    def end(self) -> dict[str, Any] | None:
+        """The summary once the replica has ended; waits for it, but not for ever."""
+        self._over.wait(START_S)
+        return self._summary
+
+    def clear(self, *, whole: bool = False) -> None:
+        """Remove what a killed process of the replica has left here. whole: the run has ended."""
+        if self._server is not None:
+            self._server.close()
+        sockets.clear(self._run, self._number)
+        if whole and (noted := rays.noted(self._run)) is not None and noted["token"] is None:
+            rays.forget(self._run)
+
+    # -- the replica's process -------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        told = sockets.ask(self._run, self._number, "settings", START_S)
+        if told["data"]:
+            self._data = Data.at(told["data"])
+        self._lives += 1
+
+    def _begin(self) -> None:
+        """Start the process. Raises UsageError."""
+        plan = self._call("plan", START_S)
+        run = from_mapping(plan["run"], "run")
+        if plan["program"] is not None and self._data is None:
+            self._data = self._others_data()
+        sources = {one for group in range(len(run.groups)) for one in run.sources(group)}
+        settings = {
+            "run": self._run,
+            "number": self._number,
+            "group": self._group,
+            "machines": run.machines,
+            "command": plan["command"],
+            "program": plan["program"],
+            "data": "" if self._data is None else self._data.path,
+            "learners": run.learners,
+            "restart": run.restart,
+            "overrides": run.overrides(),
+            "directory": plan["directory"],
+            "log": str(state_directory() / f"{job_name(self._run, self._number)}.log"),
+            "rounds": {
+                "every": run.every,
+                "rule": run.rule,
+                "overlap": run.overlap,
+                "wire": run.wire,
+                "divides": run.divide,
+                "takers": self._group in sources,
+                "silence_s": run.silence_s,
+            },
+        }
+        _spawn(settings)
+        self._lives += 1
+
+    def _others_data(self) -> Data:
+        for name in names(self._run):
+            if name != actor_name(self._run, self._number):
+                with contextlib.suppress(Exception):  # another one may have them
+                    other = ray.get_actor(name, NAMESPACE)
+                    data = ray.get(other.data.remote(), timeout=START_S)
+                    if data is not None:
+                        return Data.of(data)
+        raise UsageError(f"replica {self._number} has no data for its learners")
+
+    def _watch(self) -> None:
+        """Wait for the end of the process; one that was killed is started again."""
+        rest_s = FIRST_REST_S
+        while True:
+            begin = time.monotonic()
+            try:
+                told = sockets.ask(self._run, self._number, "await", None)
+                self._is_ending = True
+                _wait_for_end(told["pid"])
+                self._lost()
+                self._finish(told["summary"])
+                return
+            except GadeiError:
+                if sockets.lives(self._run, self._number):  # it was asked while it began
+                    time.sleep(FIRST_REST_S)
+                    continue
+                self._why = "its process was killed: it joins again"
+            self._lost()
+            rest_s = FIRST_REST_S if time.monotonic() - begin > MOST_REST_S else 2 * rest_s
+            time.sleep(min(rest_s, MOST_REST_S))
+            with contextlib.suppress(Exception):  # another try follows
+                self._begin()
+
+    def _finish(self, summary: dict[str, Any]) -> None:
+        self._summary = summary
+        self._over.set()
+
+    def _lost(self) -> None:
+        with contextlib.suppress(Exception):  # it sees the silence
+            self._call("lost", ANSWER_S, self._group, self._number)
+
+    def _start_again(self) -> None:
+        """The actor before this one has died."""
+        while not (self._over.is_set() or self._watcher is not None):
+            try:
+                self.start()
+            except Exception as error:  # the coordinator may be starting again, too
+                self._why = in_words(error)
+                time.sleep(FIRST_REST_S)
+
+    # -- requests of the replica's process -------------------------------------------------------
+
+    def _serve(self) -> None:
+        if self._server is None:
+            self._server = sockets.Server(sockets.actor_path(self._run, self._number), self._answer)
+
+    def _answer(self, what: str, **how: Any) -> Any:
+        if what == "report":
+            told = self._call("report", ANSWER_S, how["group"], how["report"], how["seen"])
+            return told | {"host": ray.util.get_node_ip_address()}
+        if what == "publish":
+            reference = ray.put(np.frombuffer(how["data"], np.uint8))
+            return self._call("publish", ANSWER_S, how["group"], [reference])
+        if what == "fetch":
+            found = self._call("reference", ANSWER_S, how["group"], how["version"])
+            if found is None:
+                raise ControlError("the model is kept no more")
+            try:
+                return ray.get(found[0], timeout=FETCH_S).tobytes()
+            except Exception as error:
+                raise ControlError(rays.described(error)) from None
+        raise ControlError(f"unknown request {what!r}")
+
+    def _call(self, what: str, timeout_s: float, *how: Any) -> Any:
+        """Return the answer of the coordinator. Raises ControlError."""
+        try:
+            if self._coordinator is None:
+                self._coordinator = ray.get_actor(coordinator_name(self._run), NAMESPACE)
+            return ray.get(getattr(self._coordinator, what).remote(*how), timeout=timeout_s)
+        except Exception as error:  # ValueError: Ray does not know it
+            self._coordinator = None
+            raise ControlError(
+                f"the coordinator does not answer: {rays.described(error)}"
+            ) from None
+
+
+def names(run: str) -> list[str]:
+    """The replica actors of a run that Ray knows, in the order of their numbers."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    ours = [one["name"] for one in found if one["namespace"] == NAMESPACE]
+    ours = [one for one in ours if one.rpartition(".")[0] == run]
+    return sorted(ours, key=lambda one: int(one.rpartition(".")[2]))
+
+
+def _make_directories() -> None:
+    """Of replicas, on this host. Raises GadeiError, or OSError."""
+    paths.directory(make=True)
+    state_directory().mkdir(parents=True, exist_ok=True)
+
+
+def _environment() -> dict[str, str]:
+    """Of what runs on after Ray: without what Ray has set for its own workers."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ours.pop("OMP_NUM_THREADS", None)  # Ray's workers have 1
+    return ours
+
+
+def _spawn(settings: dict[str, Any]) -> None:
+    """Start the process of a replica, and wait until it has begun. Raises UsageError."""
+    number = settings["number"]
+    try:
+        done = subprocess.run(
+            process.module_command("gadei_ps.replicas.replica"),
+            input=json.dumps(settings),
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            cwd=settings["directory"],
+            env=_environment(),
+            timeout=START_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"replica {number} does not begin in {START_S:g} s") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it has ended"]
+        raise UsageError(lines[-1].removeprefix("gadei-ps: "))
+    print(f"replica {number} has begun", file=sys.stderr, flush=True)
+
+
+def _wait_for_end(pid: int) -> None:
+    """Wait until a process that is ending has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        process.gone(pidfd, ANSWER_S)
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,426 @@
+"""What the commands `gadei-ps group run`, `status`, `join`, `leave` and `stop` do."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gadei_ps.commands.run import check_command
+from gadei_ps.errors import (
+    ClusterError,
+    ClusterLost,
+    ControlError,
+    GadeiError,
+    JobInUse,
+    JobNotFound,
+    UsageError,
+    in_words,
+)
+from gadei_ps.job import paths
+from gadei_ps.job.diagnosis import locked
+from gadei_ps.machine import interrupts
+from gadei_ps.replicas import config, rays, sockets
+from gadei_ps.replicas.config import Run, job_name
+from gadei_ps.replicas.locks import Lock
+from gadei_ps.show.counts import counted
+
+POLL_S = 0.3
+END_S, AWAY_S = 90.0, 20.0
+"""For replicas to end; for one that Ray has lost."""
+LAST_S = 60.0
+"""For a cluster to end whose command was killed."""
+DISCONNECT_S = 5.0
+
+Told = dict[str, Any]
+Say = Callable[[str, bool], None]
+"""Is given a line, and whether it is one on how training goes."""
+
+
+def run(file: Path, command: list[str], address: str | None, where: Path, say: Say) -> Told:
+    """Train until all replicas have ended; return a summary with `exit_code`.
+
+    file: GROUPS.toml. address: of a cluster; None: one of this host's own. where: directory of the
+    learners, on each host. The first signal is passed on to the learners of all replicas; the
+    second one ends them at once. Raises GadeiError.
+    """
+    wanted = config.load(file)
+    check_command(command)
+    with cluster_of(wanted, file, address, say) as found:
+        from gadei_ps.replicas.following import Following
+
+        following = Following(wanted, found, command, str(where.absolute()), say)
+        begin(following)
+        with interrupts.first_told() as signalled:
+            return _followed(following, signalled)
+
+
+def begin(following: Any, data: Any = None) -> None:
+    """Begin a run; end what was started if that fails."""
+    try:
+        following.begin(data)
+    except BaseException:
+        with interrupts.held():
+            following.abandon()
+        raise
+
+
+def _followed(following: Any, signalled: Callable[[], int | None]) -> Told:
+    """Pass signals on, until the run has ended."""
+    passed: int | None = None
+    while True:
+        try:
+            if passed is None and (passed := signalled()) is not None:
+                following.signal(passed)
+            if following.look():
+                break
+            time.sleep(POLL_S)
+        except interrupts.Interrupted as second:
+            following.signal(second.number)
+    done: Told = following.summary() | {"interrupted": None}
+    if passed:
+        done |= {"exit_code": 128 + passed, "interrupted": signal.Signals(passed).name}
+    return done
+
+
+@contextlib.contextmanager
+def cluster_of(wanted: Run, file: Path, address: str | None, say: Say) -> Iterator[str]:
+    """Connect to the cluster of a run until the end of the block; None: to one of this host's own.
+
+    Raises UsageError if the run cannot be in this cluster.
+    """
+    if address is not None:
+        _check_apart(wanted.name)
+        with _connected(address, None):
+            rays.note(wanted.name, address, None)
+            yield address
+            rays.unnote(wanted.name, address)
+        return
+    _check_own(wanted, file)
+    with _alone(wanted.name, say), rays.directory() as directory:
+        say(f"starting Ray on this host, with {counted(wanted.machines, 'node')}", False)
+        if (there := rays.nearby()) is not None and rays.answers(there):
+            say(f"Ray runs already, at {there}: give --address to train on its hosts", False)
+        with rays.own(wanted.machines, directory) as (made, token), _connected(made, token):
+            rays.note(wanted.name, made, token, str(directory))
+            yield made
+        rays.unnote(wanted.name, made)
+
+
+@contextlib.contextmanager
+def _connected(address: str, token: str | None) -> Iterator[Any]:
+    ray = rays.connect(address, token)
+    interrupts.install()  # Ray has handlers of its own
+    try:
+        yield ray
+    finally:
+        ended = threading.Thread(target=ray.shutdown, daemon=True)
+        ended.start()
+        ended.join(DISCONNECT_S)
+        if ended.is_alive():  # it waits for a cluster that is gone: nobody waits for that
+            atexit.unregister(ray.shutdown)
+
+
+def _check_own(wanted: Run, file: Path) -> None:
+    for number, group in enumerate(wanted.groups):
+        for name in ("nodes", "resources"):
+            if getattr(group, name):
+                raise UsageError(
+                    f"{file}: groups.{number}.{name}: it needs the cluster of several hosts that "
+                    "--address names"
+                )
+
+
+def _there(name: str) -> str:
+    return f"run {name!r} is on this host already"
+
+
+def _stop_first(name: str) -> str:
+    return f"{_there(name)}: stop it first (gadei-ps group stop {name})"
+
+
+def _check_apart(name: str) -> None:
+    """Raises UsageError if this host has the run in a cluster of its own, or what is left of it."""
+    own = rays.own_address(name)
+    is_left = own is not None and (rays.answers(own) or sockets.here(name))
+    if is_left or locked(rays.lock_path(name)):
+        raise UsageError(_stop_first(name))
+
+
+@contextlib.contextmanager
+def _alone(name: str, say: Say) -> Iterator[None]:
+    """In this block nobody else on this host starts a cluster for the run. Raises UsageError."""
+    paths.directory(make=True)
+    try:
+        lock = Lock(rays.lock_path(name), _stop_first(name))
+    except JobInUse as error:
+        raise UsageError(str(error)) from None
+    try:
+        noted = rays.noted(name)
+        where = noted["address"] if noted is not None else None
+        if where is not None and rays.answers(where):
+            if noted is None or not noted["token"]:
+                raise UsageError(f"run {name!r} is in the cluster at {where}: give --address")
+            say(
+                f"waiting for the end of the Ray cluster at {where}, whose command was killed",
+                False,
+            )
+            until = time.monotonic() + LAST_S
+            while rays.answers(where):
+                if time.monotonic() > until:
+                    raise UsageError(f"{_there(name)}, at {where}: end its Ray")
+                time.sleep(POLL_S)
+        rays.forget(name)
+        yield
+    finally:
+        lock.release()
+
+
+# -- other commands -------------------------------------------------------------------------------
+
+
+def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> Told:
+    """What a command asks of a run that is there. Raises GadeiError.
+
+    Where no cluster answers, `status` and `stop` are of the replicas on this host.
+    """
+    config.check_name(name)
+    noted = None if address is not None else rays.noted(name)
+    found = address or (noted["address"] if noted is not None else rays.nearby())
+    if found is None:
+        return _here(order, name, "no cluster is known", say)
+    if address is None and not rays.answers(found):
+        return _here(order, name, f"the Ray cluster at {found} does not answer", say)
+    token = noted["token"] if noted is not None else None
+    if order == "stop" and token is not None:
+        return _stop_own(name, found)
+    try:
+        with _connected(found, token):
+            done = _in_cluster(order, name, found, how)
+    except (JobNotFound, ClusterError) as error:
+        if address is not None or token is not None or not sockets.here(name):
+            raise
+        return _here(order, name, in_words(error), say)
+    if order == "stop":
+        rays.unnote(name, found)
+        sockets.clear(name)
+    return done
+
+
+def _in_cluster(order: str, name: str, address: str, how: Told) -> Told:
+    """Carry out an order. Raises GadeiError, ClusterLost if the cluster ends meanwhile."""
+    from ray.exceptions import RayError
+
+    try:
+        return _ORDERS[order](name, address, **how)
+    except (RayError, RuntimeError, ConnectionError) as error:  # RuntimeError: of its head
+        raise ClusterLost(
+            f"the Ray cluster at {address} was lost meanwhile: {rays.described(error)}"
+        ) from None
+
+
+def _stop_own(name: str, address: str) -> Told:
+    """End a run in a cluster of this host's own, which ends with it: that would end a client."""
+    numbers = [number for _, number in sockets.here(name)]
+    if not numbers:
+        raise JobNotFound(f"run {name!r} begins or ends just now: try again in a moment")
+    until = time.monotonic() + END_S
+    while rays.answers(address) or sockets.here(name):
+        for _, number in sockets.here(name):
+            with contextlib.suppress(JobNotFound, ControlError):
+                sockets.ask(name, number, "stop")
+        if time.monotonic() > until:
+            raise ClusterError(f"run {name} has not ended in {END_S:g} s")
+        time.sleep(POLL_S)
+    sockets.clear(name)
+    return {"run": name, "machines": [{"machine": one, "host": None} for one in numbers]}
+
+
+def _found(name: str, address: str) -> Any:
+    from gadei_ps.replicas.following import actors
+
+    if not (found := actors(name)):
+        raise JobNotFound(
+            f"the cluster at {address} has no run {name!r}: it has not begun there, or has ended"
+        )
+    return found
+
+
+def _status(name: str, address: str) -> Told:
+    """A row for each replica."""
+    from gadei_ps.replicas import following
+
+    rows = following.statuses(_found(name, address))
+    coordinator = following.coordinator_of(name)
+    state = following.asked(coordinator.state.remote()) if coordinator is not None else None
+    return {"run": name, "address": address, "coordinator": state, "machines": rows}
+
+
+def _join(name: str, address: str, group: int, node: str | None) -> Told:
+    """One more replica; none if the command is interrupted before it has begun."""
+    import ray
+
+    from gadei_ps.replicas import following, placing
+
+    found = _found(name, address)
+    coordinator = following.coordinator_of(name)
+    plan = following.asked(coordinator.plan.remote()) if coordinator is not None else None
+    if plan is None:
+        raise ClusterError(f"run {name}: its coordinator does not answer: try again")
+    wanted = config.from_mapping(plan["run"], "run")
+    if group >= len(wanted.groups):
+        raise UsageError(f"--group {group}: run {name} has groups 0 to {len(wanted.groups) - 1}")
+    number = max(max(found) + 1, wanted.machines)
+    rows = following.statuses(found)
+    used = {row["node"] for row in rows if "node" in row and row["ended"] is None}
+    try:
+        one = placing.beside(name, number, group, used, node)
+    except ValueError:  # Ray has an actor of this name
+        raise ClusterError(
+            f"run {name}: another join has just taken the number {number}: try again"
+        ) from None
+    try:
+        facts = plan["directory"], plan["program"]
+        place = ray.get(one.prepare.remote(*facts), timeout=placing.ANSWER_S)
+        placing.check(place["host"], place)
+        if place["mistake"]:
+            raise ClusterError(f"replica {number} at {place['host']}: {place['mistake']}")
+        ray.get(one.start.remote(), timeout=placing.ANSWER_S)
+    except BaseException as error:
+        with interrupts.held():
+            following.asked(one.ask.remote("stop"))
+            following.asked(one.end.remote(), END_S)
+            following.kill({number: one})
+        if isinstance(error, GadeiError | interrupts.Interrupted):
+            raise
+        raise ClusterError(f"replica {number}: {placing.line(error)}") from None
+    return {"run": name, "machine": number, "group": group, "host": place["host"]}
+
+
+def _leave(name: str, address: str, machine: int) -> Told:
+    """A replica leaves its group; its job ends."""
+    return _end(name, address, "leave", machine)
+
+
+def _stop(name: str, address: str) -> Told:
+    """All replicas end."""
+    return _end(name, address, "stop", None)
+
+
+_ORDERS: dict[str, Callable[..., Told]] = {
+    "status": _status,
+    "join": _join,
+    "leave": _leave,
+    "stop": _stop,
+}
+
+
+def _end(name: str, address: str, what: str, number: int | None) -> Told:
+    """Have one replica leave, or all stop; wait until they have. Raises ClusterError."""
+    from gadei_ps.replicas import following
+
+    found = _found(name, address)
+    if number is not None and number not in found:
+        numbers = ", ".join(map(str, sorted(found)))
+        raise UsageError(f"run {name} has no replica {number}: it has {numbers}")
+    wanted = found if number is None else {number: found[number]}
+    begin = time.monotonic()
+    while True:
+        rows = following.statuses(wanted)
+        late = [row for row in rows if row["ended"] is None]
+        passed_s = time.monotonic() - begin
+        if passed_s > AWAY_S:
+            late = [row for row in late if row["state"] != "away"]
+        if not late:
+            break
+        if passed_s > END_S:
+            which = ", ".join(str(row["machine"]) for row in late)
+            raise ClusterError(f"run {name}: replica {which} has not ended in {END_S:g} s")
+        for row in late:
+            if row["state"] not in following.ENDING:
+                wanted[row["machine"]].ask.remote(what)
+        time.sleep(POLL_S)
+    _clean_up(name, wanted, is_whole=number is None)
+    missed = [row["machine"] for row in rows if row["ended"] is None]
+    if missed:
+        which = ", ".join(map(str, missed))
+        there = ", ".join(f"gadei-ps stop {job_name(name, one)}" for one in missed)
+        raise ClusterError(
+            f"run {name}: replica {which} could not be asked to {what}, for Ray does not reach it: "
+            f"if it lives, end its job on its host ({there})"
+        )
+    hosts = [{"machine": row["machine"], "host": row.get("host")} for row in rows]
+    return {"run": name, "machines": hosts}
+
+
+def _clean_up(name: str, wanted: Any, *, is_whole: bool) -> None:
+    """End the actors, unless the command that follows the run does."""
+    from gadei_ps.replicas import following
+
+    coordinator = following.coordinator_of(name)
+    is_followed = coordinator is not None and following.asked(coordinator.followed.remote())
+    until = time.monotonic() + (following.ANSWER_S if is_followed and is_whole else 0)
+    while is_whole and time.monotonic() < until:
+        if not following.actors(name):
+            return
+        time.sleep(POLL_S)
+    if is_whole:
+        following.end_run(name, wanted)
+    else:
+        time.sleep(2 * POLL_S)  # the command that follows the run sees how it has ended
+        following.kill(wanted)
+
+
+def _here(order: str, name: str, what: str, say: Say) -> Told:
+    """Without a cluster: the replicas on this host."""
+    numbers = [number for _, number in sockets.here(name)]
+    if not numbers and locked(rays.lock_path(name)):
+        raise JobNotFound(f"run {name!r} begins or ends just now: try again in a moment")
+    if not numbers:
+        if order == "stop":
+            _sweep(name)
+        raise JobNotFound(f"no run {name!r}: {what}, and no replica is here")
+    if order not in ("status", "stop"):
+        raise ClusterError(f"{what}: run {name} again to bring its replicas together")
+    say(f"{what}: these are the replicas on this host", False)
+    rows = [row for number in numbers if (row := _row(name, number))]
+    if order == "stop":
+        for number in numbers:
+            with contextlib.suppress(JobNotFound):
+                sockets.ask(name, number, "stop")
+        until = time.monotonic() + END_S
+        while late := [number for _, number in sockets.here(name)]:
+            if time.monotonic() > until:
+                raise ClusterError(f"run {name}: replica {late[0]} has not ended in {END_S:g} s")
+            time.sleep(POLL_S)
+        _sweep(name)
+    return {"run": name, "address": None, "machines": rows}
+
+
+def _row(name: str, number: int) -> Told | None:
+    """What a replica of this host is doing; None if it has just ended."""
+    try:
+        told: Told = sockets.ask(name, number, "status") | {"ended": None}
+        return told
+    except GadeiError as error:
+        if not sockets.lives(name, number):
+            return None
+        return {"machine": number, "state": "silent", "why": str(error), "ended": None}
+
+
+def _sweep(name: str) -> None:
+    """Remove what killed processes of the run have left on this host."""
+    sockets.clear(name)
+    if (
+        (noted := rays.noted(name)) is None
+        or noted["token"] is None
+        or not rays.answers(noted["address"])
+    ):
+        rays.forget(name)
+    with contextlib.suppress(JobInUse, FileNotFoundError, ControlError):
+        Lock(rays.lock_path(name), "", create=False).release()

@@ -1,0 +1,223 @@
+"""The fields of GROUPS.toml, checked: which replicas train together, and how they exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gadei_ps.errors import UsageError, invalid
+from gadei_ps.groups import reading
+from gadei_ps.groups.compress import Wire
+from gadei_ps.groups.coordinator import MOST_MEMBERS
+from gadei_ps.job import config as jobs
+from gadei_ps.job.config import JobConfig
+from gadei_ps.job.number_types import Real, Whole
+from gadei_ps.memory.layout import MAX_LEARNERS
+from gadei_ps.memory.shm import JOB_NAME
+from gadei_ps.sync.parameters import SpecError
+
+MOST_GROUPS = 64
+MOST_MACHINES = MOST_MEMBERS
+"""In a group."""
+LONGEST_NAME = 37
+"""With a dash and a number, it is the name of a job."""
+OURS = ("CPU",)
+"""Resources that the run itself asks for."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Group(_Table):
+    """[[groups]]: replicas that aggregate together.
+
+    machines: how many. nodes: instead of it, addresses of hosts as Ray knows them. resources: what
+    Ray has to reserve for each replica, beside one CPU. neighbours: numbers of the groups whose
+    models it takes, counted from 0; None: the groups before and after it, in a ring.
+    """
+
+    machines: Whole | None = Field(None, ge=1, le=MOST_MACHINES)
+    nodes: list[str] | None = Field(None, min_length=1, max_length=MOST_MACHINES)
+    resources: dict[str, Annotated[Real, Field(gt=0)]] = {}
+    neighbours: list[Annotated[Whole, Field(ge=0)]] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Group:
+        if (self.machines is None) == (self.nodes is None):
+            raise ValueError("give either machines, their number, or nodes, their addresses")
+        for name in self.resources:
+            if name in OURS or name.startswith("node:"):
+                raise ValueError(f"resources: {name} is not to be given; nodes names addresses")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Its number of replicas."""
+        return self.machines or len(self.nodes or ())
+
+    def bundles(self) -> Iterator[dict[str, float]]:
+        """What Ray reserves, for each replica."""
+        for node in self.nodes or [""] * self.size:
+            yield {"CPU": 1, **self.resources} | ({f"node:{node}": 0.001} if node else {})
+
+
+class Run(_Table):
+    """A run of groups.
+
+    name: of the run; its jobs are NAME-0, NAME-1 and so on. every: gradients that a replica applies
+    between two exchanges. rule: of exchange. overlap: whether learners train on while their group
+    exchanges. wire: format of the models that are given to other groups. divide: whether replicas
+    divide the batches that jobs hand out, instead of each handing out all. learners, restart,
+    optimizer, lr, sync: of each replica's job, as `gadei-ps run` has them. silence_s: time after
+    which a silent replica is removed from its group, and time limit of each piece of an exchange.
+    """
+
+    name: str
+    every: Whole = Field(gt=0, le=10**9)
+    rule: str = "outer:0.7:0.9"
+    divide: bool = False
+    overlap: bool = True
+    wire: Wire = Wire.FLOAT32
+    learners: Whole = Field(1, ge=1, le=MAX_LEARNERS)
+    restart: Whole = Field(0, ge=0)
+    optimizer: str | None = None
+    lr: Real | None = None
+    sync: str | None = None
+    silence_s: Real = Field(3.0, gt=0, le=3600)
+    groups: list[Group] = Field(min_length=1, max_length=MOST_GROUPS)
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not _is_name(value):
+            raise ValueError(f"use 1 to {LONGEST_NAME} letters, digits, '-' and '_'")
+        return value
+
+    @field_validator("rule")
+    @classmethod
+    def _rule(cls, value: str) -> str:
+        try:
+            reading.parse(value)
+        except SpecError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @model_validator(mode="after")
+    def _neighbours(self) -> Run:
+        for number, group in enumerate(self.groups):
+            for other in group.neighbours or ():
+                if other == number or other >= len(self.groups):
+                    what = "is this group itself" if other == number else "is no group"
+                    raise ValueError(f"groups.{number}.neighbours: {other} {what}")
+        return self
+
+    @model_validator(mode="after")
+    def _places(self) -> Run:
+        nodes = [node for group in self.groups for node in group.nodes or ()]
+        for node in nodes:
+            if not node or nodes.count(node) > 1:
+                what = f"{node} is given twice" if node else "an address is empty"
+                raise ValueError(f"groups: nodes: {what}; each replica has a node of its own")
+        return self
+
+    def sources(self, number: int) -> list[int]:
+        """The groups whose models this one takes."""
+        given = self.groups[number].neighbours
+        if given is not None:
+            return sorted(set(given))
+        ring = {(number + step) % len(self.groups) for step in (1, -1)}
+        return sorted(ring - {number})
+
+    @property
+    def machines(self) -> int:
+        """In all groups."""
+        return sum(group.size for group in self.groups)
+
+    def numbers(self) -> list[int]:
+        """The group of each replica, by its number."""
+        return [place for place, group in enumerate(self.groups) for _ in range(group.size)]
+
+    def overrides(self) -> dict[str, Any]:
+        """What the run says of its jobs."""
+        owned = True if self.divide else None
+        given = {"optimizer": self.optimizer, "lr": self.lr, "sync": self.sync, "owned": owned}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def job(self, number: int, where: str = "job") -> JobConfig:
+        """A replica's job. Raises UsageError."""
+        values: dict[str, Any] = {"name": job_name(self.name, number)}
+        optimizer = {"kind": self.optimizer, "lr": self.lr}
+        values["optimizer"] = {name: one for name, one in optimizer.items() if one is not None}
+        if self.sync is not None:
+            values["sync"] = self.sync
+        made = jobs.from_mapping(values, where)
+        jobs.check_sync(made, self.learners, where)
+        return made
+
+
+def job_name(run: str, number: int) -> str:
+    """Of a replica's job."""
+    return f"{run}-{number}"
+
+
+def from_mapping(values: Mapping[str, Any], where: str) -> Run:
+    """Checks values from a file; `where` stands in the error. Raises UsageError in one line."""
+    try:
+        run = Run.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        advice = ""
+        if first["type"] == "missing":
+            advice = f": {_WANTED.get('.'.join(map(str, first['loc'])), 'give it')}"
+        raise UsageError(f"{where}: {invalid(error, model=Run)}{advice}") from None
+    _check_job(run, where)
+    return run
+
+
+_GONE = {
+    "port": "replicas choose free ports: leave it out",
+    "tls": "gadei-ps does not encrypt what replicas exchange: leave it out, and connect the hosts "
+    "by a private network or a VPN",
+}
+_WANTED = {
+    "name": 'a name of the run, such as name = "trec"',
+    "every": "the gradients between two exchanges, such as every = 500",
+    "groups": "[[groups]] with machines = 2",
+}
+
+
+def _check_job(run: Run, where: str) -> None:
+    if run.lr is not None and not math.isfinite(run.lr):
+        raise UsageError(f"{where}: lr: give a number")
+    run.job(0, where)
+
+
+def load(path: Path) -> Run:
+    """Reads GROUPS.toml. Its name defaults to the file's. Raises UsageError, or JobFailed if it
+    cannot be read for now."""
+    values = jobs.read(path)
+    if "name" not in values and not _is_name(path.stem):
+        raise UsageError(
+            f"{path}: name: give {_WANTED['name']}; the file's, {path.stem!r}, is none"
+        )
+    values.setdefault("name", path.stem)
+    for name, why in _GONE.items():
+        if name in values:
+            raise UsageError(f"{path}: {name}: {why}")
+    return from_mapping(values, str(path))
+
+
+def _is_name(text: str) -> bool:
+    return JOB_NAME.fullmatch(text) is not None and len(text) <= LONGEST_NAME
+
+
+def check_name(name: str) -> str:
+    """The name of a run. Raises UsageError."""
+    if not _is_name(name):
+        raise UsageError(f"{name!r} names no run: use 1 to {LONGEST_NAME} letters, digits, - and _")
+    return name

@@ -1,0 +1,175 @@
+"""The coordinator of a run: an actor of Ray around the decisions of `groups/coordinator.py`.
+
+There is one for each run, at most: Ray starts it again if it dies. It also has the store by which
+members of a generation find each other, the run's settings, and references to the newest models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import ray
+
+from gadei_ps.groups import reading
+from gadei_ps.groups.coordinator import Group, Report
+from gadei_ps.replicas import rays
+from gadei_ps.replicas.config import Run, from_mapping
+
+BEGIN_S = 600.0
+"""Time limit until all replicas of a new run have models; the others begin without them."""
+RECOVER_S = 10.0
+"""The same, where a coordinator has died, for the members of the last state."""
+TICK_S, WAIT_S = 0.2, 0.3
+FOLLOWED_S = 5.0
+"""Time limit between two signs of the command that follows a run."""
+CALLS = 10_000
+KEPT = 2
+"""Models of a group that may still be fetched."""
+
+Told = dict[str, Any]
+
+
+def coordinator_name(run: str) -> str:
+    """Of a run's coordinator."""
+    return f"{run}:coordinator"
+
+
+class Coordinator:
+    """The coordinator of one run."""
+
+    def __init__(self, plan: Told, expected: dict[int, list[str]]) -> None:
+        """plan: settings of the run, for its replicas. expected: numbers of the replicas that begin
+        together, by groups."""
+        context = ray.get_runtime_context()
+        self._plan = plan
+        self._run: Run = from_mapping(plan["run"], "run")
+        self._gcs, self._host = context.gcs_address, ray.util.get_node_ip_address()
+        self._began = time.time_ns()
+        again = context.was_current_actor_reconstructed
+        rule = reading.parse(self._run.rule)
+        until = time.monotonic() + (RECOVER_S if again else BEGIN_S)
+        count = len(self._run.groups)
+        self._groups = {
+            group: Group(
+                (group, count) if self._run.divide else None,
+                rule.takes_all,
+                self._run.sources(group),
+                () if again else expected.get(group, ()),
+                until,
+            )
+            for group in range(count)
+        }
+        self._references: dict[int, dict[int, Any]] = {group: {} for group in self._groups}
+        self._published: dict[int, int] = {}
+        self._changes = 0
+        self._changed = asyncio.Condition()
+        self._store: asyncio.Task[Any] | None = None
+        self._follower: tuple[str, str, float] | None = None
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Begin to decide, once the actor is there."""
+        if self._ticking is None:
+            self._ticking = asyncio.create_task(self._tick())
+            self._store = asyncio.create_task(asyncio.to_thread(_store, self._host))
+
+    async def _tick(self) -> None:
+        while True:
+            reached = await asyncio.to_thread(rays.answers, self._gcs)
+            now = time.monotonic()
+            for group in self._groups.values():
+                if reached:
+                    group.expire(now, self._run.silence_s)
+                else:  # another coordinator may be started elsewhere
+                    group.refresh(now)
+            if reached:
+                await self._step()
+            await asyncio.sleep(TICK_S)
+
+    async def _step(self) -> None:
+        changed = False
+        for group in self._groups.values():
+            while group.step(time.monotonic(), self._published):
+                changed = True
+        if changed:
+            self._changes += 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def report(self, group: int, report: Report, seen: int | None) -> Told:
+        """Take a report of a replica; return what it has to know.
+
+        seen: number of the state that it knows: the reply waits a moment for another one.
+        """
+        await self.ready()
+        assert self._store is not None
+        one = self._groups[group]
+        one.report(report, time.monotonic())
+        await self._step()
+        if seen is not None and seen == self._changes:
+            async with self._changed:
+                try:
+                    async with asyncio.timeout(WAIT_S):
+                        await self._changed.wait_for(lambda: self._changes != seen)
+                except TimeoutError:
+                    pass
+        return {
+            "reply": one.reply(report),
+            "changes": self._changes,
+            "began": self._began,
+            "store": (self._host, (await self._store).port),
+        }
+
+    async def lost(self, group: int, number: int) -> None:
+        """The process of a replica has ended."""
+        self._groups[group].lost(str(number))
+        await self._step()
+
+    async def publish(self, group: int, references: list[Any]) -> None:
+        """Other groups may take this model."""
+        version = max(time.time_ns(), max(self._published.values(), default=0) + 1)
+        kept = self._references[group]
+        kept[version] = references
+        self._published[group] = version
+        aims = {one.aims.get(group) for one in self._groups.values()}
+        for old in sorted(kept)[:-KEPT]:
+            if old not in aims:
+                del kept[old]
+        await self._step()
+
+    async def reference(self, group: int, version: int) -> list[Any] | None:
+        """The reference to a model; None: it is kept no more."""
+        return self._references[group].get(version)
+
+    async def plan(self) -> Told:
+        """Settings of the run."""
+        return self._plan
+
+    async def state(self) -> Told:
+        """Of all groups, for `status`."""
+        groups = {number: group.state() for number, group in self._groups.items()}
+        return {"host": self._host, "pid": os.getpid(), "groups": groups}
+
+    async def follow(self, who: str, token: str) -> str | None:
+        """A command follows the run to its end. Returns which other one does already."""
+        now = time.monotonic()
+        if self._follower is not None:
+            other, theirs, seen = self._follower
+            if theirs != token and now - seen < FOLLOWED_S:
+                return other
+        self._follower = who, token, now
+        return None
+
+    async def followed(self) -> bool:
+        """Whether a command follows the run."""
+        return self._follower is not None and time.monotonic() - self._follower[2] < FOLLOWED_S
+
+
+def _store(host: str) -> Any:
+    """The store by which members find each other."""
+    from torch._C._distributed_c10d import TCPStore  # PyTorch takes seconds to load
+
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)

@@ -1,0 +1,425 @@
+"""Follows the replicas of a run through their actors, from their start to their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from gadei_ps.errors import ClusterError, ClusterLost
+from gadei_ps.memory.weights import FloatArray
+from gadei_ps.replicas import copies, placing, rays
+from gadei_ps.replicas.actor import NAMESPACE, names
+from gadei_ps.replicas.config import Run
+from gadei_ps.replicas.coordinator import CALLS, FOLLOWED_S, Coordinator, coordinator_name
+from gadei_ps.replicas.placing import Actors
+from gadei_ps.replicas.program import Program
+from gadei_ps.show.counts import counted
+from gadei_ps.show.groups import how_ended
+
+ANSWER_S, LOOK_S = 10.0, 0.3
+PROGRESS_S = 5.0
+LOST_S = 3.0
+"""After so long without an answer of Ray's head, its cluster is lost."""
+ENDING = ("ending", "leaving", "stopping")
+LOST: dict[str, Any] = {"exit_code": 0, "asked": "lost"}
+"""How a replica has ended of which nobody knows whether it has."""
+
+Told = dict[str, Any]
+Say = Callable[[str, bool], None]
+"""Is given a line, and whether it is one on how training goes."""
+
+
+def actors(run: str) -> Actors:
+    """The actors of a run, by the numbers of their replicas."""
+    found: Actors = {}
+    for name in names(run):
+        with contextlib.suppress(ValueError):  # it has just ended
+            found[int(name.rpartition(".")[2])] = ray.get_actor(name, NAMESPACE)
+    return found
+
+
+def coordinator_of(run: str) -> Any:
+    """The coordinator of a run; None if there is none."""
+    try:
+        return ray.get_actor(coordinator_name(run), NAMESPACE)
+    except ValueError:
+        return None
+
+
+def asked(reference: Any, timeout_s: float = ANSWER_S) -> Any:
+    """An answer; None if there is none in time."""
+    with contextlib.suppress(RayError, GetTimeoutError):
+        return ray.get(reference, timeout=timeout_s)
+    return None
+
+
+def answers(references: dict[int, Any], timeout_s: float = ANSWER_S) -> dict[int, Any]:
+    """What each actor answers, or the error of one that does not in time."""
+    until = time.monotonic() + timeout_s
+    found: dict[int, Any] = {}
+    for number, reference in references.items():
+        try:
+            found[number] = ray.get(reference, timeout=max(0.0, until - time.monotonic()))
+        except (RayError, GetTimeoutError) as error:
+            found[number] = error
+    return found
+
+
+def statuses(found: Actors) -> list[Told]:
+    """What each replica is doing; of one whose actor does not answer, that it is away."""
+    told = answers({number: one.status.remote() for number, one in found.items()})
+    away = {"state": "away", "ended": None}
+    return [
+        {"machine": number, "why": _why(one)} | away if isinstance(one, Exception) else one
+        for number, one in told.items()
+    ]
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, GetTimeoutError):
+        return "its actor does not answer"
+    return "Ray has lost its actor, and starts another one where there is a place"
+
+
+def kill(found: Actors, *, whole: bool = False) -> None:
+    """End actors whose replicas have ended. whole: they are all of a run."""
+    answers({number: one.clear.remote(whole=whole) for number, one in found.items()})
+    for one in found.values():
+        ray.kill(one, no_restart=True)
+
+
+def end_run(run: str, found: Actors) -> None:
+    """Leave nothing of a run in Ray, once its replicas have ended."""
+    kill(found, whole=True)
+    if (coordinator := coordinator_of(run)) is not None:
+        ray.kill(coordinator, no_restart=True)
+    placing.drop(run)
+
+
+class Following:
+    """A run, from its beginning or from where it is, until all its replicas have ended."""
+
+    def __init__(
+        self,
+        run: Run,
+        address: str,
+        command: list[str],
+        directory: str,
+        say: Say,
+        program: Program | None = None,
+    ) -> None:
+        """command: of a learner. directory: where learners run, on each host.
+
+        program: what learners are in the place of a command.
+        """
+        self.run, self._address, self._say = run, address, say
+        self.rows: dict[int, Told] = {}
+        self.stops = False
+        """Whether this object ends all replicas."""
+        self._plan: Told = {
+            "run": run.model_dump(mode="json", exclude_unset=True),
+            "command": command,
+            "directory": directory,
+            "program": program.told() if program is not None else None,
+        }
+        self._found: Actors = {}
+        self._coordinator: Any = None
+        self._is_new, self._was_stopped = False, False
+        self._looking = threading.Lock()
+        self._applied: dict[int, int] = {}
+        self._said: dict[int, str] = {}
+        self._logs: set[int] = set()
+        self._token = secrets.token_hex(8)
+        self._answered = self._progress = self._signed = time.monotonic()
+
+    # -- beginning -------------------------------------------------------------------------------
+
+    def begin(self, data: Any = None) -> None:
+        """Place and start the replicas, or adopt those that are there. Raises ClusterError.
+
+        data: of the program, as an array of bytes.
+        """
+        run = self.run
+        self._found = actors(run.name)
+        self._is_new = not self._found
+        if not self._is_new:
+            there = counted(len(self._found), "replica")
+            self._line(f"run {run.name} is there: {there}, whose settings stay")
+        self._make_coordinator()
+        if self._is_new:
+            self._found = placing.place(run)
+        self._await_coordinator()
+        places = self._prepare()
+        self._check_program(places)
+        reference = None if data is None else ray.put(data)
+        told = answers(
+            {number: one.start.remote(reference) for number, one in self._found.items()},
+            placing.ANSWER_S,
+        )
+        for number, one in told.items():
+            if isinstance(one, Exception):
+                if self._is_new:
+                    raise ClusterError(f"replica {number}: {placing.line(one)}")
+                self._line(f"replica {number}: {placing.line(one)} Continuing without it.")
+        living = [number for number in places if places[number]["alive"]]
+        if living:
+            self._line(f"replicas that train are adopted: {', '.join(map(str, sorted(living)))}")
+
+    def _make_coordinator(self) -> None:
+        run, numbers = self.run, self.run.numbers()
+        expected: dict[int, list[str]] = {}
+        for number, group in enumerate(numbers):
+            expected.setdefault(group, []).append(str(number))
+        node = ray.get_runtime_context().get_node_id()
+        self._coordinator = (
+            ray.remote(Coordinator)
+            .options(
+                name=coordinator_name(run.name),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_concurrency=CALLS,
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+            )
+            .remote(self._plan, expected)
+        )
+
+    def _await_coordinator(self) -> None:
+        run = self.run
+        try:
+            ray.get(self._coordinator.ready.remote(), timeout=placing.ANSWER_S)
+        except Exception as error:
+            raise ClusterError(f"the coordinator does not start: {placing.line(error)}") from None
+        until = time.monotonic() + FOLLOWED_S + LOOK_S  # the other one may have been killed
+        while other := self._sign():
+            if time.monotonic() < until:
+                time.sleep(LOOK_S)
+                continue
+            raise ClusterError(
+                f"run {run.name} has its group run already, at {other}: end that command first, "
+                "its replicas go on"
+            )
+
+    def _sign(self) -> str | None:
+        """Say that this command follows the run. Returns which other one does already."""
+        self._signed = time.monotonic()
+        who = f"{ray.util.get_node_ip_address()}, process {os.getpid()}"
+        other: str | None = asked(self._coordinator.follow.remote(who, self._token))
+        return other
+
+    def _prepare(self) -> dict[int, Told]:
+        """What the hosts of the actors have. Raises ClusterError for a mistake."""
+        facts = self._plan["directory"], self._plan["program"]
+        told = answers(
+            {number: one.prepare.remote(*facts) for number, one in self._found.items()},
+            placing.ANSWER_S,
+        )
+        places = {}
+        for number, one in told.items():
+            if isinstance(one, Exception):
+                if self._is_new:
+                    raise ClusterError(f"replica {number}: {placing.line(one)}")
+                self._line(f"replica {number} does not answer: the others are adopted without it")
+                self._found.pop(number)
+                continue
+            placing.check(one["host"], one)
+            if one["mistake"]:
+                raise ClusterError(f"replica {number} at {one['host']}: {one['mistake']}")
+            places[number] = one
+        if not places:
+            raise ClusterError(
+                f"run {self.run.name} is there, and no replica answers: bring back their hosts, or "
+                f"end it (gadei-ps group stop {self.run.name})"
+            )
+        return places
+
+    def _check_program(self, places: dict[int, Told]) -> None:
+        ours = (self._plan["program"] or {}).get("digest")
+        for one in places.values():
+            if "settings" in one and (one["settings"]["program"] or {}).get("digest") != ours:
+                raise ClusterError(
+                    f"run {self.run.name} is there, and its learners have other data or another "
+                    f"program: stop it first (gadei-ps group stop {self.run.name}), or give this "
+                    "one another name"
+                )
+
+    def abandon(self) -> None:
+        """After a failed beginning: end what this object has started."""
+        if self._is_new:
+            for one in self._found.values():
+                one.ask.remote("stop")
+            answers({number: one.end.remote() for number, one in self._found.items()}, 90.0)
+            end_run(self.run.name, self._found)
+
+    # -- following -------------------------------------------------------------------------------
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the learners of all replicas."""
+        for one in self._found.values():
+            one.ask.remote("signal", signal=number)
+
+    def copy(self, numbers: Iterable[int]) -> dict[str, FloatArray] | None:
+        """The weights of the first of these replicas that can give them. Raises ClusterLost."""
+        found: dict[str, FloatArray] | None = self._in_time(lambda: self._copy(numbers))
+        return found
+
+    def _copy(self, numbers: Iterable[int]) -> dict[str, FloatArray] | None:
+        for number in numbers:
+            if number in self._found:
+                told = asked(self._found[number].weights.remote(), copies.COPY_S)
+                if told is not None:
+                    return {name: one.copy() for name, one in told.items()}
+        return None
+
+    def look(self) -> bool:
+        """See what each replica is doing. Returns whether all have ended.
+
+        Then Ray has nothing of them. Raises ClusterLost if the cluster is gone.
+        """
+        return bool(self._in_time(self._look))
+
+    def _in_time(self, work: Callable[[], Any]) -> Any:
+        """What work returns. Raises ClusterLost if the cluster is gone meanwhile.
+
+        Without its head, Ray answers some calls only after a minute, and then ends this process.
+        """
+        done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                with self._looking:
+                    done.put((work(), None))
+            except BaseException as error:
+                done.put((None, error))
+
+        threading.Thread(target=run, daemon=True).start()
+        while True:
+            try:
+                answer, error = done.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._check_cluster()
+                continue
+            if error is not None:
+                raise error
+            return answer
+
+    def _look(self) -> bool:
+        self._check_cluster()
+        now = actors(self.run.name)
+        rows = statuses(now)
+        for row in rows:
+            self._note(row)
+        for number in self.rows.keys() - now.keys():
+            self._note_gone(number, is_last=not now)
+        self._tell_progress(rows)
+        self._found = now
+        if time.monotonic() - self._signed > 1.0:
+            self._take_again()
+        if all(row["ended"] is not None for row in self.rows.values()):
+            end_run(self.run.name, now)
+            return True
+        for row in rows if self.stops else ():
+            if row["ended"] is None and row["state"] not in ENDING:
+                now[row["machine"]].ask.remote("stop")
+        return False
+
+    def _take_again(self) -> None:
+        """Follow through the coordinator that is there now."""
+        with contextlib.suppress(ClusterError):
+            self._sign()
+
+    def _check_cluster(self) -> None:
+        if rays.answers(self._address):
+            self._answered = time.monotonic()
+        elif time.monotonic() - self._answered > LOST_S:
+            raise ClusterLost(
+                f"the Ray cluster of run {self.run.name} is gone: its replicas train on; run the "
+                "same command again to come back to them, or stop those of this host (gadei-ps "
+                f"group stop {self.run.name})"
+            )
+
+    def _note_gone(self, number: int, *, is_last: bool) -> None:
+        """Ray does not know a replica any more: another command has ended it, or its node died."""
+        row = self.rows[number]
+        if row["ended"] is not None:
+            return
+        state = row["state"]
+        if state == "stopping" or (is_last and state not in ("leaving", "away")):
+            ended = {"exit_code": 0, "asked": "stop"}
+        elif state in ("leaving", "starting"):
+            ended = {"exit_code": 0, "asked": "leave"}
+        else:
+            ended = LOST
+        self._note(row | {"ended": ended})
+
+    def _note(self, row: Told) -> None:
+        """Print what has changed."""
+        number, before = row["machine"], self.rows.get(row["machine"], {})
+        self.rows[number] = row
+        if row["ended"] is not None:
+            if before.get("ended") is None:
+                if number in self._applied:  # a replica may have ended too soon to know it
+                    row["ended"] = {"gradients_applied": self._applied[number]} | row["ended"]
+                is_stopped = row["ended"].get("asked") == "stop"
+                self._was_stopped |= is_stopped and not self.stops
+                if not (self.stops and is_stopped):
+                    self._line(f"replica {number} {how_ended(row['ended'])}")
+            elif number in self._applied:
+                row["ended"] = {"gradients_applied": self._applied[number]} | row["ended"]
+            return
+        if row.get("job"):
+            self._applied[number] = row["job"]["gradients_applied"]
+        if row["state"] == "ending" or (self.stops and row["state"] == "stopping"):
+            return
+        if row["state"] != self._said.get(number):
+            self._said[number] = row["state"]
+            where = f" at {row['host']}" if "host" in row else ""
+            log = f", log {row['log']}" if "log" in row and number not in self._logs else ""
+            self._logs |= {number} if log else set()
+            self._line(f"replica {number}{where}: {row['state']}{log}")
+        for what, old in ((row, before), (row.get("exchange") or {}, before.get("exchange") or {})):
+            for key in ("why", "note"):
+                if what.get(key) and what[key] != old.get(key):
+                    self._line(f"replica {number}: {what[key]}")
+
+    def _tell_progress(self, rows: list[Told]) -> None:
+        if time.monotonic() - self._progress < PROGRESS_S:
+            return
+        self._progress = time.monotonic()
+        there = [row for row in rows if row.get("job")]
+        if there:
+            rounds = max(row["exchange"]["rounds"] for row in there)
+            gradients = sum(row["job"]["gradients_applied"] for row in there)
+            what = f"{counted(len(there), 'replica')}, {counted(gradients, 'gradient')}"
+            self._say(f"round {rounds:,}: {what}", True)
+
+    def _line(self, line: str) -> None:
+        self._say(line, False)
+
+    def summary(self) -> Told:
+        """How it has ended, with a row for each replica."""
+        rows = [self.rows[number] for number in sorted(self.rows)]
+        ended = [row["ended"] for row in rows]
+        stopped = [one for one in ended if one.get("asked") == "stop"]
+        codes = [one["exit_code"] for one in ended]
+        return {
+            "run": self.run.name,
+            "machines": [
+                {"machine": row["machine"], "host": row.get("host")} | one
+                for row, one in zip(rows, ended, strict=True)
+            ],
+            "stopped": bool(stopped),
+            "exit_code": 4 if stopped else next((code for code in codes if code), 0),
+        }

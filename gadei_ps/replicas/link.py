@@ -1,0 +1,88 @@
+"""The way of a replica to the run's coordinator: through the actor of Ray beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+from gadei_ps.errors import ControlError, JobNotFound
+from gadei_ps.groups.coordinator import Reply, Report
+from gadei_ps.replicas.sockets import Peer, actor_path
+
+ANSWER_S = 10.0
+"""Time limit of the coordinator (s)."""
+FETCH_S = 120.0
+
+
+class Link:
+    """Reports of a replica, and the newest reply. For all threads of the replica.
+
+    A report tells all that the replica has, so it does not matter if one is lost.
+    """
+
+    def __init__(self, run: str, number: int, group: int, report: Report) -> None:
+        self._path, self._group = actor_path(run, number), group
+        self._lock = threading.Lock()
+        self._report = report
+        self._peers = threading.local()
+        self.reply: Reply | None = None
+        self.changes = 0
+        """Number of the coordinator's state that the newest reply has seen."""
+        self.store: tuple[str, int] = ("", 0)
+        """Address of the coordinator's store."""
+        self.host = ""
+        """Address of this host in Ray's cluster."""
+        self._answered, self._began = time.monotonic(), 0
+
+    def silent_s(self) -> float:
+        """Return the time since the coordinator has answered (s)."""
+        return time.monotonic() - self._answered
+
+    @property
+    def report(self) -> Report:
+        """What the replica reports."""
+        return self._report
+
+    def set(self, **facts: Any) -> None:
+        """Change what the replica reports from now on."""
+        with self._lock:
+            self._report = replace(self._report, **facts)
+
+    def sync(self, waits: bool = False) -> bool:
+        """Report. waits: for a change, a moment. Returns whether the coordinator has answered."""
+        with self._lock:
+            self._report = replace(self._report, number=self._report.number + 1)
+            report, seen = self._report, self.changes
+        try:
+            told = self._ask(
+                "report", ANSWER_S, group=self._group, report=report, seen=seen if waits else None
+            )
+        except (JobNotFound, ControlError):
+            return False
+        with self._lock:
+            if told["began"] != self._began:  # another coordinator counts anew
+                self._began, self.changes = told["began"], 0
+            if report.member == self._report.member and told["changes"] >= self.changes:
+                self.reply, self.changes = told["reply"], told["changes"]
+                self.store, self.host = told["store"], told["host"]
+                if self.reply is not None and self.reply.state:
+                    self._report = replace(self._report, state=self.reply.state)
+            self._answered = time.monotonic()
+        return True
+
+    def publish(self, data: bytes) -> None:
+        """Give a model to other groups. Raises JobNotFound, ControlError."""
+        self._ask("publish", FETCH_S, group=self._group, data=data)
+
+    def fetch(self, group: int, version: int) -> bytes:
+        """Return a model of another group. Raises JobNotFound, ControlError."""
+        data: bytes = self._ask("fetch", FETCH_S, group=group, version=version)
+        return data
+
+    def _ask(self, what: str, timeout_s: float, **how: Any) -> Any:
+        peer: Peer | None = getattr(self._peers, "peer", None)
+        if peer is None:
+            peer = self._peers.peer = Peer(self._path)
+        return peer.ask(what, timeout_s, **how)

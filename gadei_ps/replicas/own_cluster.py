@@ -1,0 +1,58 @@
+"""`python -m gadei_ps.replicas.own_cluster COUNT DIRECTORY`: a cluster of Ray on this host alone.
+
+It prints its address, or why it cannot start. All its processes end once its standard input ends,
+even if the command that has started it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+NODE: dict[str, Any] = {
+    "num_cpus": 1,
+    "node_ip_address": "127.0.0.2",  # nobody outside reaches it; 127.0.0.1 Ray takes for another
+    "object_store_memory": 80_000_000,  # what does not fit goes through the disk
+    "include_dashboard": False,
+    "no_monitor": True,  # its size stays
+    "include_log_monitor": False,
+}
+
+
+def main(count: int, directory: Path) -> None:
+    """Run the cluster, with so many nodes."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    (directory / "ray").mkdir(exist_ok=True)
+    os.environ["RAY_TMPDIR"] = str(directory)  # other programs do not take it for theirs
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        from ray.cluster_utils import Cluster
+
+        made = Cluster(shutdown_at_exit=False)
+        for _ in range(count):
+            made.add_node(wait=False, **NODE)
+        made.wait_for_nodes()
+        print(made.address, file=out, flush=True)
+        sys.stdin.read()
+    except Exception as error:  # of Ray; its messages have many lines
+        with contextlib.suppress(OSError):
+            print(" ".join(str(error).split())[:300] or type(error).__name__, file=out, flush=True)
+    finally:
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        shutil.rmtree(directory, ignore_errors=True)  # the command may have been killed
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,250 @@
+"""Where the replicas of a run are placed: on nodes of Ray's cluster, and where they are already."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+import gadei_ps
+from gadei_ps.errors import ClusterError
+from gadei_ps.replicas import rays
+from gadei_ps.replicas.actor import CALLS, NAMESPACE, ReplicaActor, actor_name, look
+from gadei_ps.replicas.config import Run, job_name
+from gadei_ps.show.counts import counted
+
+PLACE_S = 30.0
+ANSWER_S = 60.0
+"""For a new actor, whose process has to start first."""
+NODE = "node:"
+"""Begins the name of a resource that Ray has at one address alone."""
+
+Actors = dict[int, Any]
+
+
+def group_name(run: str) -> str:
+    """Of the run's placement group."""
+    return f"gadei-ps-{run}"
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Nodes of the cluster that live."""
+    return [one for one in ray.nodes() if one["Alive"]]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a replica is to have. bundle: what Ray reserves for it."""
+
+    number: int
+    group: int
+    bundle: Mapping[str, float]
+
+
+def living(run: str, *, all_hosts: bool = True) -> dict[int, tuple[str, int]]:
+    """Replicas of the run whose processes live, whatever Ray knows of them: host and group.
+
+    Raises ClusterError for a host whose gadei-ps is another one, or none, or that has the run in a
+    cluster of its own. all_hosts: False: such a host, or one of which nothing can be told, is left
+    out instead.
+    """
+    by_host = {one["NodeManagerAddress"]: one["NodeID"] for one in nodes()}
+    if len(by_host) == 1:  # a driver is on a node, which may be of a cluster of this host's own
+        looks = {host: look() for host in by_host}
+    else:
+        task = ray.remote(num_cpus=0, max_retries=0)(look)
+        asked = {
+            host: task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+            ).remote()
+            for host, node in by_host.items()
+        }
+        looks = {}
+        for host, one in asked.items():
+            with contextlib.nullcontext() if all_hosts else contextlib.suppress(ClusterError):
+                looks[host] = _look_at(host, one, run)
+    return {
+        number: (host, group)
+        for host, found in looks.items()
+        for name, number, group in found["living"]
+        if name == run
+    }
+
+
+def seats(run: Run, there: Mapping[int, tuple[str, int]]) -> list[Seat]:
+    """Replicas that live stay where they are; others fill the groups up to their sizes."""
+    found = []
+    numbers = run.numbers()
+    for place, group in enumerate(run.groups):
+        bundles = list(group.bundles())
+        for number in sorted(one for one, (_, ours) in there.items() if ours == place):
+            node = f"{NODE}{there[number][0]}"
+            fitting = [one for one in bundles if node in one] or [
+                one for one in bundles if not any(name.startswith(NODE) for name in one)
+            ]
+            if fitting:
+                bundles.remove(fitting[0])
+            found.append(Seat(number, place, {"CPU": 1, **group.resources, node: 0.001}))
+        free = (n for n, ours in enumerate(numbers) if ours == place and n not in there)
+        found += [Seat(number, place, one) for number, one in zip(free, bundles, strict=False)]
+    return found
+
+
+def _look_at(host: str, reference: Any, run: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = ray.get(reference, timeout=ANSWER_S)
+    except Exception as error:
+        raise ClusterError(f"node {host}: {line(error)}") from None
+    check(host, found)
+    if run in found["own"]:
+        raise ClusterError(
+            f"run {run} is on host {host} already, in a Ray cluster of its own: stop it there "
+            f"first (gadei-ps group stop {run}), or give this one another name"
+        )
+    return found
+
+
+def line(error: BaseException) -> str:
+    """Why a node cannot do what was asked, in one line."""
+    text = rays.described(error)
+    if "No module named 'gadei_ps" in str(error):
+        return "gadei-ps is not installed there: pip install 'gadei-ps[cluster]'"
+    return text
+
+
+def check(host: str, found: dict[str, Any]) -> None:
+    """Raises ClusterError if a node's versions are not ours."""
+    for name, ours in (("gadei_ps", gadei_ps.__version__), ("ray", ray.__version__)):
+        if found[name] != ours:
+            what = name.replace("_", "-")
+            raise ClusterError(
+                f"node {host} has {what} {found[name]}, this one {ours}: install the same on both"
+            )
+
+
+def place(run: Run) -> Actors:
+    """New actors for all replicas of the run; each on a node of its own, and where a replica's
+    process lives already, on that host. Raises ClusterError."""
+    wanted = seats(run, living(run.name))
+    _check_nodes(run.name, wanted, nodes())
+    drop(run.name)
+    bundles = [dict(one.bundle) for one in wanted]
+    made = placement_group(
+        bundles, strategy="STRICT_SPREAD", name=group_name(run.name), lifetime="detached"
+    )
+    if not made.wait(PLACE_S):
+        drop(run.name)
+        raise ClusterError(
+            f"{run.name}: Ray has no place for {len(wanted)} replicas, each on a node of its own: "
+            f"{_wanted(bundles)}; see `ray status`"
+        )
+    return {
+        one.number: actor(
+            run.name, one.number, one.group, PlacementGroupSchedulingStrategy(made, place)
+        )
+        for place, one in enumerate(wanted)
+    }
+
+
+def _check_nodes(run: str, wanted: Sequence[Seat], known: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ClusterError if a cluster of these nodes cannot have all these seats: Ray itself would
+    only wait. known: as nodes() says them."""
+    have = Counter(name for one in known for name in one["Resources"] if name.startswith(NODE))
+    asked = [(address, one.number) for one in wanted if (address := _address(one.bundle))]
+    missing = [address for address, _ in asked if not have[NODE + address]]
+    if missing:
+        raise ClusterError(f"{run}: {_no_nodes(missing, known)}, or correct `nodes`")
+    for address, _ in asked:
+        ours, free = [number for at, number in asked if at == address], have[NODE + address]
+        if len(ours) > free:
+            raise ClusterError(
+                f"{run}: replicas {', '.join(map(str, ours))} are to be at {address}, or train "
+                f"there already, and the cluster has {counted(free, 'node')} there: correct "
+                f"`nodes`, or end a replica there (gadei-ps stop {job_name(run, ours[-1])})"
+            )
+    if len(known) < len(wanted):
+        raise ClusterError(
+            f"{run}: {len(wanted)} replicas are wanted, and the cluster has {len(known)}: start "
+            "Ray on more (ray start --address), or ask for fewer"
+        )
+
+
+def _no_nodes(missing: Sequence[str], known: Sequence[Mapping[str, Any]]) -> str:
+    what = "is no node" if len(missing) == 1 else "are no nodes"
+    there = ", ".join(sorted({one["NodeManagerAddress"] for one in known}))
+    return (
+        f"{', '.join(missing)} {what} of the cluster; its nodes are {there}: start Ray there (ray "
+        "start --address)"
+    )
+
+
+def _address(bundle: Mapping[str, float]) -> str:
+    """Where it must be; nothing if it may be anywhere."""
+    return next((one.removeprefix(NODE) for one in bundle if one.startswith(NODE)), "")
+
+
+def _wanted(bundles: Sequence[Mapping[str, float]]) -> str:
+    """What replicas are to have, and where."""
+    places: dict[str, list[str]] = {}
+    for one in bundles:
+        what = [f"{count:g} {name}" for name, count in one.items() if not name.startswith(NODE)]
+        places.setdefault(" and ".join(what), []).append(_address(one))
+    found = []
+    for wish, addresses in places.items():
+        if named := [address for address in addresses if address]:
+            found.append(f"{wish} at {', '.join(named)}")
+        if others := addresses.count(""):
+            found.append(f"{wish} on {counted(others, 'other node' if named else 'node')}")
+    return "; ".join(found)
+
+
+def actor(run: str, number: int, group: int, strategy: Any) -> Any:
+    """A new actor, which outlives the program that has made it."""
+    return (
+        ray.remote(ReplicaActor)
+        .options(
+            name=actor_name(run, number),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=CALLS,
+            num_cpus=0,
+            scheduling_strategy=strategy,
+        )
+        .remote(run, number, group)
+    )
+
+
+def beside(
+    run: str, number: int, group: int, used: Collection[str], host: str | None = None
+) -> Any:
+    """A new actor on a node that has no replica of the run. Raises ClusterError if there is none.
+
+    used: nodes that have one. host: the node's address, if it must be a certain one.
+    """
+    known = nodes()
+    if host is not None and host not in {one["NodeManagerAddress"] for one in known}:
+        raise ClusterError(f"run {run}: {_no_nodes([host], known)}, or name another one")
+    for one in known:
+        if one["NodeID"] not in used and host in (None, one["NodeManagerAddress"]):
+            strategy = NodeAffinitySchedulingStrategy(one["NodeID"], soft=False)
+            return actor(run, number, group, strategy)
+    where = f"node {host} has" if host else "all nodes have"
+    raise ClusterError(
+        f"{where} a replica of {run} already: start Ray on another one (ray start --address)"
+    )
+
+
+def drop(run: str) -> None:
+    """Gives back what Ray has reserved for the run."""
+    with contextlib.suppress(ValueError):  # there is nothing
+        remove_placement_group(get_placement_group(group_name(run)))

@@ -1,0 +1,300 @@
+"""Connections to a cluster of Ray, and a cluster of this host's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from gadei_ps.errors import ClusterError, NotOurs, UsageError, in_words
+from gadei_ps.job import paths
+from gadei_ps.machine import interrupts, process
+from gadei_ps.machine import ownership as owned
+from gadei_ps.storage import files
+
+CONNECT_S = 5.0
+GONE_S, AGAIN_S = 5.0, 0.1
+"""Until processes of a lost cluster have ended; between two tries to remove its files."""
+ADDRESS_VARIABLE, TOKEN_VARIABLE = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
+_MODE = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "8"}
+"""Where a cluster's port answers, but the cluster does not."""
+_MOST_NOTE = 1 << 16  # bytes
+_ALIVE = 0
+"""Ray's GcsNodeInfo.GcsNodeState."""
+_INSTALL = "pip install 'gadei-ps[cluster]'"
+
+
+def parse(text: str) -> tuple[str, int]:
+    """Return the parts of HOST:PORT, or [HOST]:PORT. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{text[:80]!r} is not a valid HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class _Note(BaseModel):
+    """What note() has written."""
+
+    address: str
+    token: str | None = None
+    files: str | None = None
+
+
+def note_path(run: str) -> Path:
+    """Where the commands of this host find the cluster of a run."""
+    return paths.directory() / f"{run}.groups.json"
+
+
+def lock_path(run: str) -> Path:
+    """The file that is locked while a command of this host has a cluster of its own for a run."""
+    return paths.directory() / f"{run}.groups.lock"
+
+
+def noted(run: str) -> dict[str, Any] | None:
+    """What is noted of the cluster of a run: `address`; of an own one `token` and `files`.
+
+    Only a note of this user counts: a cluster runs what it is sent, and `files` are removed.
+    """
+    try:
+        fd = owned.open_file(note_path(run), os.O_RDONLY)
+        with os.fdopen(fd, "rb") as file:
+            return _Note.model_validate_json(file.read(_MOST_NOTE)).model_dump()
+    except (FileNotFoundError, NotOurs, ValueError):  # pydantic's error is one, too
+        return None
+
+
+def own_address(run: str) -> str | None:
+    """Of the cluster of this host's own that is noted for a run; None if none is."""
+    found = noted(run)
+    return found["address"] if found is not None and found["token"] else None
+
+
+def nearby() -> str | None:
+    """Address of the cluster of which this host is a node, if `ray start` has been run here."""
+    place = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    noted = Path(place) / "ray" / "ray_current_cluster"
+    found = [os.environ.get(ADDRESS_VARIABLE, "")]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found.append(noted.read_text().strip())
+    for one in found:
+        with contextlib.suppress(ValueError):  # "auto", say
+            parse(one)
+            return one
+    return None
+
+
+def note(run: str, address: str, token: str | None, directory: str | None = None) -> None:
+    """Notes the cluster of a run, for this user alone. directory: of the files of an own one."""
+    paths.directory(make=True)
+    told = {"address": address, "token": token, "files": directory}
+    with files.replacing(note_path(run), 0o600) as stream:
+        stream.write(json.dumps(told).encode())
+
+
+def unnote(run: str, address: str) -> None:
+    """Removes the note, unless it is on another cluster."""
+    found = noted(run)
+    if found is not None and found["address"] == address:
+        note_path(run).unlink(missing_ok=True)
+
+
+def forget(run: str) -> None:
+    """Removes the note on a cluster that has ended, and the files of an own one: all that could
+    have removed them may have been killed."""
+    noted_here = noted(run)
+    if noted_here is not None and noted_here.get("files"):
+        _remove(Path(noted_here["files"]))
+    note_path(run).unlink(missing_ok=True)
+
+
+def loaded(token: str | None) -> Any:
+    """Ray, with authentication by a token. Raises UsageError without Ray."""
+    os.environ.update(_MODE | _TRIES)
+    if token is not None:
+        os.environ[TOKEN_VARIABLE] = token
+    try:
+        import ray
+    except ImportError:
+        raise UsageError(f"there is no Ray here: {_INSTALL}") from None
+    return ray
+
+
+def connect(address: str, token: str | None = None) -> Any:
+    """Ray, connected to the cluster at HOST:PORT. Raises UsageError, or ClusterError."""
+    try:
+        host, _ = parse(address)
+    except ValueError:
+        wanted = "write HOST:PORT, as `ray start --head` prints it"
+        raise UsageError(f"--address {address}: {wanted}") from None
+    if not answers(address):
+        raise ClusterError(f"no Ray cluster answers at {address}: start one (ray start --head)")
+    ray = loaded(token)
+    try:
+        with _silenced():
+            _knock(ray, address)
+            _check_node(ray, address)
+            ray.init(
+                address=address,
+                namespace="gadei-ps",
+                log_to_driver=False,
+                logging_level="ERROR",
+                _node_ip_address=host if host.startswith("127.") else None,
+            )
+    except ClusterError:
+        raise
+    except Exception as error:  # Ray raises RuntimeError, ConnectionError and others
+        raise _explained(error, address) from None
+    return ray
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Drop what Ray's library prints to standard error meanwhile: its errors are raised, too."""
+    if os.environ.get("GADEI_PS_TRACEBACK") == "1":
+        yield
+        return
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _knock(ray: Any, address: str) -> None:
+    """Raises an error of Ray if the cluster refuses the token; init() would try it for long."""
+    try:
+        if ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+            ray._raylet.GcsClient(address=address)  # without a token it would end this process
+    except ray.exceptions.AuthenticationError:
+        raise
+    except Exception:
+        return  # init() tries it again
+
+
+def _check_node(ray: Any, address: str) -> None:
+    """Raises ClusterError if no node of the cluster is on this host; init() would look for long."""
+    try:
+        found = ray._raylet.GcsClient(address=address).get_all_node_info(timeout=CONNECT_S)
+        living = {one.node_manager_address for one in found.values() if one.state == _ALIVE}
+    except Exception:
+        return  # init() tries it again
+    if not any(map(_is_here, living)):
+        raise ClusterMistake(
+            f"this host is no node of the Ray cluster at {address}: start Ray here (ray start "
+            f"--address={address}); if it runs, it is of another cluster: ray stop first"
+        )
+
+
+def _is_here(host: str) -> bool:
+    """Whether this host has the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as any_one:
+        try:
+            any_one.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
+def answers(address: str) -> bool:
+    """Whether anything listens there."""
+    try:
+        with socket.create_connection(parse(address), CONNECT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _explained(error: Exception, address: str) -> ClusterError:
+    text = " ".join(str(error).split())
+    lower = text.lower()
+    if "version mismatch" in lower:
+        return ClusterMistake(
+            f"the cluster at {address} has another version of Ray or Python: {text[:300]}"
+        )
+    if "token" in lower or "unauthenticated" in lower or "failed to connect to ray" in lower:
+        return ClusterMistake(
+            f"the cluster at {address} lets nobody in without its token: set {TOKEN_VARIABLE} to "
+            "that with which its nodes were started, or copy their ~/.ray/auth_token"
+        )
+    return ClusterError(f"the Ray cluster at {address} cannot be used: {text[:300]}")
+
+
+class ClusterMistake(ClusterError):
+    """Another try would fail as well."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def directory() -> Iterator[Path]:
+    """For the files of a cluster of this host's own, until the end of the block."""
+    made = Path(tempfile.mkdtemp(prefix="gps-ray-", dir="/tmp"))  # short: sockets lie there
+    try:
+        yield made
+    finally:
+        _remove(made)
+
+
+def _remove(directory: Path) -> None:
+    """Also while processes write there that are just ending."""
+    until = time.monotonic() + GONE_S
+    while True:
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists() or time.monotonic() > until:
+            return
+        time.sleep(AGAIN_S)
+
+
+@contextlib.contextmanager
+def own(replicas: int, directory: Path) -> Iterator[tuple[str, str]]:
+    """A cluster of this host, with a node for each replica, until the end of the block.
+
+    directory: for its files, which is removed. Gives its address and its token. Raises UsageError
+    without Ray, or ClusterError.
+    """
+    token = secrets.token_hex(32)
+    loaded(token)
+    child = process.spawn(
+        process.module_command("gadei_ps.replicas.own_cluster", str(replicas), str(directory)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        how=None,  # it sees the end of its input, and ends the cluster
+    )
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        line = child.stdout.readline().decode().strip()
+        try:
+            parse(line)
+        except ValueError:
+            why = line or "its process has ended"
+            raise ClusterError(f"Ray cannot be started on this host: {why}") from None
+        yield line, token
+    finally:
+        with interrupts.held():
+            child.stdin.close()
+            child.stdout.close()
+            child.wait()
+        _remove(directory)
+
+
+def described(error: BaseException) -> str:
+    """An error of Ray in one line: its last line tells what has happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else in_words(error))[:300]

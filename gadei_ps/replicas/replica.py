@@ -1,0 +1,311 @@
+"""`python -m gadei_ps.replicas.replica`: one replica of a run: its job, its learners, its rounds.
+
+Its settings come as JSON on standard input. The process that was started ends once the replica has
+begun, or with one line on standard error. The replica continues in a session of its own: neither
+the end of Ray nor that of a terminal ends it. Its output goes to its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from gadei_ps.commands import daemon, jobs
+from gadei_ps.commands.run import RunOptions, run_learners
+from gadei_ps.errors import GadeiError, JobInUse, JobNotFound, in_words
+from gadei_ps.machine import interrupts, process
+from gadei_ps.machine.interrupts import Interrupted
+from gadei_ps.replicas import rounds, sockets
+from gadei_ps.replicas.config import job_name
+from gadei_ps.replicas.program import Data, Program
+from gadei_ps.replicas.rounds import Rounds
+
+BEFORE_S = 30.0
+"""A job of this name that a killed process has left ends in this time; another one is joined."""
+LEAVE_S = 30.0
+"""Time limit until the group continues without a replica that leaves (s)."""
+STOP_S = 1.0
+ANSWERED_S = 2.0
+"""Time limit until the actor knows how the replica has ended (s)."""
+STAY_S = 300.0
+"""Time limit until a command that follows the run has the weights at its end (s)."""
+LOOK_S = 0.1
+TAIL_BYTES = 4096
+_OURS = re.compile(r"gadei-ps: |replica: |\d\d:\d\d:\d\d \[")
+"""Lines of a log that learners have not printed."""
+_ASKED = {"leave": "leaving", "stop": "stopping"}
+NUMBER_VARIABLE = "GADEI_PS_MACHINE"
+COUNT_VARIABLE = "GADEI_PS_MACHINES"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one replica is told.
+
+    run, number, group: names of the run and of the replica in it. machines: number of replicas that
+    began together. command: of a learner, which runs in this directory. program: a Program instead
+    of it, whose data are at this path. learners, restart, overrides: as RunOptions. rounds: other
+    settings of the exchange, as rounds.Settings. log: file of the output.
+    """
+
+    run: str
+    number: int
+    group: int
+    machines: int
+    command: list[str]
+    directory: str
+    learners: int
+    restart: int
+    rounds: dict[str, Any]
+    log: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    program: dict[str, Any] | None = None
+    data: str = ""
+
+    @property
+    def job(self) -> str:
+        """The name of its job."""
+        return job_name(self.run, self.number)
+
+
+class Replica:
+    """The process of one replica, from its start to the end of its learners."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises JobInUse if another process has the replica, or UsageError without its data."""
+        self.settings = settings
+        self._program = Program(**settings.program) if settings.program is not None else None
+        self._data = Data.at(settings.data) if self._program is not None else None
+        self._lock = sockets.replica_lock(settings.run, settings.number)
+        where = settings.run, settings.number, settings.group, settings.job
+        self._rounds = Rounds(rounds.Settings(*where, **settings.rounds), _log)
+        self._begin = time.monotonic()
+        self._asked = ""
+        self._error: str | None = None
+        """Why it cannot go on."""
+        self._is_seen = self._is_ending = False
+        self._stays_until: float | None = None
+        self._ended = threading.Event()
+        self._answered = threading.Event()
+        self._summary: dict[str, Any] = {"exit_code": 1}
+        path = sockets.replica_path(settings.run, settings.number)
+        self._server = sockets.Server(path, self.answer)
+
+    def run(self) -> None:
+        """Main thread: trains until the learners end, or until it is told to end."""
+        self._rounds.start(self._fail)
+        try:
+            self._summary = self._train()
+        except Interrupted as interrupted:
+            name = process.signal_name(interrupted.number)
+            self._summary = {"exit_code": 128 + interrupted.number, "interrupted": name}
+        except (GadeiError, OSError, MemoryError) as error:
+            code = error.exit_code if isinstance(error, GadeiError) else 1
+            self._summary = {"exit_code": code, "error": in_words(error)}
+            print(f"gadei-ps: {in_words(error)}", file=sys.stderr, flush=True)
+        finally:
+            # A stop that comes now, or twice, interrupts nothing any more.
+            with contextlib.suppress(Interrupted), interrupts.held():
+                self._is_ending = True
+                self._close()
+
+    def _close(self) -> None:
+        """Report how the replica has ended, and leave nothing."""
+        self._rounds.end()
+        if self._asked:
+            self._summary |= {"exit_code": 0, "asked": self._asked, "interrupted": None}
+        elif self._error is not None:
+            self._summary |= {"exit_code": 1, "error": self._error, "interrupted": None}
+        elif self._summary["exit_code"] and "error" not in self._summary:
+            killed = _killed(self._summary)
+            self._summary |= {"said": killed or _last_words(self.settings.log)}
+        self._summary |= {"log": self.settings.log}
+        self._ended.set()
+        self._answered.wait(ANSWERED_S)
+        self._server.close()
+        self._lock.release()
+
+    def _train(self) -> dict[str, Any]:
+        settings = self.settings
+        os.environ[NUMBER_VARIABLE] = str(settings.number)
+        os.environ[COUNT_VARIABLE] = str(settings.machines)
+        command = settings.command
+        joined = RunOptions(settings.learners, settings.restart, join=True, survives=False)
+        if self._program is not None and self._data is not None:
+            command = self._program.command(self._data.path)
+            joined = replace(joined, device=self._program.device, stays=self._stays)
+        options = replace(joined, overrides=settings.overrides, join=False)
+        until = time.monotonic() + BEFORE_S
+        while not (self._asked or self._error):
+            there = daemon.running(settings.job)
+            late = time.monotonic() > until
+            try:
+                if not there or late:
+                    return run_learners(settings.job, command, joined if there else options)
+            except JobInUse:
+                if late:
+                    raise
+            interrupts.check()
+            time.sleep(LOOK_S)
+        return {"exit_code": 0}  # it was to end while the job of a killed process ended
+
+    def _stays(self) -> bool:
+        """Whether the job is still to be there, though its learners have ended well."""
+        self._stays_until = self._stays_until or time.monotonic() + STAY_S
+        return not (self._asked or self._error) and time.monotonic() < self._stays_until
+
+    # -- requests, in threads of their own -------------------------------------------------------
+
+    def answer(self, what: str, **how: Any) -> Any:
+        """The answer to a request."""
+        if what == "status":
+            return self.facts()
+        if what == "settings":
+            data = self._data.path if self._data is not None else ""
+            return asdict(self.settings) | {"data": data}
+        if what == "await":
+            self._ended.wait()
+            threading.Timer(LOOK_S, self._answered.set).start()
+            return {"summary": self._summary, "pid": os.getpid()}
+        if what == "signal":
+            os.kill(os.getpid(), how["signal"])
+        elif what in ("leave", "stop"):
+            if what != self._asked:  # it is asked again where the first time may be lost
+                self._asked = what
+                threading.Thread(target=self._end, args=(what,), name=what, daemon=True).start()
+        else:
+            raise GadeiError(f"unknown request {what!r}")
+        return None
+
+    def _fail(self, why: str) -> None:
+        """The replica cannot be a member of its group."""
+        self._error = why
+        threading.Thread(target=self._end, args=("stop",), name="fail", daemon=True).start()
+
+    def _end(self, what: str) -> None:
+        """End the exchanges, then the job, and with it the learners."""
+        try:
+            if what == "leave":
+                self._rounds.leave(LEAVE_S)
+            self._rounds.end()
+            jobs.stop(self.settings.job, drain=False, timeout_s=STOP_S)
+        except JobNotFound:
+            os.kill(os.getpid(), signal.SIGTERM)  # it is not there yet
+        except (GadeiError, OSError) as error:
+            os.kill(os.getpid(), signal.SIGTERM)
+            print(f"gadei-ps: {in_words(error)}", file=sys.stderr, flush=True)
+
+    def facts(self) -> dict[str, Any]:
+        """What the replica is doing."""
+        settings = self.settings
+        # First, so that the job has at least these rounds.
+        exchange = self._rounds.facts.told()
+        state = "trained" if self._stays_until else "training"
+        job = None
+        try:
+            job = jobs.status(settings.job)
+            self._is_seen = True
+        except (GadeiError, OSError):  # also for a moment while another watchdog takes over
+            state = state if self._is_seen else "starting"
+        if self._is_ending or (job and job["phase"] == "draining"):
+            state = "ending"
+        return {
+            "run": settings.run,
+            "machine": settings.number,
+            "group": settings.group,
+            "pid": os.getpid(),
+            "seconds": time.monotonic() - self._begin,
+            "state": _ASKED.get(self._asked, state),
+            "log": settings.log,
+            "exchange": exchange,
+            "job": job,
+        }
+
+
+def _log(line: str) -> None:
+    with contextlib.suppress(OSError):  # no space is left for the log, say
+        print(f"replica: {line}", file=sys.stderr, flush=True)
+
+
+class _Log(io.RawIOBase):
+    """Standard output and error: what a full disk has no room for is lost, and nothing else."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            os.write(2, data)
+        return len(data)
+
+
+def _killed(summary: dict[str, Any]) -> str:
+    """Which learner was killed, if one was: it has said nothing."""
+    for one in summary.get("ended", ()):
+        if one["exit_code"] < 0:
+            how = process.signal_name(-one["exit_code"])
+            return f"learner {one['learner']} was killed by {how}"
+    return ""
+
+
+def _last_words(log: str) -> str:
+    """What the learners have said last; nothing if they have not."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    theirs = [one for one in lines if one.strip() and not _OURS.match(one)]
+    return theirs[-1].strip()[:300] if theirs else ""
+
+
+def main() -> None:
+    """Become the replica, in a session of its own, and report when it has begun."""
+    raw = sys.stdin.read()
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(theirs)
+        with os.fdopen(ours, "rb") as stream:
+            error = stream.read().decode()
+        if error != "begun":
+            print(error or "gadei-ps: the replica has ended", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(0 if error == "begun" else 1)
+    os.close(ours)
+    os.setsid()
+    with contextlib.suppress(PermissionError):  # Ray lowers the priority of its workers
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    try:
+        settings = Settings(**json.loads(raw))
+        log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(one, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's threads block SIGINT
+        interrupts.install()
+        replica = Replica(settings)
+    except (GadeiError, OSError) as error:
+        os.write(theirs, f"gadei-ps: {in_words(error)}".encode())
+        os._exit(1)
+    os.write(theirs, b"begun")
+    os.close(theirs)
+    os.dup2(nothing, 0)
+    for number in (1, 2):
+        os.dup2(log, number)
+    sys.stdout = sys.stderr = io.TextIOWrapper(_Log(), write_through=True)
+    replica.run()
+
+
+if __name__ == "__main__":
+    main()

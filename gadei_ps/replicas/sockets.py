@@ -1,0 +1,158 @@
+"""Requests between processes of one host: a Unix socket in the runtime directory.
+
+A replica's process listens at NAME-NUMBER.replica.sock, and keeps a lock while it lives. Its actor
+listens at NAME-NUMBER.ray.sock. Only processes of the same user can open that directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from gadei_ps.errors import ControlError, GadeiError, JobInUse, JobNotFound, NoAnswer, in_words
+from gadei_ps.job import paths
+from gadei_ps.replicas.config import job_name
+from gadei_ps.replicas.locks import Lock
+
+ANSWER_S = 5.0
+MOST_WAITING = 64
+_NAME = re.compile(r"(?P<run>[A-Za-z0-9_-]+)-(?P<number>\d+)\.replica\.sock")
+
+Told = dict[str, Any]
+
+
+def replica_path(run: str, number: int) -> Path:
+    """Where the process of a replica listens."""
+    return paths.directory() / f"{job_name(run, number)}.replica.sock"
+
+
+def actor_path(run: str, number: int) -> Path:
+    """Where the actor of a replica listens."""
+    return paths.directory() / f"{job_name(run, number)}.ray.sock"
+
+
+def replica_lock(run: str, number: int, *, create: bool = True) -> Lock:
+    """Lock a replica for this process. Raises JobInUse if another one has it."""
+    path = paths.directory() / f"{job_name(run, number)}.replica.lock"
+    return Lock(path, f"replica {job_name(run, number)} has a process on this host already", create)
+
+
+class Peer:
+    """A connection to a process that answers requests; made again after each failure.
+
+    For one thread at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection: Connection | None = None
+
+    def ask(self, what: str, timeout_s: float | None = ANSWER_S, **how: Any) -> Any:
+        """Return the answer to a request. Raises JobNotFound if nobody listens, ControlError."""
+        name = self._path.name
+        try:
+            if self._connection is None:
+                self._connection = Client(str(self._path), "AF_UNIX")
+            self._connection.send((what, how))
+            if not self._connection.poll(timeout_s):
+                self.close()
+                raise NoAnswer(f"{name}: no answer within {timeout_s:g} s: kill its process")
+            answer, error = self._connection.recv()
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise JobNotFound(f"no process listens at {name}") from None
+        except (EOFError, OSError) as error:
+            self.close()
+            raise ControlError(f"{name}: its process has ended") from error
+        if error is not None:
+            raise ControlError(error)
+        return answer
+
+    def close(self) -> None:
+        """End the connection; the next request makes another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def ask(run: str, number: int, what: str, timeout_s: float | None = ANSWER_S, **how: Any) -> Any:
+    """Return the answer of a replica's process. Raises as Peer.ask()."""
+    with contextlib.closing(Peer(replica_path(run, number))) as peer:
+        return peer.ask(what, timeout_s, **how)
+
+
+def lives(run: str, number: int) -> bool:
+    """Return whether a process has this replica here."""
+    try:
+        replica_lock(run, number, create=False).close()
+        return False
+    except JobInUse:
+        return True
+    except FileNotFoundError:
+        return False
+
+
+def here(run: str | None = None) -> list[tuple[str, int]]:
+    """Replicas on this host whose processes live: names of runs, and numbers."""
+    found = []
+    for path in paths.directory().glob("*.replica.sock"):
+        match = _NAME.fullmatch(path.name)
+        if match and run in (None, match["run"]) and lives(match["run"], int(match["number"])):
+            found.append((match["run"], int(match["number"])))
+    return sorted(found)
+
+
+def clear(run: str, number: int | None = None) -> None:
+    """Remove files that killed processes of replicas have left here. number: None: of all."""
+    for path in paths.directory().glob(f"{run}-*.replica.lock"):
+        rest = path.name.removeprefix(f"{run}-").removesuffix(".replica.lock")
+        if rest.isdigit() and number in (None, int(rest)):
+            with contextlib.suppress(JobInUse, FileNotFoundError, ControlError):
+                lock = replica_lock(run, int(rest), create=False)
+                replica_path(run, int(rest)).unlink(missing_ok=True)
+                actor_path(run, int(rest)).unlink(missing_ok=True)
+                lock.release()
+
+
+class Server:
+    """Answers requests, with a thread for each connection."""
+
+    def __init__(self, path: Path, answer: Callable[..., Any]) -> None:
+        """answer: is called with the name of the request and its arguments."""
+        path.unlink(missing_ok=True)
+        self._path, self._answer = path, answer
+        self._listener = Listener(str(path), "AF_UNIX", MOST_WAITING)
+        self._busy = threading.Semaphore(0)
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="requests", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            with contextlib.suppress(OSError, EOFError):
+                connection = self._listener.accept()
+                serve = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+                serve.start()
+
+    def _serve(self, connection: Connection) -> None:
+        with contextlib.suppress(OSError, EOFError), connection:
+            while True:
+                what, how = connection.recv()
+                answered: tuple[Any, str | None]
+                try:
+                    answered = self._answer(what, **how), None
+                except GadeiError as error:
+                    answered = None, in_words(error)
+                except Exception as error:  # the process goes on, whatever was asked
+                    answered = None, f"{type(error).__name__}: {error}"[:300]
+                connection.send(answered)
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._is_closed = True
+        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._listener.close()

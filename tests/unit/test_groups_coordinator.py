@@ -1,0 +1,378 @@
+"""The coordinator of a group: each round is applied once by all members, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gadei_ps.groups.coordinator import NOT_FINITE, Group, Reply, Report
+from gadei_ps.groups.member import Member
+from gadei_ps.groups.shares import Said, Span, Work, without
+
+Batch = tuple[int, int]
+FACTS = {"values": 64, "rule": "mix:0.5"}
+SILENCE_S = 3.0
+
+
+def batches(spans: Any) -> set[Batch]:
+    return {(span[0], one) for span in spans for one in range(span[1], span[2])}
+
+
+@dataclass
+class Replica:
+    """A replica as `replicas/rounds.py` has it, without a job and without a network."""
+
+    number: int
+    clock: int
+    work: Work
+    reports: int = 0
+    generation: int = 0
+    connected: int = 0
+    failed: int = 0
+    rounds: int | None = None
+    lineage: int = 0
+    history: tuple[Any, ...] = ()
+    """Results that are in its weights."""
+    copied: frozenset[Batch] | None = None
+    held: tuple[tuple[int, int], Any] | None = None
+    owned: set[Batch] = field(default_factory=set)
+    answered: set[Batch] = field(default_factory=set)
+    reply: Reply | None = None
+    leaves: bool = False
+    state: dict[str, Any] | None = None
+    facts: dict[str, Any] = field(default_factory=lambda: dict(FACTS))
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        self.process = self.incarnation = self.clock
+
+    @property
+    def member(self) -> Member:
+        return Member(str(self.number), self.incarnation)
+
+    def report(self) -> Report:
+        self.reports += 1
+        said = None
+        if self.copied is not None:
+            left = tuple(Span(one, at, at + 1) for one, at in sorted(self.owned - self.copied))
+            said = Said(self.member, self.work, left)
+        return Report(
+            member=self.member,
+            process=self.process,
+            number=self.reports,
+            facts=self.facts,
+            generation=self.generation,
+            rounds=self.rounds,
+            lineage=self.lineage,
+            connected=self.connected,
+            arrived=None if self.copied is None else self.rounds,
+            samples=self.samples,
+            said=said,
+            ready=None if self.held is None else self.held[0],
+            checksum=0 if self.held is None else hash(self.held[1]),
+            failed=self.failed,
+            leaves=self.leaves,
+            state=self.state,
+        )
+
+    def hear(self, reply: Reply) -> None:
+        self.reply = reply
+        if reply.state:
+            self.state = json.loads(json.dumps(reply.state))
+        if reply.rejoin:
+            self.clock += 1000
+            self.incarnation = self.clock
+            self.generation = self.connected = self.failed = 0
+            self.rounds, self.history, self.copied, self.held = None, (), None, None
+            self.owned, self.answered = set(), set()
+
+    def act(self, chance: random.Random, all_: list[Replica]) -> None:
+        """One step of what it was told."""
+        reply = self.reply
+        if reply is None or reply.place is None or reply.rejoin:
+            return
+        is_committed = self.held is not None and self.held[0] == reply.committed
+        if self.held is not None and is_committed and self.rounds == reply.rounds - 1:
+            self.history += (self.held[1],)
+            self.rounds += 1
+            self.held = self.copied = None
+            self.own(reply)
+            return
+        if self.held is not None and self.held[0][0] != reply.generation:
+            self.held = None
+        if self.generation != reply.generation:
+            self.generation, self.connected = reply.generation, 0
+            return
+        if not reply.connects or self.failed == reply.generation:
+            return
+        if self.connected != reply.generation:
+            self.connect(reply, all_)
+        elif reply.go is not None and reply.go.round == self.rounds and self.held is None:
+            if self.copied is not None:
+                self.exchange(reply, chance, all_)
+        elif self.copied is None and self.rounds == reply.rounds:
+            left = sorted(self.owned - self.answered)
+            self.answered |= set(left[: chance.randrange(1, 9)])
+            self.copied = frozenset(self.answered)
+
+    def own(self, reply: Reply) -> None:
+        if reply.rounds == self.rounds:
+            self.owned |= batches(reply.owned)
+
+    def connect(self, reply: Reply, all_: list[Replica]) -> None:
+        if reply.place == reply.source and self.rounds is None:
+            self.rounds, self.history, self.lineage = 0, (self.member,), reply.lineage
+        if self.member in reply.newcomers and self.rounds is None:
+            assert reply.source is not None
+            source = next((one for one in all_ if one.member == reply.members[reply.source]), None)
+            if source is None or source.generation != reply.generation or source.rounds is None:
+                self.failed = reply.generation
+                return
+            assert source.rounds == reply.rounds
+            self.rounds, self.history, self.lineage = source.rounds, source.history, reply.lineage
+        self.connected = reply.generation
+
+    def exchange(self, reply: Reply, chance: random.Random, all_: list[Replica]) -> None:
+        """All members must be there, with their copies; else it fails."""
+        there = {one.member: one for one in all_}
+        others = [there.get(one) for one in reply.members]
+        key = reply.generation, reply.go.round if reply.go else -1
+        parts = []
+        for one in others:
+            if one is None or one.generation != reply.generation or chance.random() < 0.03:
+                self.failed = reply.generation
+                return
+            copied = one.copied
+            if copied is None or one.rounds != self.rounds:
+                self.failed = reply.generation
+                return
+            parts.append((one.member, copied))
+        self.held = key, tuple(parts)
+
+
+class World:
+    def __init__(self, seed: int, work: Work) -> None:
+        self.chance, self.work = random.Random(seed), work
+        self.now, self.clock = 0.0, 0
+        self.group = self.coordinator(["0", "1", "2"])
+        self.replicas = [self.replica(number) for number in range(3)]
+        self.weights: Counter[Batch] = Counter()
+
+    def coordinator(self, expected: list[str]) -> Group:
+        return Group((0, 1), True, (), expected, self.now + 100, 2.0)
+
+    def replica(self, number: int) -> Replica:
+        self.clock += 1
+        return Replica(number, self.clock, self.work)
+
+    def settle(self) -> None:
+        while self.group.step(self.now, {}):
+            pass
+
+    def step(self, disturbs: bool) -> None:
+        chance, group = self.chance, self.group
+        self.now += 0.1
+        what = chance.random() if disturbs else 1.0
+        if what < 0.02 and len(self.replicas) > 1:
+            dead = self.replicas.pop(chance.randrange(len(self.replicas)))
+            if chance.random() < 0.7:
+                group.lost(str(dead.number))
+        elif what < 0.04 and len(self.replicas) < 5:
+            free = set(range(5)) - {one.number for one in self.replicas}
+            self.replicas.append(self.replica(chance.choice(sorted(free))))
+        elif what < 0.05:
+            self.group = group = self.coordinator([])  # the one before has died
+            for one in self.replicas:
+                one.reply = None
+        for one in self.replicas:
+            if chance.random() < (0.2 if disturbs else 0.0):
+                continue  # is slow, or its report is lost
+            report = one.report()
+            group.report(report, self.now)
+            self.settle()
+            reply = group.reply(report)
+            if chance.random() < (0.9 if disturbs else 1.0):
+                one.hear(reply)
+        for one in self.replicas:
+            if chance.random() < 0.7:
+                one.act(chance, self.replicas)
+        group.expire(self.now, SILENCE_S)
+        self.settle()
+        self.check()
+
+    def is_done(self, epochs: int) -> bool:
+        """Whether all passes are in the weights of all replicas that live."""
+        shares, members = self.group.shares, set(self.group.members)
+        all_there = members == {one.member for one in self.replicas} and not self.group.newcomers
+        return (
+            all_there and shares is not None and shares.work is not None and shares.done == epochs
+        )
+
+    def check(self) -> None:
+        """Members of one generation with equally many rounds have the same weights."""
+        known: dict[tuple[int, int], Any] = {}
+        for one in self.replicas:
+            if one.rounds is None or one.reply is None or one.reply.place is None:
+                continue
+            if one.member in self.group.members and one.generation == self.group.generation:
+                key = one.generation, one.rounds
+                assert known.setdefault(key, one.history) == one.history
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(1, 3))
+def test_rounds_are_applied_once_by_all(seed: int, count: int, epochs: int) -> None:
+    world = World(seed, Work(count, epochs, 7))
+    for _ in range(250):
+        world.step(disturbs=True)
+    for _ in range(400):
+        world.step(disturbs=False)
+        if world.is_done(epochs):
+            break
+    else:
+        pytest.fail(f"stands: {world.group.state()}")
+    for _ in range(30):  # all have applied these rounds
+        world.step(disturbs=False)
+    longest = max((one.history for one in world.replicas), key=len)
+    for one in world.replicas:  # another round may be in hand
+        assert one.history in (longest, longest[:-1])
+    _, *results = longest
+    in_weights: Counter[Batch] = Counter()
+    summed: dict[Member, frozenset[Batch]] = {}
+    for result in results:
+        for member, copied in result:
+            in_weights.update(copied - summed.get(member, frozenset()))
+            summed[member] = copied
+    assert in_weights == Counter({(e, b): 1 for e in range(epochs) for b in range(count)})
+
+
+def begun(count: int = 2, **facts: Any) -> tuple[World, list[Replica]]:
+    """A group without batches, whose replicas are members."""
+    world = World(0, Work(0, 1, 0))
+    world.replicas = [world.replica(number) for number in range(count)]
+    world.group = world.coordinator([str(number) for number in range(count)])
+    return world, world.replicas
+
+
+def test_a_group_begins_when_all_are_there() -> None:
+    world, (first, second) = begun()
+    world.group.report(first.report(), 0)
+    world.settle()
+    assert not world.group.is_settled
+    world.group.report(second.report(), 0)
+    world.settle()
+    assert world.group.members == (first.member, second.member)
+    assert world.group.newcomers == {second.member}
+
+
+def test_a_group_does_not_wait_for_a_replica_whose_process_has_ended() -> None:
+    world, (first, _) = begun()
+    world.group.report(first.report(), 0)
+    world.group.lost("1")
+    world.settle()
+    assert world.group.members == (first.member,)
+
+
+def test_another_model_is_a_mistake_of_one_replica() -> None:
+    world, (first, second) = begun()
+    second.facts = FACTS | {"values": 128}
+    for one in (first, second):
+        world.group.report(one.report(), 0)
+    world.settle()
+    assert world.group.members == (first.member,)
+    mistake = world.group.reply(second.report()).mistake
+    assert mistake == "this replica has values 128, and its group has 64: use the same"
+    assert world.group.reply(first.report()).mistake is None
+
+
+def test_copies_that_are_not_finite_do_not_count() -> None:
+    world, (first, second) = begun()
+    for _ in range(40):
+        world.step(disturbs=False)
+    second.samples = 0
+    while world.group.go is None or world.group.go.weights[1]:
+        world.step(disturbs=False)
+    assert world.group.go.weights == (1.0, 0.0)
+    first.samples = 0
+    while world.group.mistake is None:
+        world.step(disturbs=False)
+    assert world.group.reply(first.report()).mistake == NOT_FINITE
+
+
+def test_the_last_replica_may_leave() -> None:
+    world, replicas = begun()
+    for _ in range(40):
+        world.step(disturbs=False)
+    for one in list(replicas):
+        one.leaves = True
+        for _ in range(20):
+            world.step(disturbs=False)
+        assert one.reply is not None and one.reply.left
+        replicas.remove(one)
+    assert world.group.members == ()
+
+
+def test_a_replica_that_was_silent_joins_again() -> None:
+    world, (first, second) = begun()
+    for _ in range(40):
+        world.step(disturbs=False)
+    world.replicas = [first]
+    rounds = world.group.rounds
+    for _ in range(60):
+        world.step(disturbs=False)
+    assert world.group.members == (first.member,) and world.group.rounds > rounds
+    before = second.member
+    world.replicas = [first, second]
+    for _ in range(60):
+        world.step(disturbs=False)
+    assert second.member in world.group.members and second.member != before
+    assert second.history == first.history
+
+
+def test_of_two_processes_with_one_number_the_later_one_stays() -> None:
+    world, (first, second) = begun()
+    for _ in range(40):
+        world.step(disturbs=False)
+    third = world.replica(1)
+    world.group.report(third.report(), world.now)
+    assert world.group.reply(second.report()).replaced
+    world.replicas = [first, third]
+    for _ in range(60):
+        world.step(disturbs=False)
+    assert world.group.members == (first.member, third.member)
+
+
+def test_models_of_other_groups() -> None:
+    """All members get one, then the next; a round takes what all have, once."""
+    group = Group(None, False, (1, 2), ["0", "1"], 0.0)
+    group.is_settled, group.members = True, (Member("0", 0), Member("1", 0))
+    reports = [Report(one, 0, facts=FACTS) for one in group.members]
+    for one in reports:
+        group.report(one, 0)
+    group._aim({1: 5, 2: 6})
+    assert group.aims == {1: 5, 2: 6}
+    group._aim({1: 8, 2: 9})
+    assert group.aims == {1: 5, 2: 6}
+    has = [(1, 5)], [(1, 5), (2, 6)]
+    reports = [
+        Report(one, 0, number=1, facts=FACTS, models=models)
+        for one, models in zip(group.members, has, strict=True)
+    ]
+    for one in reports:
+        group.report(one, 0)
+    assert group._common(reports) == [(1, 5)]
+    group._aim({1: 8, 2: 9})
+    assert group.aims == {1: 8, 2: 6}
+    group.taken[1] = 5
+    assert group._common(reports) == []
+
+
+def test_spans_that_are_left() -> None:
+    assert without([Span(0, 0, 5)], [Span(0, 1, 3)]) == [Span(0, 0, 1), Span(0, 3, 5)]

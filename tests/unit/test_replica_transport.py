@@ -1,0 +1,199 @@
+"""Exchange within a group: sums, traffic, and members that die or hang in the middle."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+from gadei_ps.errors import ExchangeFailed
+from gadei_ps.groups import parts, traffic
+
+torch = pytest.importorskip("torch")
+from gadei_ps.replicas import transport  # noqa: E402
+
+VALUES = 64 * 5000 + 3
+LIMIT_S = 2.0
+APART = ["unshare", "--user", "--map-root-user", "--net"]
+GET_FLAGS, SET_FLAGS, UP = 0x8913, 0x8914, 1
+HOST = "127.0.0.1"
+
+
+def model(place: int) -> np.ndarray:
+    return np.random.default_rng(place).standard_normal(VALUES).astype(np.float32)
+
+
+def member(
+    port: int, place: int, count: int, out: Any, what: Callable[[transport.Transport, Any], None]
+) -> None:
+    from torch._C._distributed_c10d import TCPStore
+
+    transport.PIECE = 1 << 14
+    store = TCPStore(HOST, port, wait_for_workers=False, timeout=timedelta(seconds=30))
+    one = transport.Transport(store, "0", place, count, HOST, 30.0)
+    one._limit = timedelta(seconds=LIMIT_S)
+    what(one, out)
+
+
+class Members:
+    """Processes that are members of one generation."""
+
+    def __init__(self, count: int, what: Callable[[transport.Transport, Any], None]) -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        context = get_context("fork")
+        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self.out = context.Queue()
+        self.processes = [
+            context.Process(target=member, args=(self.store.port, place, count, self.out, what))
+            for place in range(count)
+        ]
+        for one in self.processes:
+            one.start()
+
+    def results(self, count: int) -> dict[int, Any]:
+        return dict(self.out.get(timeout=support.PATIENCE_S) for _ in range(count))
+
+    def close(self) -> None:
+        for one in self.processes:
+            one.kill()
+            one.join()
+
+
+def sums(one: transport.Transport, out: Any) -> None:
+    got = np.empty(VALUES, np.float32)
+    one.aggregate(model(one.place), [0.5, 0.25, 0.0, 0.25][: one.members], got)
+    out.put((one.place, (got, one.sent)))
+    time.sleep(LIMIT_S)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_members_have_the_mean_and_send_as_little_as_the_paper(count: int) -> None:
+    made = Members(count, sums)
+    try:
+        found = made.results(count)
+    finally:
+        made.close()
+    weights = np.array([0.5, 0.25, 0.0, 0.25][:count], np.float32)
+    wanted = np.empty(VALUES, np.float32)
+    parts.aggregate([model(place) for place in range(count)], weights, wanted)
+    for got, _ in found.values():
+        np.testing.assert_array_equal(got, wanted)
+    sent = [found[place][1] for place in range(count)]
+    assert sent == traffic.aggregation(VALUES, count)
+    assert traffic.in_models(sent, VALUES) == pytest.approx(2 * (count - 1) / count, rel=0.01)
+
+
+def until_it_fails(one: transport.Transport, out: Any) -> None:
+    got = np.empty(VALUES, np.float32)
+    try:
+        for number in range(10**6):
+            one.aggregate(model(one.place), [1 / one.members] * one.members, got)
+            if number == 3 and one.place == 1:
+                out.put((-1, os.getpid()))
+    except ExchangeFailed as error:
+        out.put((one.place, (str(error), time.monotonic())))
+        time.sleep(4 * LIMIT_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_member_that_dies_or_hangs_ends_the_exchange_of_all(number: int) -> None:
+    made = Members(3, until_it_fails)
+    try:
+        pid = made.results(1)[-1]
+        begin = time.monotonic()
+        os.kill(pid, number)
+        found = made.results(2)
+        assert set(found) == {0, 2}
+        assert all(when - begin < 3 * LIMIT_S + 10 for _, when in found.values())
+    finally:
+        made.close()
+
+
+def gives_state(one: transport.Transport, out: Any) -> None:
+    arrays = [model(0), model(1)]
+    if one.place == 0:
+        one.send_state(b"text", arrays, [1, 2])
+        out.put((0, None))
+    else:
+        text, got = one.receive_state(0)
+        is_same = all(np.array_equal(*pair) for pair in zip(got, arrays, strict=True))
+        out.put((one.place, (text, is_same)))
+    time.sleep(LIMIT_S)
+
+
+def test_newcomers_receive_the_state_of_the_group() -> None:
+    made = Members(3, gives_state)
+    try:
+        assert made.results(3) == {0: None, 1: (b"text", True), 2: (b"text", True)}
+    finally:
+        made.close()
+
+
+# -- a network that is gone for a while, in a namespace of its own ---------------------------------
+
+
+def loopback(up: bool) -> None:
+    """The only device of the namespace. While it is down, all that is sent is lost."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_one:
+        request = struct.pack("16sh22x", b"lo", 0)
+        (flags,) = struct.unpack_from("16xh", fcntl.ioctl(any_one, GET_FLAGS, request))
+        flags = flags | UP if up else flags & ~UP
+        fcntl.ioctl(any_one, SET_FLAGS, struct.pack("16sh22x", b"lo", flags))
+
+
+def cut_off() -> None:
+    """Both members see that the other one is gone; the next generation makes the sum again."""
+    loopback(True)
+    for one in range(2):
+        made = Members(2, until_it_fails)
+        made.results(1)
+        loopback(up=bool(one))  # in the second generation nothing happens but a death
+        if one:
+            made.processes[1].kill()
+        found = made.results(1 if one else 2)
+        assert all("failed" not in text for text, _ in found.values())
+        made.close()
+        loopback(True)
+    made = Members(2, sums)
+    assert len(made.results(2)) == 2
+    made.close()
+
+
+def _why_not() -> str:
+    if shutil.which("unshare") is None:
+        return "there is no unshare(1)"
+    done = subprocess.run([*APART, "true"], capture_output=True, text=True, check=False)
+    return done.stderr.strip()
+
+
+@pytest.mark.skipif(bool(_why_not()), reason="no network namespace can be made")
+def test_members_whose_network_is_gone_end_the_exchange() -> None:
+    done = subprocess.run(
+        [*APART, sys.executable, "-P", __file__],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    cut_off()
