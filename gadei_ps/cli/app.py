@@ -29,6 +29,7 @@ from gadei_ps.cli import (
 )
 from gadei_ps.cli import simulate as simulation
 from gadei_ps.cli.switches import App
+from gadei_ps.machine import process
 
 app = App(
     name="gadei-ps",
@@ -93,4 +94,4 @@ def _root(
 
 def main() -> None:
     """Entry point of `gadei-ps` and of `python -m gadei_ps`."""
-    sys.exit(exits.execute(app, sys.argv[1:]))
+    process.leave(exits.execute(app, sys.argv[1:]))

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
@@ -23,6 +23,22 @@ from gadei_ps.errors import UsageError
 MANY_FILES = 4096  # 256 learners and 512 clients need more than the usual 1024
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PIDFD_SIGNAL_PROCESS_GROUP = 4  # of pidfd_send_signal(), Linux 6.9
+# Name of a thread in a library of C++ that may wait without end.
+FOREIGN = "foreign"
+
+
+def leave(code: int) -> NoReturn:
+    """End this process.
+
+    It ends at once if a FOREIGN thread still waits: the interpreter's end destroys what that waits
+    for, and the process would end by a signal.
+    """
+    if any(one.name == FOREIGN for one in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def cores() -> int:

@@ -24,7 +24,7 @@ from gadei_ps.errors import (
 )
 from gadei_ps.job import paths
 from gadei_ps.job.diagnosis import locked
-from gadei_ps.machine import interrupts
+from gadei_ps.machine import interrupts, process
 from gadei_ps.replicas import config, rays, sockets
 from gadei_ps.replicas.config import Run, job_name
 from gadei_ps.replicas.locks import Lock
@@ -119,7 +119,7 @@ def _connected(address: str, token: str | None) -> Iterator[Any]:
     try:
         yield ray
     finally:
-        ended = threading.Thread(target=ray.shutdown, daemon=True)
+        ended = threading.Thread(target=ray.shutdown, name=process.FOREIGN, daemon=True)
         ended.start()
         ended.join(DISCONNECT_S)
         if ended.is_alive():  # it waits for a cluster that is gone: nobody waits for that

@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gadei_ps.errors import ClusterError, ClusterLost
+from gadei_ps.machine import process
 from gadei_ps.memory.weights import FloatArray
 from gadei_ps.replicas import copies, placing, rays
 from gadei_ps.replicas.actor import NAMESPACE, names
@@ -304,7 +305,7 @@ class Following:
             except BaseException as error:
                 done.put((None, error))
 
-        threading.Thread(target=run, daemon=True).start()
+        threading.Thread(target=run, name=process.FOREIGN, daemon=True).start()
         while True:
             try:
                 answer, error = done.get(timeout=LOOK_S)

@@ -330,3 +330,19 @@ def test_a_signal_to_a_child_that_the_kernel_has_reaped() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("name", "ends"), [(process.FOREIGN, ""), ("own", "ended\n")])
+def test_the_end_with_a_thread_that_waits(name: str, ends: str) -> None:
+    """In a library of C++ whose objects the interpreter's end destroys: it would crash."""
+    script = (
+        "import atexit, sys, threading\n"
+        "from gadei_ps.machine import process\n"
+        f"wait = threading.Thread(target=threading.Event().wait, name={name!r}, daemon=True)\n"
+        "wait.start()\n"
+        "atexit.register(print, 'ended')\n"
+        "print('told')\n"
+        "process.leave(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, f"told\n{ends}", "")
