@@ -110,11 +110,19 @@ _COUNTER, _GAUGE = Kind
 _NOW, _LEARNER, _MEMORY, _SAVED = Lifetime
 
 
-def _gradients(word: str, help: str) -> Metric:
+def _gradients(word: str, help: str, *, in_history: bool = False) -> Metric:
     """A count of gradients, which learners have and the job keeps."""
     shown = Shown("gradients", word, word)
     return Metric(
-        f"gradients_{word}", help, _ROSTER, word, _COUNTER, "gradients", _SAVED, shown=shown
+        f"gradients_{word}",
+        help,
+        _ROSTER,
+        word,
+        _COUNTER,
+        "gradients",
+        _SAVED,
+        shown=shown,
+        in_history=in_history,
     )
 
 
@@ -136,7 +144,7 @@ def _measured(name: str, help: str, unit: str, values: Values = Values.COUNT) ->
 
 
 JOB: Final = (
-    _gradients("applied", "Gradients applied to the weights"),
+    _gradients("applied", "Gradients applied to the weights", in_history=True),
     _gradients("dropped", "Gradients dropped by the synchronization model or by their learners"),
     _gradients("refused", "Gradients refused, for example because a value was not finite"),
     Metric(

@@ -11,6 +11,7 @@ from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.job import config
 from gadei_ps.machine import user_files
 from gadei_ps.memory import shm
+from gadei_ps.show import history_view
 from gadei_ps.storage import history_file
 
 PART_BYTES = 64 << 10  # of each end of a file, for a list of runs
@@ -101,7 +102,7 @@ def _run(path: Path, running: str | None) -> Run | None:
     last: dict[str, Any] = {}
     for one in lines:
         last |= {name: value for name, value in one.items() if value is not None}
-    measured, version = last.get("measured"), last.get("version")
+    measured = last.get("measured")
     state = str(lines[-1].get("ended", ""))
     return Run(
         job=running or history_file.job_of(path),
@@ -109,7 +110,7 @@ def _run(path: Path, running: str | None) -> Run | None:
         started=lines[0]["time"],
         changed=lines[-1]["time"],
         state="running" if running else state,
-        gradients=version if isinstance(version, int) else 0,
+        gradients=history_view.gradients(last) or 0,
         accuracy=measured.get("accuracy") if isinstance(measured, dict) else None,
         loss=last.get("loss"),
         command=str(last.get("command", "")),

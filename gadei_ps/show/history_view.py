@@ -37,10 +37,12 @@ def render(lines: Sequence[Line]) -> RenderableType:
     made = FittedTable(
         ("time", *numbers, ""), right=numbers, whole=("time",), dispensable=dispensable
     )
+    counts = any("gradients_applied" in one for one in points)
     for one, loss in zip(points, losses, strict=True):
+        is_counted = not counts or "gradients_applied" in one
         made.add_row(
             when(one["time"]),
-            _number(one.get("version"), ",.0f"),
+            _number(gradients(one) if is_counted else None, ",.0f"),
             loss,
             rate(one[name]) if _is_number(one.get(name)) else "",
             _number(one.get("staleness"), ".2f"),
@@ -51,16 +53,26 @@ def render(lines: Sequence[Line]) -> RenderableType:
     return Group(made, Text(NO_LOSS, style="dim")) if silent else made
 
 
+def gradients(line: Line) -> int | None:
+    """Return how many gradients had been applied at a point, or None.
+
+    Files of earlier releases have the version alone, which counts assignments, too.
+    """
+    found = line.get("gradients_applied", line.get("version"))
+    return found if isinstance(found, int) else None
+
+
 def with_speed(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """The lines; a point after another one also has `gradients_per_s` since then."""
-    made, before = [], None
+    made: list[dict[str, Any]] = []
+    before: tuple[float, int] | None = None
     for one in lines:
         more: dict[str, Any] = {}
-        if "samples" in one and _is_number(one.get("version")):
-            if before is not None and one["time"] > before["time"]:
-                applied = max(0, one["version"] - before["version"])
-                more = {"gradients_per_s": applied / (one["time"] - before["time"])}
-            before = one
+        if "samples" in one and (applied := gradients(one)) is not None:
+            if before is not None and one["time"] > before[0]:
+                speed = max(0, applied - before[1]) / (one["time"] - before[0])
+                more = {"gradients_per_s": speed}
+            before = one["time"], applied
         made.append({**one, **more})
     return made
 
@@ -159,7 +171,7 @@ def plot(lines: Sequence[Line], title: str) -> str:
         for one in lines
         if isinstance(one.get("measured"), dict) and "accuracy" in one["measured"]
     ]
-    for column, (by, label) in enumerate((("time", _unit(lines)), ("version", "gradients"))):
+    for column, (by, label) in enumerate((("time", _unit(lines)), ("version", "version"))):
         offset, scale = (begin, _scale(lines)) if by == "time" else (0, 1.0)
         upper, lower = axes[0][column], axes[1][column]
         _draw(upper, points, "loss", by, offset, scale)
