@@ -152,8 +152,8 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
     snapshot = None
     origin = f"memory of job {source}"
     problems: tuple[str, ...] = ()
-    named = "/" not in source and not source.endswith(".toml")
-    if version is None and named and not Path(source).is_dir():
+    named = "/" not in source and not source.endswith(".toml") and not Path(source).is_dir()
+    if version is None and named:
         snapshot = _in_memory(source)
     if snapshot is None:
         found = _find_named(source, version) if named else find(source, version)

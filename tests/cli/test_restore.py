@@ -287,3 +287,10 @@ def test_without_a_model(cli: Cli, job_name: str) -> None:
     assert daemon.wait().code == 0
     assert not there(job_name, cli)
     assert "no job" in cli("checkpoint", job_name).error
+
+
+def test_a_directory_here_is_no_job(cli: Cli) -> None:
+    """Its name has no slash, as that of a job."""
+    (cli.directory / "kept").mkdir()
+    failed = cli("export", "kept", "out.npz")
+    assert failed.code == 2 and failed.error == "kept: there is no checkpoint in this directory"
