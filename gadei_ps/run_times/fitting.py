@@ -108,8 +108,12 @@ def train(
     if not target.parent.is_dir():  # reported before the work, not after it
         raise UsageError(f"{target}: there is no directory {target.parent}; create it")
     held_out = max(LAG + 5, round(HELD_OUT * len(trace.times)))
-    training = _Windows(trace.part(0, len(trace.times) - held_out))
-    testing = _Windows(trace.part(len(trace.times) - held_out, len(trace.times)))
+    # Before it is divided: a learner may have run times in one part only.
+    filled, middle, end = trace.filled(), len(trace.times) - held_out, len(trace.times)
+    training, testing = (
+        _Windows(trace.part(*rows), filled.part(*rows).times)
+        for rows in ((0, middle), (middle, end))
+    )
     sizes = Sizes(len(trace.learners), LAG, LATENT, RECURRENT, HIDDEN)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -158,8 +162,8 @@ def _check(trace: Trace) -> None:
 class _Windows:
     """Windows of `LAG` supersteps of a trace. A batch is (windows, LAG, learners), scaled."""
 
-    def __init__(self, trace: Trace) -> None:
-        filled = trace.filled().times
+    def __init__(self, trace: Trace, filled: np.ndarray) -> None:
+        """filled: the run times of the trace, without gaps."""
         self.count = len(filled) - LAG + 1
         # For each place, twice the mean of the window that begins there.
         means = np.lib.stride_tricks.sliding_window_view(filled.mean(axis=1), LAG).mean(axis=1)

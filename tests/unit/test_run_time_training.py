@@ -50,6 +50,16 @@ def test_training_is_deterministic_and_leaves_the_generator_alone(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "one", "other"]
 
 
+@pytest.mark.parametrize("gone", [slice(100, None), slice(0, 150)], ids=["left", "joined"])
+def test_a_learner_that_was_there_for_a_while(gone: slice, tmp_path: Path) -> None:
+    """It has no run time among those that are trained with, or that are held out."""
+    times = switching(160, 1)
+    times[gone, 1] = np.nan
+    fitting.train(as_trace(times), out=tmp_path / "model", epochs=1)
+    told = run_time_file.metadata((tmp_path / "model").read_bytes())
+    assert np.isfinite(told["held_out_elbo"])  # type: ignore[call-overload]
+
+
 def test_gaps_and_bounds_count_as_what_they_are(tmp_path: Path) -> None:
     """Of most of a learner's run times it is known only that they are longer than 0.9."""
     generator = np.random.default_rng(0)
