@@ -1,4 +1,4 @@
-"""Where compiled code is kept between starts.
+"""The cache of compiled code, which lasts from one start to the next.
 
 Its directory is named by a digest of all that decides what the code is: the sources, the C
 extension, the compiler, and the processor. So a process never loads code that was compiled from
@@ -80,7 +80,7 @@ SOURCES = tuple(
 
 
 def base() -> Path:
-    """A gadei-ps directory in $NUMBA_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
+    """Return a gadei-ps directory in $NUMBA_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
 
     With the runtime directory of the system's units, the one of their user, for that user. If none
     can be written, a temporary directory that this process removes at its end. What lies there is
@@ -90,7 +90,7 @@ def base() -> Path:
 
 
 def home() -> Path:
-    """The directory that is wanted, whether it can be written or not."""
+    """Return the preferred directory, even if it cannot be written."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     if not given and homes.of_the_system() and _is_ours(homes.CACHE):
         return homes.CACHE
@@ -105,7 +105,7 @@ def _made_home() -> Path | None:
 
 
 def is_lasting() -> bool:
-    """Whether code is kept beyond the life of this process."""
+    """Return whether code is kept after this process has ended."""
     return _made_home() is not None
 
 
@@ -119,7 +119,7 @@ def _is_ours(path: Path) -> bool:
 
 @functools.cache
 def _made() -> tuple[Path, int]:
-    """The temporary directory, and the process that has made it."""
+    """Make the temporary directory once, and return it with the pid of this process."""
     path = Path(tempfile.mkdtemp(prefix="gadei-ps-cache-")) / "gadei-ps"
     path.mkdir(mode=0o700)
     atexit.register(remove_temporary)
@@ -131,7 +131,7 @@ def _temporary() -> Path:
 
 
 def remove_temporary() -> None:
-    """Removes the temporary directory, if this process has made one. At the end of a process."""
+    """Remove the temporary directory if this process has made one; called when it exits."""
     if _made.cache_info().currsize:
         path, maker = _made()
         if maker == os.getpid():
@@ -165,23 +165,23 @@ def _on_the_disk() -> str:
 
 @functools.cache
 def _of_the_sources() -> str:
-    """As they were when this process asked first."""
+    """Return the digest of the sources as this process first read them."""
     return _on_the_disk()
 
 
 def check_sources() -> None:
-    """Raises OSError if the sources have been replaced since.
+    """Raise OSError if the sources have been replaced since this process first read them.
 
-    After they were imported, before what they say is compiled.
+    Call it after the sources are imported and before they are compiled.
     """
     if _on_the_disk() != _of_the_sources():
         raise OSError(errno.ESTALE, "gadei-ps was installed again meanwhile; start the job again")
 
 
 def _of_the_extension() -> object:
-    """What compiled code has from the C extension: offsets, sizes, types and values.
+    """Return what compiled code takes from the C extension: offsets, sizes, types and values.
 
-    What fields and codes mean, in words, is not compiled.
+    The descriptions of fields and codes are not compiled.
     """
     structs = {
         name: (size, {field: told[:4] for field, told in fields.items()})
@@ -196,7 +196,7 @@ def _of_the_extension() -> object:
 
 @functools.cache
 def _of_the_machine() -> tuple[object, ...]:
-    """What makes the code, and what runs it. Numba is not imported: that takes long."""
+    """Return the versions of the compilers and the processor, without importing Numba (slow)."""
     from llvmlite import binding
 
     found = [importlib.util.find_spec(name) for name in COMPILERS]
@@ -221,17 +221,17 @@ _problems: list[str] = []
 
 
 def note(error: OSError) -> None:
-    """Code could not be loaded or kept."""
+    """Note that code could not be loaded or kept."""
     _problems.append(str(error))
 
 
 def has_failed() -> bool:
-    """Whether code could not be loaded or kept."""
+    """Return whether code could not be loaded or kept."""
     return bool(_problems)
 
 
 def tell(log: Any) -> None:
-    """Warns if code could not be loaded or kept since this was called last."""
+    """Log a warning if code could not be loaded or kept since the last call."""
     if _problems:
         log.warning("compiled code cannot be kept for the next start", reason=_problems[-1])
         _problems.clear()

@@ -1,13 +1,13 @@
-"""How the code of the shard threads is compiled, by Numba's and llvmlite's public names.
+"""Compilation of the shard threads' code, by the public names of Numba and llvmlite.
 
 Each shard has one thread of its own, which runs one compiled loop without the GIL until the server
 ends. It is not an iteration of a `prange`: the job chooses the number of shards, Numba's own
 threads do not survive a fork, and they meet at a barrier for each gradient, while a shard waits for
 no other one. `docs/decisions/0001-nogil-threads.md` has the figures.
 
-Numba translates a unit and all that it calls to LLVM's code, as text. From there on it is LLVM's
-work alone: the unit is optimized as a whole, and becomes an object file, which a server loads
-without Numba. Servers set NUMBA_OPT, so that Numba does not optimize each function before.
+Numba translates a unit and all that it calls to LLVM's code, as text. LLVM alone does the
+rest: it optimizes the unit as a whole and makes an object file, which a server loads without
+Numba. Servers set NUMBA_OPT, so that Numba does not optimize each function before.
 """
 
 from __future__ import annotations

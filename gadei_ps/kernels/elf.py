@@ -21,7 +21,7 @@ class Symbols(NamedTuple):
 
 
 def symbols(file: bytes) -> Symbols:
-    """Those of an object file."""
+    """Return the symbols of an object file."""
     (at,) = struct.unpack_from("<Q", file, SECTIONS_AT)
     (count,) = struct.unpack_from("<H", file, SECTION_COUNT_AT)
     sections = [SECTION.unpack_from(file, at + i * SECTION.size) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Loads object files into this process, by LLVM and without Numba.
+"""Loading of object files into this process, by LLVM and without Numba.
 
 LLVM ends the process if a symbol is missing, so all that an object file needs are looked for
 before. The code stays for as long as the process lives. No thread is left behind, and a fork has
@@ -31,7 +31,7 @@ class Unresolved(RuntimeError):
 
 @functools.cache
 def symbols() -> None:
-    """Lets compiled code call the functions of the C extension."""
+    """Make the functions of the C extension known to LLVM, so that compiled code can call them."""
     binding.load_library_permanently(_native.__file__)
 
 
@@ -46,7 +46,7 @@ def _engine() -> Any:
 
 
 def load(code: Code) -> int:
-    """Address of the code's entry, a C function. Raises Unresolved."""
+    """Load the code and return the address of its entry, a C function. Raises Unresolved."""
     with _lock:
         engine = _engine()
         for name in code.needs:
@@ -58,10 +58,11 @@ def load(code: Code) -> int:
 
 
 def give_back() -> None:
-    """Gives back the memory of LLVM's own code, some 30 MB, which is not needed between two loads.
+    """Free the memory of LLVM's own code, some 30 MB, which is not needed between two loads.
 
-    Only of what is mapped from its file and never written: what is run again is read again from
-    the file, like at first. Its constants stay, because those that hold addresses were written.
+    Only pages that are mapped from its file and never written are freed: the kernel reads them
+    from the file when they run again. LLVM's constants stay, because those that hold addresses
+    were written.
     """
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

@@ -12,7 +12,10 @@ from numba.extending import intrinsic
 
 
 def _has_conversion() -> bool:
-    """Whether Numba's target has the instruction; else LLVM would call a missing function."""
+    """Return whether Numba's target has the instruction.
+
+    Without it, LLVM would call a missing function.
+    """
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # not for this processor
         return False
     features: dict[str, bool] = llvmlite.binding.get_host_cpu_features()
@@ -24,7 +27,7 @@ HAS_CONVERSION = _has_conversion()
 
 @intrinsic
 def from_bits(context: Any, bits: Any) -> tuple[Any, Any]:
-    """The float32 of a float16's bits, given as uint16. Exact; a signalling NaN becomes quiet."""
+    """Convert a float16, given as uint16, to float32: exact, but a signalling NaN becomes quiet."""
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())

@@ -1,4 +1,4 @@
-"""Units of compiled code in this process: from the store, or compiled where they are not there.
+"""Units of compiled code in this process: from the store, or compiled if they are not there.
 
 Numba is imported only to compile.
 """
@@ -16,7 +16,7 @@ _addresses: dict[str, int] = {}
 
 
 def unit(name: str, module: str) -> Unit:
-    """A unit whose source is a function of a module.
+    """Return a unit whose source is a function of a module.
 
     module: its full name. It has `source(name)`, which returns a signature and the function.
     """
@@ -29,7 +29,7 @@ def _is_kept(name: str) -> bool:
 
 
 def address(name: str) -> int:
-    """Address of a unit that is loaded: a C function."""
+    """Return the address of a unit that is loaded: a C function."""
     return _addresses[name]
 
 
@@ -41,7 +41,7 @@ def _load(name: str, module: str) -> None:
 
 
 def load_kept(name: str) -> None:
-    """Loads a unit if the store has it; never compiles."""
+    """Load a unit if the store has it; never compile."""
     if name not in _addresses and (code := store.read(name)):
         from gadei_ps.kernels import engine
 
@@ -59,7 +59,7 @@ def _compiled(name: str, module: str) -> Code:
 
 
 def give_back() -> None:
-    """Once all is loaded that is wanted for now: gives back memory that only loading needs."""
+    """Free the memory that only loading needs; called after the last load for now."""
     if _addresses:
         from gadei_ps.kernels import engine
 

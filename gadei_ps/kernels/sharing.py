@@ -62,7 +62,7 @@ def compile_free(units: Iterable[Unit], stop: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def _locks() -> Iterator[int]:
-    """The file of locks; -1 if there is none: then each process compiles for itself."""
+    """Open the file of locks, or yield -1: then each process compiles for itself."""
     try:
         file = os.open(cache.directory() / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -75,7 +75,7 @@ def _locks() -> Iterator[int]:
 
 
 def _lacks_locks(file: int) -> bool:
-    """Whether this file system has no locks, as NFS without its lock daemon."""
+    """Return whether this file system has no locks, as NFS without its lock daemon."""
     try:
         fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 0)
     except OSError:
@@ -84,7 +84,7 @@ def _lacks_locks(file: int) -> bool:
 
 
 def _is_free(file: int, unit: Unit) -> bool:
-    """Lock the unit, unless another process has."""
+    """Lock the unit, and return whether no other process has locked it."""
     if file < 0:
         return True
     try:

@@ -41,13 +41,13 @@ def _path(name: str) -> Path:
 
 
 def _checksum(path: Path, body: bytes) -> bytes:
-    """It holds for this file alone: not for a copy in another version's directory."""
+    """Return a checksum for this file alone: it rejects a copy in another version's directory."""
     where = f"{path.parent.name}/{path.name}\n".encode()
     return hashlib.sha256(FORMAT + where + body).digest()
 
 
 def read(name: str) -> Code | None:
-    """The code of a unit; None if there is none, or none that is whole."""
+    """Return the code of a unit; None if there is no file, or no whole one."""
     path = _path(name)
     try:
         data = path.read_bytes()
@@ -66,12 +66,12 @@ def read(name: str) -> Code | None:
 
 
 def is_kept(name: str) -> bool:
-    """Whether there is a whole file of the unit. Quick: it is some tens of kilobytes."""
+    """Return whether there is a whole file of the unit. Quick: it has some tens of kilobytes."""
     return read(name) is not None
 
 
 def _remove_old(path: Path) -> None:
-    """Removes what processes that were killed had begun to write."""
+    """Remove the unfinished files of processes that were killed."""
     for half in path.parent.glob(f"{path.stem}.*{HALF}"):
         with contextlib.suppress(OSError):
             if time.time() - half.stat().st_mtime > OLD_S:
@@ -79,7 +79,7 @@ def _remove_old(path: Path) -> None:
 
 
 def keep(name: str, code: Code) -> None:
-    """Writes the file of a unit. If that fails, it says so to cache.note()."""
+    """Write the file of a unit; report an error to cache.note()."""
     path = _path(name)
     body = " ".join((code.entry, *code.needs)).encode() + b"\n" + code.object
     try:

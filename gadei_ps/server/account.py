@@ -298,7 +298,7 @@ def top_up_all(s: Shard) -> None:
 
 @inner
 def depart(s: Shard, row: int, broken: bool) -> None:
-    """A learner is gone and its ring is empty; its unanswered batches go to others.
+    """Give the unanswered batches of a learner that has left an empty ring to other learners.
 
     broken: of its ring nothing more is read; what that may hold counts as one refused gradient.
     """

@@ -193,7 +193,7 @@ def _add_row(s: Shard, m: int, mean: np.ndarray, tensor: np.ndarray, start: int,
 
 @inner
 def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end: int) -> np.uint64:
-    """Address of the mean gradient of values start to end. row: at hand; WHOLE."""
+    """Return the address of the mean gradient of values start to end. row: at hand; WHOLE."""
     mean = mean_at(s.here + MEAN, end - start)
     first = integer(tensor[0].start)
     width = integer(tensor[0].count) // rows_of(tensor)
@@ -218,7 +218,7 @@ def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end:
 
 @inner
 def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, piece: int) -> int:
-    """Change the values of a stretch, the piece-th piece and on; the next piece's number.
+    """Change the values of a stretch from the piece-th piece; return the next piece's number.
 
     Values before walk.start are done already.
     """
@@ -255,7 +255,7 @@ def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, pi
 
 @inner
 def _least_row(s: Shard, members: int) -> int:
-    """The first row at hand in any frame; NO_ROW after the last."""
+    """Return the first row at hand in any frame; NO_ROW after the last."""
     row = NO_ROW
     for m in range(members):
         if s.hands[m].form == ROWS:

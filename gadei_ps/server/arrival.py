@@ -101,14 +101,14 @@ def source(name: str) -> tuple[Any, Callable[..., None]]:
 
 @inner
 def on_arrival(s: Shard, line: int) -> None:
-    """Apply, or refuses, the oldest frame of a ring. line: of the ring, in `known`."""
+    """Apply, or refuse, the oldest frame of a ring. line: of the ring, in `known`."""
     call(s.part[0].arrive, s.here, line)
     wake_learner(s, s.known[line])
 
 
 @inner
 def on_arrivals(s: Shard, line: int) -> None:
-    """Do so with the frames that are there, up to VISIT_BYTES of them; wakes the learner once.
+    """Do so with the frames that are there, up to VISIT_BYTES; wake the learner once.
 
     To wake a learner takes as long as a small gradient does, and one that finds several slots free
     sleeps less often.
@@ -146,7 +146,7 @@ def _most_consumed(s: Shard, row: int) -> np.uint64:
 
 @inner
 def settle_broken(s: Shard, line: int) -> bool:
-    """Count as consumed what another shard has begun of a broken ring; True if there was any.
+    """Count as consumed what another shard has begun of a broken ring; return whether it had.
 
     A frame that one shard has applied and another one cannot is torn. line: of the ring, in
     `known`.

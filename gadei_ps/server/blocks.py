@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 @inner
 def tensor_of(part: np.ndarray, number: int) -> np.ndarray:
-    """The model's number-th tensor, TENSOR of shape (1,)."""
+    """Return the model's number-th tensor, TENSOR of shape (1,)."""
     tensor: np.ndarray = _tensor_at(part[0].tensors_at + np.uint64(number) * TENSOR_BYTES)
     return tensor
 

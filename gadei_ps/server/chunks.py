@@ -89,7 +89,7 @@ def _copy(to: np.ndarray, source: np.ndarray) -> None:
 
 @inlined
 def _half(at: Streams, piece: np.uint64) -> np.uint64:
-    """Address of the half of the log in which this piece is saved."""
+    """Return the address of the half of the log in which this piece is saved."""
     return at.undo + (piece & ONE) * HALF_BYTES
 
 
@@ -152,7 +152,7 @@ def prepare(s: Shard) -> None:
 
 @inner
 def _coefficients_at(s: Shard, group: int) -> np.uint64:
-    """Address of a group's coefficients."""
+    """Return the address of a group's coefficients."""
     at: np.uint64 = s.here + COEFFICIENTS_AT + np.uint64(group) * COEFFICIENT_BYTES
     return at
 
@@ -277,7 +277,7 @@ def _change(kernel: Any, kept: int, m: _Move, g: Values, span: Span) -> None:
 
 
 def _loop(kind: int, form: Any) -> Callable[..., None]:
-    """The loop that changes a span, for one kind of optimizer and one form of gradient.
+    """Return the loop that changes a span, for one kind of optimizer and one form of gradient.
 
     The kernel and the number of slots are constants of the loop.
     """
@@ -324,7 +324,7 @@ def _put(m: _Move, g: Values, hand: Any, kept: int, start: int, count: int) -> N
 
 
 def _assignment(form: Any) -> Callable[..., None]:
-    """The loop that assigns to a span, of parameters or of buffers, for any optimizer.
+    """Return the loop that assigns to a span, of parameters or of buffers, for any optimizer.
 
     A buffer has no slots: an assignment to its slots changes nothing.
     """

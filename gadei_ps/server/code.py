@@ -26,7 +26,7 @@ AGAIN_S = 10.0
 
 
 def spare_home() -> Path:
-    """Where servers keep their code if the user's cache cannot be written. Raises ControlError."""
+    """Return the directory for code if the user's cache cannot be written. Raises ControlError."""
     return paths.directory() / ".cache"
 
 
@@ -43,9 +43,9 @@ def set_up() -> None:
 
 
 def load_kept(optimizer: int, model: str) -> None:
-    """Loads what is kept of the code for an optimizer and a synchronization model; never compiles.
+    """Load the kept code for an optimizer and a synchronization model; never compile.
 
-    For forks of this process, which then have it. What lies in a temporary directory is no use.
+    Forks of this process then have the code. Code in a temporary directory is not loaded.
     """
     if not cache.is_lasting():
         return
@@ -55,7 +55,7 @@ def load_kept(optimizer: int, model: str) -> None:
 
 
 class _Loading(threading.Thread):
-    """Loads the code of a synchronization model while the manager goes on."""
+    """A thread that loads the code of a synchronization model while the manager works."""
 
     def __init__(self, number: int, units: list[Unit], bell: int) -> None:
         """number: of the model. bell: address of the manager's, rung at the end."""
@@ -87,7 +87,7 @@ class Code:
         self._again_at = 0.0
 
     def load(self, tells: bool) -> None:
-        """At the server's start. tells: see loading.load()."""
+        """Load or compile the code at the server's start. `tells`: see loading.load()."""
         set_up()
         kind = int(self._control["optimizer"])
         number = sync_change.requested(self._segment)
@@ -99,11 +99,11 @@ class Code:
         return sync.parse(sync_change.text(self._segment, number)).units()
 
     def follow(self) -> int:
-        """Number of the synchronization model whose code is loaded.
+        """Return the number of the synchronization model whose code is loaded.
 
-        If another one is wanted, its code is loaded in a thread: to compile it takes seconds, in
-        which the manager has to show that it lives. If that fails, as for want of memory, the job
-        goes on as it is, and the next attempt is made after AGAIN_S.
+        If another one is requested, a thread loads its code: compiling takes seconds, in which the
+        manager must send heartbeats. If that fails, as for lack of memory, the job keeps its model
+        and the next attempt is made after AGAIN_S.
         """
         wanted = sync_change.requested(self._segment)
         if wanted == self._model or time.monotonic() < self._again_at:
@@ -129,10 +129,10 @@ class Code:
         return self._model
 
     def is_ready(self, active: bool) -> bool:
-        """Whether the model is there, and the code of its optimizer; if not, that is loaded now.
+        """Load the code of the model's optimizer, and return whether model and code are there.
 
-        Compiling takes seconds, in which the server does not beat: it counts as starting. A standby
-        waits until the active server has compiled it.
+        Compiling takes seconds, in which the server sends no heartbeats: it counts as starting. A
+        standby waits until the active server has compiled the code.
         """
         if not int(self._control["model_ready"]):
             return False

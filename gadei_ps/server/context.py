@@ -103,7 +103,7 @@ def among(kinds: int, kind: int) -> bool:
 
 @inner
 def shard_of(here: np.uint64) -> Shard:
-    """The shard of the PART at this address."""
+    """Return the shard of the PART at this address."""
     part = part_at(here)
     p = part[0]
     kept = 0
@@ -136,27 +136,27 @@ def shard_of(here: np.uint64) -> Shard:
 
 @inner
 def consumed_at(s: Shard, shard: int, row: int) -> np.uint64:
-    """Address of the count of a row's frames that a shard has consumed (`applied` in state)."""
+    """Return the address of a shard's count of a row's consumed frames (`applied` in state)."""
     state: np.uint64 = s.part[0].state
     return state + CONSUMED + np.uint64(shard * MAX_LEARNERS + row) * np.uint64(8)
 
 
 @inner
 def span_at(s: Shard, which: int) -> np.uint64:
-    """Address of one of the two spans of the shard's record."""
+    """Return the address of one of the two spans of the shard's record."""
     return s.cursor - CURSOR + SPANS + np.uint64(which) * SPAN_BYTES
 
 
 @inner
 def shown_address(s: Shard, row: int) -> np.uint64:
-    """Address of the row's ring in the table of rings; 0 if the row is not served."""
+    """Return the address of the row's ring in the table of rings; 0 if the row is not served."""
     address: np.uint64 = get(s.part[0].board + LINES + np.uint64(row) * LINE_BYTES)
     return address
 
 
 @inner
 def _broken_at(s: Shard, row: int) -> np.uint64:
-    """Address of the mark of a ring that is not read any more."""
+    """Return the address of the mark of a ring that is not read any more."""
     at: np.uint64 = s.part[0].board + LINES + np.uint64(row) * LINE_BYTES + BROKEN
     return at
 
@@ -169,13 +169,13 @@ def is_broken(s: Shard, row: int, generation: np.uint64) -> bool:
 
 @inner
 def mark_broken(s: Shard, row: int, generation: np.uint64) -> None:
-    """The ring says what cannot be. The manager lets its learner go."""
+    """Mark a ring whose words are impossible; the manager evicts its learner."""
     put(_broken_at(s, row), generation)
 
 
 @inner
 def slot_of(c: np.ndarray, ring: Any, sequence: np.uint64) -> np.uint64:
-    """Address of the slot that holds the frame of this number. ring: RING_LINE or KNOWN_RING."""
+    """Return the address of the slot of the frame of this number. ring: RING_LINE or KNOWN_RING."""
     first: np.uint64 = ring.address + ring.slots_at
     size: np.uint64 = ring.slot_bytes
     return first + (sequence % np.uint64(c[0].slots)) * size
@@ -183,7 +183,7 @@ def slot_of(c: np.ndarray, ring: Any, sequence: np.uint64) -> np.uint64:
 
 @inner
 def read_frame(s: Shard, slot: np.uint64) -> np.ndarray:
-    """The header of the frame in this slot, FRAME of shape (1,), valid until the next call.
+    """Return the header of the frame in this slot, FRAME of shape (1,), valid until the next call.
 
     Read once: its learner may write over it at any time, and what is checked is what is used.
     """

@@ -70,7 +70,7 @@ class Member:
         return self.mapped.generation
 
     def next(self, slots: int) -> Next:
-        """The next frame to report. slots: of the ring."""
+        """Return the next frame to report. slots: of the ring."""
         slot = self.mapped.slot(self.reported, slots)
         return Next(self, slot, self.mapped.header(slot))
 
@@ -115,7 +115,7 @@ class Freeze:
         self._grants: dict[tuple[int, int], tuple[int, int]] = {}
 
     def last(self, row: int, generation: int, granted: int, most: int) -> int:
-        """The last grant of a learner, in its own clock; the same in each call.
+        """Return the last grant of a learner, in its own clock; the same in each call.
 
         granted: so far. most: what it may be at most.
         """
@@ -219,7 +219,7 @@ class Supersteps:
         _native.bell(self._segment.word(CONTROL, "shard_bell"))
 
     def _paused(self) -> bool:
-        """True while a checkpoint is taken. The next superstep waits for its end."""
+        """Return whether a checkpoint is being taken. The next superstep waits for its end."""
         return _native.load(self._segment.word(CONTROL, "pause")) > time.monotonic_ns()
 
     def done(self) -> bool:
@@ -251,7 +251,7 @@ class Start:
     _since: float = 0.0
 
     def is_over(self, control: np.void, joined: int, wants: Iterable[int]) -> bool:
-        """Return whether the first superstep may end. Logs a warning if not all have come.
+        """Return whether the first superstep may end; log a warning if not all have come.
 
         control: CONTROL. joined: learners that have a turn or batches. wants: what each of the
         others asks for.
@@ -325,7 +325,7 @@ class Driver:
             self.sync = sync_change.model(self._segment, self.number)
 
     def run(self, serving: bool, loaded: int) -> None:
-        """One pass over all members. serving: True if all shards serve.
+        """Make one pass over all members. serving: True if all shards serve.
 
         loaded: number of the model whose code is loaded: the wanted one, or the one before.
         """
@@ -588,7 +588,7 @@ class Driver:
         return not self.sync.on_arrival and self._applied(member) < member.reported
 
     def done_with(self, member: Member) -> bool:
-        """True if the model no longer refers to this learner, which is gone."""
+        """Return whether the model no longer refers to this learner, which is gone."""
         if member.joined or (self._pause is not None and self._pause.member is member):
             return False
         if not self.sync.uses_pushes:
@@ -597,7 +597,7 @@ class Driver:
         return self._resumed and (self.sync.on_arrival or self._applied(member) >= member.reported)
 
     def _applied(self, member: Member) -> int:
-        """Number of frames that every shard has consumed."""
+        """Return the number of frames that every shard has consumed."""
         return int(self._state["applied"][: self._shards, member.row].min())
 
     def _is_applied(self, member: Member) -> bool:
@@ -605,7 +605,7 @@ class Driver:
         return self._applied(member) == member.mapped.head
 
     def _has_work(self, member: Member) -> bool:
-        """True if barriers must wait for this learner.
+        """Return whether barriers must wait for this learner.
 
         They do not wait for a learner that only reads, nor for one that takes work from the server
         while it has no batch, nor, except under BSP, for one that has paused.
@@ -632,7 +632,7 @@ class Driver:
         return bool((counts == counts[0]).all())
 
     def note_broken(self, member: Member) -> None:
-        """The next server does not read its ring either. Shard 0 may release it."""
+        """Record the broken ring for the next server, and let shard 0 release it."""
         _native.store(self._word(member.row, "broken"), member.generation)  # SYNC POINT: broken
         _native.bell(self._segment.word(CONTROL, "shard_bell"))
 
@@ -646,14 +646,14 @@ class Driver:
         _native.bell(self._word(row, "grant_seq"))
 
     def _word(self, row: int, field: str) -> int:
-        """Address of a word of the roster."""
+        """Return the address of a word of the roster."""
         at = self._segment.word(CONTROL, "roster") + row * ENTRY.itemsize
         return at + layout.offset(ENTRY, field)
 
     # -- failover -------------------------------------------------------------------------------
 
     def _fail_over(self) -> bool:
-        """The first pass. False while shards still finish what the previous server published.
+        """Make the first pass; return False while shards finish what the previous server published.
 
         A change of the model that was under way is made at once, without waiting for learners.
         """
@@ -714,7 +714,7 @@ class Driver:
             self._supersteps.add(self.sync.start())
 
     def _waiting(self) -> list[Member]:
-        """Former members with a gradient that waits for its superstep."""
+        """Return the former members with a gradient that waits for its superstep."""
         if self.sync.on_arrival:
             return []
         return [
@@ -734,7 +734,7 @@ class Driver:
     # -- pushes ---------------------------------------------------------------------------------
 
     def _published(self, member: Member) -> int:
-        """Number of frames to report: published ones for a collecting model, else applied ones."""
+        """Return the number of frames to report: published for a collecting model, else applied."""
         applied = self._applied(member)
         if self.sync.on_arrival:
             if applied > max(member.granted, member.reported) + self._slots:
@@ -766,7 +766,7 @@ class Driver:
         self._note_clock(member)
 
     def _report_member(self, member: Member, now: float) -> bool:
-        """Report new pushes to the model. True if some of them have no grant yet."""
+        """Report new pushes to the model; return whether some of them have no grant yet."""
         published = self._published(member)
         while member.reported < published:
             found = None if self.sync.on_arrival else member.next(self._slots)

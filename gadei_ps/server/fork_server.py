@@ -66,7 +66,7 @@ class ForkServer:
         self._poll.register(end, select.POLLIN)
 
     def run(self) -> None:
-        """Until the watchdog is gone."""
+        """Handle requests until the watchdog has exited."""
         self._send(Ready())
         while True:
             for fd, _ in self._poll.poll():
@@ -85,14 +85,14 @@ class ForkServer:
             sys.meta_path.insert(0, _Closed())
 
     def _send(self, message: messages.Message, *descriptors: int) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next look tells
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # run() detects that
             messages.send(self._end, message, *descriptors)
 
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, Load):
             try:
                 code.load_kept(message.optimizer, message.sync)
-            except Exception:  # a server that needs it says what is wrong
+            except Exception:  # a server that needs it reports the error
                 log.get().exception("the fork server cannot load the code of servers")
         elif isinstance(message, Start):
             self._fork(message)
@@ -111,7 +111,7 @@ class ForkServer:
             self._send(
                 Started(number=wanted.number, pid=pid, start=process.start_ticks(pid)), pidfd
             )
-        except OSError as error:  # nobody knows of it
+        except OSError as error:  # the watchdog does not know this process
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             if pidfd >= 0:
@@ -129,7 +129,7 @@ class ForkServer:
         self._send(Ended(pid=pid, code=os.waitstatus_to_exitcode(status)))
 
     def _become_server(self, arguments: list[str]) -> NoReturn:
-        """In the fork: what is left of the fork server is its code."""
+        """Become a server in the forked process, which keeps only the fork server's code."""
         try:
             self._end.close()
             for pidfd in self._children:
@@ -149,13 +149,13 @@ class ForkServer:
 
 
 def main() -> None:
-    """Started by the watchdog; dies with it."""
+    """Run the fork server, which the watchdog starts and which dies with it."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     files = build.files()
     log.set_up(quiet=True)  # imports what servers would import later
     if build.of_server() != int(sys.argv[2], 16):
-        os._exit(build.REFUSED)  # the watchdog says so
+        os._exit(build.REFUSED)  # the watchdog logs it
     setproctitle.setproctitle(" ".join(process.module_command(FORK_SERVER, sys.argv[1])))
     try:
         end = socket.socket(fileno=int(sys.argv[1]))
@@ -166,7 +166,7 @@ def main() -> None:
         gc.freeze()  # to look for garbage among these would copy their pages in each fork
         ForkServer(end, files).run()
     except (GadeiError, OSError) as error:
-        log.get().error("the fork server cannot go on", reason=in_words(error))
+        log.get().error("the fork server has failed", reason=in_words(error))
         os._exit(FAILED)
     os._exit(0)
 

@@ -53,13 +53,13 @@ def log_words(b: Segments, in_state: bool, offset: np.uint64, count: int) -> Non
 
 @inner
 def commit(b: Segments) -> None:
-    """The transaction is done: its words stay as they are."""
+    """End the transaction: its words stay as they are."""
     put(b.state + LOG, ZERO)
 
 
 @inner
 def roll_back(b: Segments) -> bool:
-    """Undo the transaction in which a server died; True if there was one. Twice is once."""
+    """Undo the transaction in which a server died; return whether there was one. Idempotent."""
     log = b.state + LOG
     used = np.int64(get(log))
     if used == 0:

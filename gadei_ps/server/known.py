@@ -36,7 +36,7 @@ HOLD_POLL_NS = np.uint64(50_000)
 
 @inner
 def entry_at(s: Shard, row: int) -> np.uint64:
-    """Address of a row of the roster."""
+    """Return the address of a row of the roster."""
     return s.control + ROSTER + np.uint64(row) * ENTRY_BYTES
 
 
@@ -85,13 +85,13 @@ def look_up(s: Shard) -> int:
 
 @inner
 def oldest_slot(s: Shard, ring: Any) -> np.uint64:
-    """Address of the oldest frame of a ring. Not from the table, which may be newer."""
+    """Return the address of the oldest frame of a ring. Not from the table, which may be newer."""
     return slot_of(s.c, ring, ring.tail)
 
 
 @inner
 def has_news(s: Shard, ring: Any) -> bool:
-    """Return whether the learner has published since the last look; counts it as looked at."""
+    """Return whether the learner has published since the last look; count this as a look."""
     head = get(ring.address + HEAD)  # SYNC POINT: frame
     news = head != s.part[0].head[ring.line]
     s.part[0].head[ring.line] = head
@@ -108,7 +108,7 @@ def consume(s: Shard, ring: Any, tail: np.uint64) -> None:
 
 @inner
 def consume_quietly(s: Shard, ring: Any, tail: np.uint64) -> None:
-    """The same without a wake: wake_learner() follows before the shard turns to another ring."""
+    """Release the slots without a wake: wake_learner() follows before the next ring."""
     ring.tail = tail
     s.part[0].head[ring.line] = tail
     pass_on(ring.address, np.uint64(s.number), tail)

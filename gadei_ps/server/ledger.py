@@ -43,7 +43,7 @@ def held(c: np.ndarray, row: int) -> int:
 
 @compiled
 def settle(c: np.ndarray, row: int, batch: np.uint64) -> bool:
-    """The learner answered the batch. False if it was not handed to it."""
+    """Take the batch from its learner; return False if the learner did not hold it."""
     if batch == NO_BATCH:
         return False
     for i in range(AHEAD):
@@ -62,7 +62,7 @@ def answer(c: np.ndarray, row: int, batch: np.uint64) -> None:
 
 @compiled
 def requeue(c: np.ndarray, row: int, batch: np.uint64) -> bool:
-    """The batch is to be handed out again. False if it was not with this learner."""
+    """Queue the batch again; return False if it was not with this learner."""
     if batch == NO_BATCH:
         return False
     for i in range(AHEAD):
@@ -77,7 +77,7 @@ def requeue(c: np.ndarray, row: int, batch: np.uint64) -> bool:
 
 @compiled
 def requeue_all(c: np.ndarray, row: int) -> None:
-    """The learner is gone: its unanswered batches are to be handed out again."""
+    """Queue the unanswered batches of a learner that has left."""
     for i in range(AHEAD):
         batch = c[0].roster[row].outstanding[i]
         if batch != NO_BATCH:
@@ -140,7 +140,7 @@ def _is_handed_out(c: np.ndarray, epoch: np.uint64) -> bool:
 
 @compiled
 def close_epochs(c: np.ndarray) -> bool:
-    """Count the epochs that have become done. True if one has, or if all are."""
+    """Count the epochs that have become done; return whether one has, or all are."""
     changed = False
     while c[0].epochs_done < c[0].epochs and _is_handed_out(c, c[0].epochs_done):
         if pending(c, c[0].epochs_done):
@@ -170,7 +170,7 @@ def has_more(c: np.ndarray) -> bool:
 
 @inner
 def _next_owned(c: np.ndarray) -> np.uint64:
-    """The next batch of the owned ranges, of which one is left."""
+    """Return the next batch of the owned ranges, of which one is left."""
     number = c[0].owned_range
     place = integer(number % OWNED)
     batch = np.uint64(c[0].owned_ranges[place, 0] + c[0].owned_at)

@@ -24,9 +24,9 @@ GONE_S = 5.0
 
 
 def load(units: Sequence[Unit], log: Any, tells: bool) -> None:
-    """Loads or compiles what a server needs.
+    """Load or compile the code that a server needs.
 
-    tells: whether this server says that it compiles; one of the two does.
+    `tells`: whether this server logs that it compiles; one of the two does.
     """
     begin = time.monotonic()
     kept_in = cache.directory()
@@ -50,7 +50,7 @@ def load(units: Sequence[Unit], log: Any, tells: bool) -> None:
 
 
 def _start_helpers(missing: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Without memory or processes for them the server goes on alone. missing: names of units."""
+    """Start as many helpers as memory and cores allow, possibly 0. missing: names of units."""
     if len(missing) < LEAST_UNITS:
         return []
     count = min(HELPERS, process.cores() - 1, reserve.for_processes() // HELPER_BYTES)
@@ -64,7 +64,7 @@ def _start_helpers(missing: Sequence[str]) -> list[subprocess.Popen[bytes]]:
 
 
 def _end(helper: subprocess.Popen[bytes], log: Any) -> None:
-    """It has nothing left to do, unless it is late."""
+    """Kill a helper and log if it has failed; it has nothing left to do unless it is late."""
     if code := helper.poll():
         how = process.signal_name(-code) if code < 0 else f"exit code {code}"
         log.debug("a process that helped to compile has failed", how=how)

@@ -107,7 +107,7 @@ class Server:
     # -- life ---------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """The whole life; returns the exit code."""
+        """Run the server from start to end; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
@@ -211,7 +211,7 @@ class Server:
         return True
 
     def _has_left(self, row: int) -> bool:
-        """Return whether a learner noted its end in its ring, for want of a watchdog."""
+        """Return whether a learner noted its end in its ring, as no watchdog was there."""
         one = self.rings.mapped.get(row) if self.rings is not None else None
         return one is not None and one.has_detached
 
@@ -252,7 +252,7 @@ class Server:
         return here and named == (os.getpid(), self._start)
 
     def _take_hold(self) -> bool:
-        """Take this server's lock. False while the one that had the line before still ends.
+        """Take this server's lock; return False while the one that had the line before still ends.
 
         Raises FileNotFoundError or SegmentError if the control segment has lost its name.
         """
@@ -404,7 +404,7 @@ class Server:
                 member.leaving = True
 
     def _evict(self, member: Member) -> None:
-        """The learner's ring is damaged. It leaves, once the model has decided on what it holds."""
+        """Evict a learner with a damaged ring once the model has decided on what the ring holds."""
         assert self.rings is not None and self.driver is not None
         entry = self.roster[member.row]
         if not self.rings.notify_broken(member.mapped):
@@ -461,7 +461,7 @@ def _parse() -> Asked:
 
 
 def main() -> None:
-    """`python -m gadei_ps.server.manager JOB NUMBER ORPHAN_S`: started by the watchdog."""
+    """Run `python -m gadei_ps.server.manager JOB NUMBER ORPHAN_S`, which the watchdog starts."""
     asked = _parse()
     log.set_up(as_json=asked.json, verbose=asked.verbose, quiet=asked.quiet)
     if not asked.core_dumps:

@@ -44,7 +44,7 @@ def reset(s: Shard, count: int) -> None:
 
 @inner
 def choose(s: Shard, count: int, everything: bool) -> int:
-    """Choose the rings of this pass, lines 0 to `looks` of `looked`. Returns `looks`."""
+    """Choose the rings of this pass, lines 0 to `looks` of `looked`; return `looks`."""
     looks = s.part[0].lively
     s.part[0].turn += ONE
     share = s.part[0].share

@@ -40,7 +40,7 @@ class Values(NamedTuple):
 
 @intrinsic
 def values_of(context: Any, form: Any, address: Any, count: Any) -> Any:
-    """`count` values at an address as an array, of uint16 for bfloat16."""
+    """Return `count` values at an address as an array, of uint16 for bfloat16."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return array_at(context, builder, signature.return_type, *args[1:])
@@ -50,7 +50,7 @@ def values_of(context: Any, form: Any, address: Any, count: Any) -> Any:
 
 @intrinsic
 def bytes_of(context: Any, form: Any) -> Any:
-    """Bytes of one value."""
+    """Return the size of one value (bytes)."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.get_constant(types.uint64, form.bitwidth // 8)
@@ -60,7 +60,7 @@ def bytes_of(context: Any, form: Any) -> Any:
 
 @inlined
 def size_of(dtype: int) -> int:
-    """Bytes of one value of a payload."""
+    """Return the size of one value of a payload (bytes)."""
     return 4 if dtype == FLOAT32 else 2
 
 
@@ -77,7 +77,7 @@ def _decode(payload: np.uint64, dtype: int, start: int, count: int, out: np.uint
 def as_float32(
     payload: np.uint64, dtype: int, start: int, count: int, scratch: np.uint64
 ) -> np.uint64:
-    """Address of values start to start + count of a payload as float32.
+    """Return the address of values start to start + count of a payload as float32.
 
     scratch: where they are decoded to, unless they are float32; at most WINDOW values.
     """
@@ -89,14 +89,14 @@ def as_float32(
 
 @inner
 def scale_of(s: Shard, member: int) -> float:
-    """What to multiply a frame in hand by, because of clipping."""
+    """Return the factor by which clipping scales a frame in flight."""
     scale: float = s.hands[member].scale
     return scale
 
 
 @inner
 def mean_at(address: np.uint64, count: int) -> np.ndarray:
-    """Memory for the mean of `count` values, all zero."""
+    """Return the memory for the mean of `count` values, all zero."""
     mean: np.ndarray = floats(address, count)
     mean[:] = np.float32(0)
     return mean

@@ -91,7 +91,7 @@ def lock(s: Shard) -> None:
 
 @inner
 def unlock(s: Shard) -> None:
-    """All of the gradient is in the weights."""
+    """Make the sequence lock even: all of the gradient is in the weights."""
     mark(s.cursor, ALL_APPLIED)
     word = s.me + SEQUENCE
     put(word, (get(word) | ONE) + ONE)  # SYNC POINT: chunk of weights

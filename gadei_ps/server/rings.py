@@ -24,7 +24,7 @@ from gadei_ps.server.structs import BOARD, NOT_READING, RING_LINE
 
 
 def _holders(control: np.void) -> list[int]:
-    """Other processes that may have a ring mapped whose name is lost. control: CONTROL."""
+    """Return other processes that may have mapped a ring whose name is lost. control: CONTROL."""
     pids = [control["watchdog_pid"], *control["server"]["pid"]]
     return [int(pid) for pid in pids if int(pid) not in (0, os.getpid())]
 
@@ -68,7 +68,7 @@ class Mapped:
         return self.slots_at + sequence % slots * self.slot_bytes
 
     def header(self, slot: int) -> np.ndarray:
-        """A copy of a frame's header, FRAME of shape (1,): its learner may write over it."""
+        """Return a copy of a frame's header, FRAME of shape (1,): its learner may write over it."""
         return self.ring.array(layout.FRAME, 1, slot).copy()
 
 
@@ -113,7 +113,7 @@ class Rings:
         _native.store(self._broken_at(row), generation)
 
     def notify_broken(self, one: Mapped) -> bool:
-        """Notify the shards that a shown ring is broken; True once every shard has seen it.
+        """Notify the shards that a shown ring is broken; return True once every shard has seen it.
 
         Until then a shard may still be about to begin a frame, having looked just before.
         """
@@ -148,7 +148,7 @@ class Rings:
         self._forgotten.append((self._version, one))
 
     def all(self) -> list[Mapped]:
-        """Those that are mapped; for any thread."""
+        """Return the rings that are mapped; for any thread."""
         return list(self.mapped.values())
 
     @property

@@ -112,7 +112,7 @@ def _is_settled(s: Shard, row: int) -> bool:
 
 @inner
 def _update_accounts(s: Shard, count: int) -> bool:
-    """Shard 0: account for learners that are gone, and hand out work. True: a gone one remains."""
+    """Account for learners that have left, and hand out work (shard 0). True: one remains."""
     again = False
     for i in range(count):
         ring = s.known[i]
@@ -209,7 +209,7 @@ def _pass_held(s: Shard, count: int, superstep: np.uint64, mode: np.uint32) -> i
 
 @inner
 def _pass_on_arrival(s: Shard, looks: int, mode: np.uint32) -> int:
-    """Each frame is applied as it comes: a few at most of each ring, so that all have their turn.
+    """Apply each frame as it comes: a few at most of each ring, so that all have their turn.
 
     looks: as chosen (order.py).
     """
@@ -231,7 +231,7 @@ def _pass_on_arrival(s: Shard, looks: int, mode: np.uint32) -> int:
 
 @compiled
 def serve(part: np.ndarray) -> int:
-    """Serve a part of the weights until the manager says quit; return passes made.
+    """Serve a part of the weights until the manager sets `quit`; return the passes made.
 
     Parameter server, the thread that holds the lease of this shard; recover() has been called.
     part: PART, shape (1,); all memory that it names stays mapped meanwhile.

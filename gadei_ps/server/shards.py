@@ -22,7 +22,7 @@ LINE = 64  # bytes of a cache line
 
 
 def new_board() -> np.ndarray:
-    """A board on which no shard reads yet: BOARD, shape (1,)."""
+    """Make a board on which no shard reads yet: BOARD, shape (1,)."""
     board = np.zeros(1, BOARD)
     board["seen"] = NOT_READING
     return board
@@ -109,7 +109,7 @@ class Shards:
     def _run(
         self, index: int, part: np.ndarray, cores: list[int], at_crash: Callable[[], None]
     ) -> None:
-        """The thread of a shard. Its lease goes with it."""
+        """Run the thread of a shard; its end releases the lease."""
         try:
             placement.bind(index, cores, self.weights.address)
         except (OSError, ValueError) as error:  # slower, perhaps, and no reason not to serve

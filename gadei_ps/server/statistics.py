@@ -30,7 +30,7 @@ PAST = tuple(
 
 @compiled
 def staleness_bin(staleness: np.uint64) -> int:
-    """0 to 15 have a bin each, then one bin for each power of two; the last takes the rest."""
+    """Return the bin: one each for 0 to 15, one for each power of two; the last takes the rest."""
     if staleness < np.uint64(16):
         return integer(staleness)
     bin_ = 16
@@ -64,7 +64,7 @@ def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64
 
 @inner
 def count_dropped(c: np.ndarray, row: int) -> None:
-    """Count a gradient that the synchronization model drops, or its learner has given up."""
+    """Count a gradient that the synchronization model drops or its learner abandons."""
     c[0].roster[row].dropped += ONE
 
 
@@ -77,7 +77,7 @@ def count_refused(c: np.ndarray, row: int, reason: int) -> None:
 
 @inner
 def count_past(c: np.ndarray, row: int) -> None:
-    """Add a learner's counts to those of all learners that are gone, and clear them."""
+    """Add a learner's counts to those of all learners that have left, and clear them."""
     control = address(c)
     entry = control + ENTRIES + np.uint64(row) * ENTRY_BYTES
     for own, past in PAST:

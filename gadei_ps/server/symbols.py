@@ -47,7 +47,7 @@ shard_sleep = types.ExternalFunction(
 
 @intrinsic
 def mark(context: Any, address: Any, value: Any) -> Any:
-    """Stores as `put` does, but inlined, so that the loop around it is not slower.
+    """Store as `put` does, but inlined, so that the loop around it is not slower.
 
     Stores before it are not moved after it. Stores after it are not moved before it in the order
     of this thread. That order is all that counts for the server that finds this memory after the
@@ -67,7 +67,7 @@ def mark(context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def call(context: Any, function: Any, *args: Any) -> Any:
-    """Calls compiled code at its address, which differs from process to process."""
+    """Call compiled code at its address, which differs from process to process."""
     given = types.StarArgTuple(args)
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -163,7 +163,7 @@ def structs(dtype: np.dtype[np.void]) -> Any:
 
 @intrinsic
 def address(context: Any, of: Any) -> Any:
-    """The address of an array's first item, or of a view's."""
+    """Return the address of an array's first item, or of a view's."""
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         if isinstance(of, _Structs):

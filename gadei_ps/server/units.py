@@ -29,13 +29,13 @@ def _loop(what: str, form: int) -> Unit:
 
 
 def _loops(kind: int) -> list[list[Unit]]:
-    """By the frame's kind, then by form; kinds that are not applied have none."""
+    """Return the loops by the frame's kind and form; kinds that are not applied have no loops."""
     whats = [kinds.TABLE[one].loop if one in kinds.TABLE else "" for one in range(kinds.COUNT)]
     return [[_loop(what.format(kind=kind), form) for form in FORMS if what] for what in whats]
 
 
 def units(optimizers: Iterable[int]) -> list[Unit]:
-    """What a server runs for these optimizers; what takes longest to compile comes first."""
+    """Return the units for these optimizers; what takes longest to compile comes first."""
     made = [_STAND_BY, _APPLY, _ARRIVE, _CHECK]
     for kind in optimizers:
         made += itertools.chain(*_loops(int(kind)))
@@ -43,7 +43,7 @@ def units(optimizers: Iterable[int]) -> list[Unit]:
 
 
 def load(optimizers: Iterable[int] = tuple(Kind)) -> None:
-    """Loads the code for these kinds of optimizer, or compiles it once."""
+    """Load the code for these kinds of optimizer, or compile it once."""
     for unit in units(optimizers):
         unit.load()
 
@@ -54,7 +54,7 @@ def _at(unit: Unit) -> int:
 
 
 def stand_by(part: int) -> None:
-    """The life of a shard's thread (shard.stand_by), without the interpreter's lock.
+    """Run a shard's thread (shard.stand_by) to its end, without the interpreter's lock.
 
     part: address of PART.
     """
@@ -62,20 +62,20 @@ def stand_by(part: int) -> None:
 
 
 def check_frame(header: int, slot: int, generation: int, sequence: int, part: int) -> int:
-    """What frames.check_frame does. part: address of PART."""
+    """Call the compiled frames.check_frame. part: address of PART."""
     return int(_CHECKS(_at(_CHECK))(header, slot, generation, sequence, part))
 
 
 def applier() -> int:
-    """Address of apply._apply, for PART; it is compiled if need be."""
+    """Return the address of apply._apply, for PART; compile it if it is not kept."""
     return _at(_APPLY)
 
 
 def arriver() -> int:
-    """Address of arrival._arrive, for PART."""
+    """Return the address of arrival._arrive, for PART."""
     return _at(_ARRIVE)
 
 
 def loops(kind: int) -> list[list[int]]:
-    """Addresses of the loops of chunks.py for PART's `move`. kind: the optimizer's."""
+    """Return the addresses of the loops of chunks.py for PART's `move`. kind: the optimizer's."""
     return [[_at(unit) for unit in row] or [0] * len(FORMS) for row in _loops(kind)]

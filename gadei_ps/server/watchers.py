@@ -81,7 +81,7 @@ class Watcher:
                 return
 
     def look(self, now: float) -> bool:
-        """Look at all heads. Returns whether a watched one has moved. now: in seconds."""
+        """Look at all heads; return whether a watched one has moved. now: in seconds."""
         mapped = [one for one in self._rings.all() if one.row // GROUP == self._group]
         before, self._known = self._known, {}
         for one in mapped:
@@ -113,7 +113,7 @@ class Watcher:
         _native.store(self._watched_at + WORD * row, generation)  # SYNC POINT: watched
 
     def _sleep(self, version: int) -> int:
-        """Sleep until a watched head moves or the table changes. Returns the kernel's errno."""
+        """Sleep until a watched head moves or the table changes; return the kernel's errno."""
         heads = [(one.ring.word(RING, "head"), ring) for one, ring in self._known.items()]
         watched = [(at, ring.head) for at, ring in heads if ring.watched]
         words, values = zip((self._version_at, version), *watched, strict=True)
