@@ -30,7 +30,7 @@ TEXT = """\
 
 
 def sources(native: Path = NATIVE) -> list[Path]:
-    """The sources that setup.py names, and the headers that they include, by name."""
+    """Return the sources that setup.py names and the headers that they include, by name."""
     said = _SOURCES.search((native.parent / "setup.py").read_text())
     assert said is not None
     waiting = [f"{name}.c" for name in re.findall(r'"(\w+)"', said[1])]
@@ -44,7 +44,7 @@ def sources(native: Path = NATIVE) -> list[Path]:
 
 
 def header(native: Path = NATIVE) -> str:
-    """What ps_build.h should be."""
+    """Return the text of ps_build.h for the present sources."""
     digest = hashlib.sha256()
     for path in sources(native):
         text = path.read_bytes()

@@ -147,7 +147,7 @@ int gadei_set_wire(gadei_learner *learner, uint32_t dtype);
 int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms);
 
 /* Waits for the turn and for a free slot of the ring, which gadei_write then fills. Claiming again
- * before gadei_publish begins the same slot anew. Errors as above. */
+ * before gadei_publish starts over in the same slot. Errors as above. */
 int gadei_claim(gadei_learner *learner, int64_t timeout_ms);
 
 /* Claims a slot for a gradient of which only some rows are given, for example of embeddings. Tensors
@@ -181,15 +181,16 @@ int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float r
 /* Claims, writes and publishes one whole gradient of gadei_elements() values. If the optimizer does
  * not move rows whose gradient is zero, they need not travel. GADEI_NONFINITE as in gadei_write; the
  * gradient is published. Errors of gadei_claim; then nothing is published. A gradient that is not
- * wanted any more is given up (gadei_wanted, gadei_give_up). */
+ * wanted any more is abandoned (gadei_wanted, gadei_give_up). */
 int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
                int64_t timeout_ms);
 
-/* 1 while the gradient of the iteration in hand may still be applied, 0 once the synchronization
- * model has gone on without it (cutoff): then gadei_give_up is the quicker way to the next one. */
+/* 1 while the gradient of the current iteration may still be applied, 0 once the synchronization
+ * model has closed the iteration without it (cutoff): then gadei_give_up is the quicker way to the
+ * next iteration. */
 int gadei_wanted(const gadei_learner *learner);
 
-/* Ends the iteration in hand without a gradient; the batch that it would have answered is handed
+/* Ends the current iteration without a gradient; the batch that it would have answered is handed
  * out again. Errors of gadei_claim; then nothing has been published. */
 int gadei_give_up(gadei_learner *learner, int64_t timeout_ms);
 
@@ -197,7 +198,7 @@ int gadei_give_up(gadei_learner *learner, int64_t timeout_ms);
 uint32_t gadei_wave(const gadei_learner *learner);
 
 /* From gadei_pause to gadei_resume this learner computes no gradient, but validates, say. It is not
- * killed meanwhile; under BSP the others wait for it, under the other models they go on without it.
+ * killed meanwhile; under BSP the others wait for it, under the other models they continue.
  * GADEI_ERROR as for every call. */
 int gadei_pause(gadei_learner *learner);
 int gadei_resume(gadei_learner *learner);
@@ -229,8 +230,8 @@ int gadei_assign(gadei_learner *learner, const float *const *values, int reset,
 
 /* -- batches: the server hands them out, so that each is answered once an epoch ---------------- */
 
-/* Tells the server what to hand out: `batches` an epoch, `epochs` times. Every learner may tell it,
- * and all must say the same. The server does not use `seed`: learners shuffle with it. Waits at most
+/* Sets what the server hands out: `batches` an epoch, `epochs` times. Every learner may set it, and
+ * all must set the same. The server does not use `seed`: learners shuffle with it. Waits at most
  * 10 s. GADEI_ERROR, GADEI_STOPPED. */
 int gadei_set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, uint64_t seed);
 

@@ -1,6 +1,6 @@
 /*
- * How a learner comes and goes: asks the watchdog for a ring, later gives it back. learners/attach.py
- * does the same in Python.
+ * Attaching and detaching: a learner requests a ring from the watchdog and returns it at the end.
+ * learners/attach.py does the same in Python.
  */
 #include "gadei_learner.h"
 
@@ -89,12 +89,12 @@ static void leave(gadei_learner *learner)
              learner->row, (unsigned long long)learner->generation);
     uint64_t patience_ns = DETACH_NS;
     const struct ps_learner *common = &learner->common;
-    if (common->ring) { /* if no watchdog hears the request, the next one reads this word */
+    if (common->ring) { /* if no watchdog receives the request, the next one reads this word */
         ps_store_release(&common->ring->detached, 1);
         if (__atomic_load_n(&common->control->phase, __ATOMIC_RELAXED) >= PS_PHASE_STOPPED)
             patience_ns = 0;
     }
-    /* Fails if the job is gone or has let go of this learner already. */
+    /* Fails if the job has ended or has evicted this learner already. */
     ps_request(learner, json, NULL, 0, patience_ns);
 }
 

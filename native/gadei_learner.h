@@ -72,7 +72,7 @@ int ps_fail(gadei_learner *learner, int code, const char *format, ...);
 /* Writes the error of this thread's gadei_attach: there is no learner that could keep it. */
 void ps_attach_failed(const char *error);
 
-/* Why the last call of this thread on that learner was refused, or NULL; gadei_error() tells it. Not
+/* Why the last call of this thread on that learner was refused, or NULL; gadei_error() returns it. Not
  * in learner->error, which belongs to the thread that is in a call. */
 void ps_set_refusal(const gadei_learner *learner, const char *why);
 
@@ -89,7 +89,7 @@ int ps_request(gadei_learner *learner, const char *json, struct json_field *fiel
 
 /* -- gadei_segments.c -------------------------------------------------------------------------- */
 
-/* Names of the segments as the watchdog tells them. */
+/* Names of the segments, from the watchdog's reply. */
 enum { SEGMENT_NAME_BYTES = 256 }; /* the kernel's limit */
 struct ps_segment_names {
     char control[SEGMENT_NAME_BYTES], weights[SEGMENT_NAME_BYTES], ring[SEGMENT_NAME_BYTES];
@@ -112,7 +112,7 @@ int ps_begin_call(gadei_learner *learner);
 /* Ends it, and returns `result`. */
 int ps_end_call(gadei_learner *learner, int result);
 
-/* A wait's limit: when it is over, and what the caller said. */
+/* A wait's limit: its end, and the caller's time-out. */
 struct ps_limit {
     uint64_t until; /* UINT64_MAX: as long as the job lives */
     int64_t timeout_ms;

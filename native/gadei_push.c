@@ -109,7 +109,7 @@ int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)
     return refused ? refused : ps_end_call(learner, wait_applied(learner, timeout_ms));
 }
 
-/* Lets go of the claimed slot, if there is one. */
+/* Releases the claimed slot, if there is one. */
 static void drop_slot(gadei_learner *learner)
 {
     learner->slot = NULL;
@@ -377,7 +377,7 @@ static int assign(gadei_learner *learner, const float *const *values, int reset,
     struct ps_limit limit = ps_limit_of(timeout_ms);
     struct ps_facts facts = {.version = common->version, .batch = PS_NO_BATCH, .loss = NAN};
     facts = ps_scaled(facts, 1.0f);
-    double started = common->started; /* of the iteration in hand, which goes on */
+    double started = common->started; /* of the current iteration, which continues */
     if (!values)
         return ps_fail(learner, GADEI_ERROR, "assign: values are NULL");
     if (learner->slot)

@@ -1,4 +1,4 @@
-/* Batches, and what else the job tells a learner; see gadei.h. */
+/* Batches, the stop request, waves and pauses; see gadei.h. */
 #include "gadei_learner.h"
 
 #include <stdio.h>

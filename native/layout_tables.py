@@ -29,9 +29,9 @@ Cell = tuple[int, int, str]
 
 
 def drawing(tag: str) -> list[str]:
-    """A ruler: offsets in bytes above the bars, fields between them; blank: not used.
+    """Draw a ruler: offsets in bytes above the bars, fields between them; blank: not used.
 
-    A double bar stands where a cache line begins.
+    A double bar marks the beginning of a cache line.
     """
     size, fields = STRUCTS[tag]
     cells: list[Cell] = []
@@ -81,14 +81,14 @@ def _width(row: list[Cell]) -> int:
 
 
 def header(text: str) -> str:
-    """The header with its drawings renewed: the lines before the end of a comment."""
+    """Renew the drawings of the header: the lines before the end of a comment."""
 
     def renewed(match: re.Match[str]) -> str:
         tag = match["tag"].lower()
         drawn = "".join(f" * {line}".rstrip() + "\n" for line in drawing(tag))
-        return f"{match['said']} *\n{drawn} */\n#define {match['tag']}_FIELDS("
+        return f"{match['comment']} *\n{drawn} */\n#define {match['tag']}_FIELDS("
 
-    pattern = r"(?P<said>^/\* (?:.+\n)(?: \* \S.*\n)*?) \*\n(?: \* .*\n)* \*/\n"
+    pattern = r"(?P<comment>^/\* (?:.+\n)(?: \* \S.*\n)*?) \*\n(?: \* .*\n)* \*/\n"
     return re.sub(pattern + r"#define (?P<tag>PS_\w+)_FIELDS\(", renewed, text, flags=re.M)
 
 
@@ -96,7 +96,7 @@ TYPES = {"char": "bytes"}
 
 
 def struct_table(tag: str) -> list[str]:
-    """The fields of a struct as a table in Markdown."""
+    """Return the fields of a struct as a table in Markdown."""
     lines = ["| field | at | type | writer | holds |", "| --- | --- | --- | --- | --- |"]
     for name, (at, width, kind, dims, writer, meaning) in STRUCTS[tag][1].items():
         counts = [f"{int(one):,}" for one in re.findall(r"\d+", dims)]
@@ -115,7 +115,7 @@ def _anchor(kind: str) -> str:
 
 
 def code_table(tag: str) -> list[str]:
-    """The codes of an enum as a table in Markdown."""
+    """Return the codes of an enum as a table in Markdown."""
     lines = ["| code | name | meaning |", "| --- | --- | --- |"]
     for name, (value, meaning) in CODES[tag].items():
         lines.append(f"| {value} | `{name}` | {_escaped(meaning)} |")
@@ -127,7 +127,7 @@ def _escaped(text: str) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables renewed, between `<!-- ps_... -->` and `<!-- end -->`."""
+    """Renew the tables of the page, between `<!-- ps_... -->` and `<!-- end -->`."""
 
     def renewed(match: re.Match[str]) -> str:
         tag = match[1]

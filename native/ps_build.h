@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x0f7f643555bd0b09ull
+#define PS_BUILD 0x95ece7704bce2893ull
 
 #endif

@@ -42,7 +42,7 @@ typedef double ps_f64;
 #define PS_NO_BATCH UINT64_MAX
 #define PS_SAME_STEPS UINT64_MAX     /* an assignment that leaves the count of steps as it is */
 #define PS_UNBOUNDED (1ull << 62)           /* a grant without a bound */
-#define PS_IDLE UINT64_MAX           /* of a record: no gradient is in hand */
+#define PS_IDLE UINT64_MAX           /* of a record: no gradient is in flight */
 #define PS_ALL_APPLIED (UINT64_MAX - 1)  /* all is in the weights, nothing is counted yet */
 
 /* The numbers above, for Python. */
@@ -130,7 +130,7 @@ typedef double ps_f64;
   X(PS_GONE_DAMAGED, 4, "its ring was damaged") \
   X(PS_GONE_STOPPED, 5, "the job has stopped")
 
-/* The meaning is what a learner and `status` are told. */
+/* Learners and `status` report the meaning. */
 #define PS_REASONS(X)                                                                \
   X(PS_OK, 0, "")                                                                    \
   X(PS_BAD_KIND, 1, "unknown kind of frame")                                         \

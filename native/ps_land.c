@@ -39,7 +39,7 @@ static void land(const struct ps_landing *landing)
         memcpy(&loss, sums + PS_SUMS_LOSS, sizeof loss);
         frame.loss = loss;
     }
-    if (sums[PS_SUMS_BAD]) { /* the learner is told; the job goes on without this gradient */
+    if (sums[PS_SUMS_BAD]) { /* the learner reads this word, too; the frame carries no gradient */
         frame.kind = PS_EMPTY;
         frame.blocks = 1;
         frame.payload_bytes = 0;

@@ -25,7 +25,8 @@ struct ps_landing {
     struct ps_frame frame; /* except what is read from sums */
 };
 
-/* landing: struct ps_landing. Publishes nothing once the learner has detached. Called in a thread of the driver, where no CUDA call is allowed. */
+/* landing: struct ps_landing. Publishes nothing once the learner has detached. Called in a thread
+ * of the driver, where no CUDA call is allowed. */
 void ps_land(void *landing);
 
 #endif

@@ -20,7 +20,7 @@
 #include "ps_land.h"
 #include "ps_ring.h"
 
-/* The frame in hand. kind 0: nothing is written into the slot yet. */
+/* The frame that is being written. kind 0: nothing is written into the slot yet. */
 struct ps_writing {
     struct ps_payload payload;
     uint32_t kind;   /* enum ps_frame_kind */
@@ -55,7 +55,7 @@ struct ps_learner {
     struct ps_calls calls;
 };
 
-/* What the learner says of a gradient. */
+/* What the learner reports of a gradient. */
 struct ps_facts {
     uint64_t version; /* of the weights it was computed from */
     uint64_t batch;   /* that it answers, or PS_NO_BATCH */
@@ -82,23 +82,23 @@ void ps_learner_begin(struct ps_learner *learner, struct ps_ring *ring,
 const char *ps_wrong_scales(const struct ps_learner *learner, const struct ps_facts *facts);
 
 /* Whether the gradient of the current iteration may still be applied. It may not once the
- * synchronization model has gone on without it (cutoff). */
+ * synchronization model has closed the iteration without it (cutoff). */
 int ps_wanted(const struct ps_learner *learner);
 
-/* The iteration whose grant mini-batch `number` needs, counted from 0 in the wave in hand and on into
+/* The iteration whose grant mini-batch `number` needs, counted from 0 in the current wave and on into
  * the next one. Only the last mini-batch of a wave needs the wave's own grant: those before it need
  * no more than the wave before had. So a learner may begin all but one of the next wave's
- * mini-batches before their grant; SyncModel.mini_batches says the same for the simulator. */
+ * mini-batches before their grant; SyncModel.mini_batches has the same rule for the simulator. */
 uint64_t ps_turn(const struct ps_learner *learner, uint64_t number);
 
 /* -- frames ------------------------------------------------------------------------------------ */
 
 /* Waits for a free slot and claims it for this thread, which then writes and publishes it. A slot
- * that this thread has claimed already begins anew. Returns NULL with *result: of ps_claim, or
+ * that this thread has claimed already starts over. Returns NULL with *result: of ps_claim, or
  * PS_LEFT, PS_OTHERS or PS_FORKED. */
 struct ps_frame *ps_frame_claim(struct ps_learner *learner, uint64_t timeout_ns, int *result);
 
-/* Lets go of the slot that this thread has claimed. */
+/* Releases the slot that this thread has claimed. */
 void ps_frame_drop(struct ps_learner *learner);
 
 /* Writes a whole payload, at the slot's PS_PAYLOAD_AT. For `written` and the result see
@@ -129,14 +129,15 @@ void ps_frame_empty(struct ps_learner *learner, uint32_t computed);
 void ps_frame_assign(struct ps_learner *learner, char *payload, const struct ps_gradient *values,
                      uint64_t stream, uint32_t flags, uint64_t steps);
 
-/* Publishes the frame in hand, in the slot that this thread has claimed, and begins the next
- * iteration. Returns its sequence number; or PS_UNCLAIMED, PS_OTHERS, PS_LEFT, PS_STOPPED or PS_EVICTED, and then
- * nothing is published. */
+/* Publishes the frame that is written, in the slot that this thread has claimed, and begins the next
+ * iteration. Returns its sequence number; or PS_UNCLAIMED, PS_OTHERS, PS_LEFT, PS_STOPPED or
+ * PS_EVICTED, and then nothing is published. */
 int64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts);
 
 /* Prepares `landing` for a frame that a device writes, of `bytes` payload, into the slot that this
- * thread has claimed; ps_land then publishes it. Results of ps_frame_publish, or 0. sums: what the device writes besides the payload; parts: numbers in its sum of squares;
- * loss_there: 1 if the loss is among them. */
+ * thread has claimed; ps_land then publishes it. Results of ps_frame_publish, or 0. sums: what the
+ * device writes besides the payload; parts: numbers in its sum of squares; loss_there: 1 if the loss
+ * is among them. */
 struct ps_landed {
     const uint64_t *sums;
     uint64_t parts, loss_there, bytes;
@@ -161,7 +162,7 @@ void ps_copy_begin(struct ps_learner *learner, float *to);
  * hold back gradients for a bounded time after each request; after that it repeats the request. */
 int ps_copy_on(struct ps_learner *learner, uint64_t timeout_ns);
 
-/* Ends the copy, whole or not, so that the shards go on. */
+/* Ends the copy, whole or not, so that the shards continue. */
 void ps_copy_end(struct ps_learner *learner);
 
 #endif

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-enum { PS_LEASE_CLEAN = 0, PS_LEASE_DIED = 1 }; /* how the holder before let go of it */
+enum { PS_LEASE_CLEAN = 0, PS_LEASE_DIED = 1 }; /* how the previous holder released it */
 
 /* Makes a lease of 64 bytes at `lease`, while no other process uses it. Returns 0 or -errno. */
 int ps_lease_make(uint64_t lease);

@@ -116,7 +116,7 @@ static void write_sorted(struct ps_payload *payload, struct ps_block *block,
     payload->end += dense ? whole : listed;
 }
 
-/* Whether a row that it lists is none; *bad: its place in the list. */
+/* Whether a listed row is outside the tensor; *bad: its place in the list. */
 static int is_bad(const struct ps_gradient *gradient, uint64_t rows, uint64_t *bad)
 {
     for (uint64_t i = 0; i < gradient->count; i++) {

@@ -63,7 +63,7 @@ static uint64_t alone_ns(const struct ps_control *control)
 }
 
 /* Moves a learner away from the core of a shard. If waits spin and both are on one core, each
- * blocks the other until it stops spinning: a round trip takes 19 us instead of 5. The scheduler
+ * blocks the other until it stops spinning: a round trip takes 19 µs instead of 5. The scheduler
  * keeps two threads that wake each other on one core for seconds, even if other cores are idle. */
 static void step_aside(const struct ps_control *control, uint64_t now)
 {
@@ -87,7 +87,7 @@ static void step_aside(const struct ps_control *control, uint64_t now)
 }
 
 /* A learner's wait: spins briefly, then sleeps on `bell`, for at most timeout_ns. `flag`, in the
- * ring, tells the server that a wake is wanted. The fence pairs with the server's fence between its
+ * ring, requests a wake from the server. The fence pairs with the server's fence between its
  * store and its load of the flag. */
 #define WAIT_UNTIL(condition, flag, bell)                                                        \
     do {                                                                                         \
@@ -165,8 +165,8 @@ int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
         ps_store_release32(&ring->publishing, 0);
         return PS_STOPPED;
     }
-    /* A watchdog that goes on after such a stop opens the rings again, but not those of learners
-     * that were let go meanwhile: `wanted` was 0 before `stop` was PS_GO again. */
+    /* A watchdog that resumes after such a stop opens the rings again, but not those of learners
+     * that were evicted meanwhile: `wanted` was 0 before `stop` was PS_GO again. */
     if (!is_wanted(ring, control)) {
         ps_store_release32(&ring->publishing, 0);
         return PS_EVICTED;
@@ -187,7 +187,7 @@ static void wake_shards(struct ps_ring *ring, const struct ps_control *control)
         ps_futex_wake(ps_low_half(&ring->head));
 }
 
-/* Tells shard 0, which reads this word whenever it is awake, what the learner wants. */
+/* Requests `what` from shard 0, which reads this word whenever it is awake. */
 static void ask(struct ps_ring *ring, const struct ps_control *control, uint32_t what)
 {
     /* Atomic, because the thread that takes batches and the thread that pushes may both ask. */
@@ -212,7 +212,7 @@ void ps_ask_exclusive(struct ps_ring *ring, const struct ps_control *control, in
     uint64_t pauses = (ring->exclusive >> 32) + (on != 0);
     uint64_t asks = pauses << 32 | (on ? (uint32_t)ring->header.generation : 0);
     ps_store_release(&ring->exclusive, asks); /* SYNC POINT: exclusive */
-    /* Shard 0 hears of this word, and tells the manager. */
+    /* Shard 0 reads this word and notifies the manager. */
     if (on)
         __atomic_fetch_or(&ring->wants, (uint32_t)PS_WANTS_EXCLUSIVE, __ATOMIC_SEQ_CST);
     else
@@ -382,7 +382,7 @@ int ps_wait_any(const uint64_t *words, const uint64_t *values, uint64_t count, u
 /* Sleeps until one of the rings has a head other than seen[i], the shard bell rings, or the time is
  * up. Heads of rings that are apart[i] (apart: 0 or an address) are looked at only: another thread
  * watches them and rings the bell (watchers.py). If the kernel has no futex_waitv (before 5.16), or
- * there are more rings than it takes, sleeps on the bell alone and returns at least every 200 us. */
+ * there are more rings than it takes, sleeps on the bell alone and returns at least every 200 µs. */
 void ps_shard_sleep(uint64_t control_address, uint64_t shard, uint64_t rings, uint64_t seen,
                     uint64_t apart, uint64_t count, uint32_t bell, uint64_t timeout_ns)
 {

@@ -93,7 +93,7 @@ static inline struct ps_frame *ps_slot(struct ps_ring *ring, uint64_t sequence)
 static inline uint64_t ps_rounded(uint64_t bytes) { return (bytes + 63) & ~63ull; }
 static inline uint64_t ps_width_of(uint32_t dtype) { return dtype == PS_FLOAT32 ? 4 : 2; }
 
-#define PS_BAD_ROW (-1)   /* indices[*bad] is no row of the tensor; nothing is written */
+#define PS_BAD_ROW (-1)   /* indices[*bad] is outside the tensor; nothing is written */
 #define PS_NO_MEMORY (-2) /* nothing is written */
 
 /* Learner: appends a block and describes it in `block`; the caller sets block->tensor. If all rows
