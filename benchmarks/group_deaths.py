@@ -72,7 +72,7 @@ class Storm:
         self._round_s = 0.5
 
     def _look(self, numbers: Sequence[int]) -> dict[int, tuple[int, float]]:
-        """Rounds of these machines that are members, and when they had the last; counts faults."""
+        """Return rounds and time of the last round of machines that are members; count faults."""
         found = {}
         for number in numbers:
             facts = self.run.facts(number)

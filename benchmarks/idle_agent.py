@@ -48,7 +48,7 @@ class Replica:
         self._child.send_signal(signal.SIGSTOP)
 
     def rate(self, team: Team, seconds: float) -> float:
-        """Gradients a second of a team while the replica runs."""
+        """Return a team's rate while the replica runs (gradients/s)."""
         self._child.send_signal(signal.SIGCONT)
         try:
             return team.rate(seconds)

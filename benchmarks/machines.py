@@ -38,7 +38,7 @@ Facts = dict[str, Any]
 
 @contextlib.contextmanager
 def place() -> Iterator[Path]:
-    """Directories of this benchmark's own, for this process and those that it starts."""
+    """Make directories of this benchmark's own, for this process and those that it starts."""
     directory = Path(tempfile.mkdtemp(prefix="gps-", dir="/tmp"))  # short: sockets lie there
     (directory / "run").mkdir(mode=0o700)
     wanted = {
@@ -232,7 +232,7 @@ def _environment(one: psutil.Process) -> dict[str, str]:
 
 
 def _shared() -> set[str]:
-    """Names in /dev/shm."""
+    """Return the names in /dev/shm."""
     return {one.name for one in shm.SHM.iterdir()}
 
 

@@ -17,12 +17,14 @@ from gadei_ps.replicas.transport import Transport
 
 HOST = "127.0.0.1"
 LIMIT_S = 30.0
-"""While contenders start, members that share two cores may be silent for seconds."""
+"""Time limit (s): members that share two cores with starting contenders are silent for seconds."""
 
 
 def main() -> None:
-    """Order {}: port of the store, of the first member. Order {"port", "members", "bytes",
-    "generation"}: joins the others. Order {"times"}: aggregates, and says what it took.
+    """Carry out orders.
+
+    {}: print the port of the store, of the first member. {"port", "members", "bytes",
+    "generation"}: join the others. {"times"}: aggregate, and print the time that it took.
     """
     number = int(sys.argv[1])
     limit = timedelta(seconds=LIMIT_S)

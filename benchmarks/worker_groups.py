@@ -207,7 +207,7 @@ def alone(
 def together(
     name: str, size: dict[str, Any], seed: int, judge: tuple[torch.nn.Module, Examples]
 ) -> Trained:
-    """Machines in groups."""
+    """Train machines in groups."""
     task, machines = tasks.TASKS[name], sum(size["groups"])
     with place() as directory:
         given = settings(

@@ -61,15 +61,15 @@ def run(quick: bool = False) -> Part:
         "virtual time, with the rules that machines use. They give two figures: a machine "
         "sends 2(m - 1)/m models in an aggregation among m machines and 1 in a broadcast, and the "
         "speed-up is quasi linear. Traffic and speed-up: a model of 100 MB, 125 MB a second, "
-        "latency 1 ms, a ring of groups, mini-batches of 0.05 s with a deviation of 10 %; "
+        "latency 1 ms, a ring of groups, mini-batches of 0.05 s with a deviation of 10%; "
         f"speed-up with groups of 4 and k = {SPEED_K}. "
         "They count (m - 1)/m for an aggregation on links that send and receive at once. But each "
         "machine has to send (m - 1)/m to have the sums made and (m - 1)/m to give its sum away, "
         "so its link sends for twice that long.\n\n"
         "Accuracy: the network of 64 hidden units on MNIST, plain gradient descent with rate "
         f"{LR}, mini-batches of {BATCH}, {passes} passes over the training set by {TRAINED} "
-        f"machines, k = {K} mini-batches, {P} groups in a ring unless the row says another number. "
-        f"One machine that trains as many samples alone reaches {alone['accuracy']:.2%}. The "
+        f"machines, k = {K} mini-batches, {P} groups in a ring unless the row gives another number."
+        f" One machine that trains as many samples alone reaches {alone['accuracy']:.2%}. The "
         "figure is the mean of the groups' models on the test images. The paper has none here.",
         [*_traffic_rows(traffic), *_speed_rows(speeds), *_accuracy_rows(alone, runs)],
         plots=["groups.svg"],
@@ -91,7 +91,7 @@ def _setting(machines: int, groups: int, k: int, rounds: int, **how: Any) -> Gro
 
 
 def _traffic() -> list[dict[str, Any]]:
-    """Models that a machine sends in a round, for groups of several sizes, two groups each."""
+    """Measure the models that a machine sends in a round, for two groups of several sizes."""
     found = []
     cases = [(m, Wire.FLOAT32, True) for m in GROUP_SIZES]
     cases += [(4, Wire.FLOAT32, False), (4, Wire.BFLOAT16, True), (4, Wire.INT8, True)]

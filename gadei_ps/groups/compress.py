@@ -1,4 +1,4 @@
-"""What is sent of a model or of a difference: float32, bfloat16, or 8 bits, with error feedback.
+"""Wire formats of models and differences: float32, bfloat16, or 8 bits, with error feedback.
 
 Eight bits: each chunk of 64 values has a scale, the greatest absolute value divided by 127, in
 float32; then come its values in steps of the scale, as signed bytes. So 64 values take 68 bytes.
@@ -34,7 +34,7 @@ class Wire(StrEnum):
 
 
 def size(values: int, wire: Wire) -> int:
-    """Bytes of an encoded array of `values` values."""
+    """Return the size of an encoded array of `values` values (bytes)."""
     if wire is Wire.FLOAT32:
         return 4 * values
     if wire is Wire.BFLOAT16:
@@ -43,7 +43,7 @@ def size(values: int, wire: Wire) -> int:
 
 
 def encode(values: Floats, wire: Wire, out: Bytes) -> None:
-    """Writes `values`, shape (n,), to `out`, shape (size(n, wire),).
+    """Encode `values`, shape (n,), into `out`, shape (size(n, wire),).
 
     bfloat16 is rounded to the nearest, ties to even, and keeps NaN. Raises ValueError if a value
     is not finite and the format is 8 bits, which have no such values.
@@ -58,7 +58,7 @@ def encode(values: Floats, wire: Wire, out: Bytes) -> None:
 
 
 def decode(data: Bytes, wire: Wire, out: Floats) -> None:
-    """Writes what `encode` has made of n values to `out`, shape (n,)."""
+    """Decode the n values that `encode` has encoded into `out`, shape (n,)."""
     _check(len(out), wire, data)
     if wire is Wire.FLOAT32:
         out[:] = data.view(np.float32)
@@ -71,7 +71,7 @@ def decode(data: Bytes, wire: Wire, out: Floats) -> None:
 
 
 def cut_out(data: Bytes, values: int, wire: Wire, here: slice) -> list[Bytes]:
-    """The bytes of an encoded array of `values` values that encode these values alone, in order.
+    """Return the bytes of an encoded array of `values` values that encode these values, in order.
 
     here: begins at a whole chunk, and ends at one or at the end.
     """
@@ -96,7 +96,10 @@ class Feedback:
         self.residual: Floats = np.zeros(values, np.float32)
 
     def encode(self, values: Floats, out: Bytes) -> Floats:
-        """As encode(). Returns what the receivers decode, which the sender must use as well."""
+        """Encode the values and the residual; return what receivers decode.
+
+        The sender must use the returned values as well.
+        """
         np.add(self.residual, values, out=self.residual)
         np.clip(self.residual, -GREATEST, GREATEST, out=self.residual)
         encode(self.residual, self.wire, out)

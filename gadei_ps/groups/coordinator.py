@@ -1,4 +1,4 @@
-"""Who is a member of a group, in which generation, and which rounds are committed.
+"""Decisions of the coordinator: members of a group, its generations, and committed rounds.
 
 `Group` is the coordinator's part for one group, without a clock, sockets or processes. Replicas
 send reports: all that they have, again and again. A reply is all that the replica has to know.
@@ -38,7 +38,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica has.
+    """The state of a replica, as it reports it.
 
     process: when its process began; of two processes with one number, the later one stays.
     number: of the report; reports may arrive in another order.
@@ -83,10 +83,10 @@ class Go:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a replica has to know.
+    """The answer of the coordinator to a report.
 
     state: see Group.state. place: of the replica among the members; None: it is not one. source:
-    place of the member that sends the state of the group to newcomers. connects: whether all
+    place of the member that sends the group's state to joining members. connects: whether all
     members have entered the generation. owned: batches of this replica. aims: models of other
     groups to fetch. rejoin: the group continues without this incarnation. replaced: without this
     process. mistake: why the replica cannot be a member, until a user changes something.
@@ -124,15 +124,18 @@ class Group:
         settles_at: float,
         recover_s: float = 10.0,
     ) -> None:
-        """part: number of this group and of groups, where they divide batches. takes_all: as the
+        """Begin without members.
+
+        part: number of this group and of groups, where they divide batches. takes_all: as the
         rule's. sources: groups whose models this one takes. expected: replicas that begin together.
-        settles_at: when the group begins at the latest, with those that are there."""
+        settles_at: when the group begins at the latest, with those that are there.
+        """
         self._part, self._takes_all, self._sources = part, takes_all, tuple(sources)
         self._expected, self._settles_at, self._recover_s = set(expected), settles_at, recover_s
         self.is_settled = False
         """Whether this coordinator has the state of the group."""
         self.epoch, self.version = 1, 0
-        """Of the state; of two states, the later one counts."""
+        """Version of the state; of two states, the later one counts."""
         self.generation, self.rounds = 0, 0
         self.lineage = 0
         """Generation that began with the weights of a replica, for nobody had a state."""
@@ -179,7 +182,7 @@ class Group:
         self._seen[member] = now
 
     def _is_older(self, member: Member) -> bool:
-        """Whether a later incarnation of the replica has reported."""
+        """Return whether a later incarnation of the replica has reported."""
         known = (one for one in self._reports if one.replica == member.replica)
         return any(one.incarnation > member.incarnation for one in known)
 
@@ -208,7 +211,7 @@ class Group:
     def step(self, now: float, published: Mapping[int, int]) -> bool:
         """Decide what follows from all reports. published: newest model of each group, by version.
 
-        Returns whether anything has changed. To be called again until it returns False.
+        Returns whether anything has changed. Call it again until it returns False.
         """
         if not self.is_settled:
             return self._settle(now)
@@ -256,7 +259,8 @@ class Group:
         if has_state:
             self._install((*staying, *joining), has_state[0])
             return True
-        # Nobody has the state: the group begins anew. Who has an older one joins again.
+        # No replica has the state: the group starts from the beginning. A replica with an older
+        # state joins again.
         members = [one for one in (*staying, *joining) if self._reports[one].rounds is None]
         if not members:
             self._install((), None)
@@ -285,13 +289,13 @@ class Group:
         self.version += 1
 
     def _is_ours(self, member: Member) -> bool:
-        """Whether a member has not applied what this coordinator does not know."""
+        """Return whether this coordinator knows all rounds that a member has applied."""
         report = self._reports[member]
         is_known = report.rounds is not None and report.rounds <= self.rounds
         return report.rounds is None or (is_known and report.lineage == self.lineage)
 
     def _has_state(self, member: Member) -> bool:
-        """Whether a replica has the result of the last committed round, applied or not."""
+        """Return whether a replica has the result of the last committed round, applied or not."""
         report = self._reports.get(member)
         if report is None or report.rounds is None or report.lineage != self.lineage:
             return False
@@ -308,13 +312,13 @@ class Group:
         return self._unequal(self._reports[member]) is None
 
     def _unequal(self, report: Report) -> str | None:
-        """Name of a setting that differs from the group's."""
+        """Return the name of a setting that differs from the group's, or None."""
         if not self.facts:
             return None
         return next((one for one in self.facts if report.facts.get(one) != self.facts[one]), None)
 
     def _all(self) -> list[Report] | None:
-        """Reports of all members, once all have entered this generation."""
+        """Return the reports of all members, once all have entered this generation."""
         found = [self._reports.get(one) for one in self.members]
         entered = [one for one in found if one is not None and one.generation == self.generation]
         return entered if found and len(entered) == len(found) else None
@@ -326,7 +330,7 @@ class Group:
         return True
 
     def _admit(self) -> bool:
-        """Newcomers that have received the state are no longer new."""
+        """Admit the joining members that have received the state."""
         done = {
             one
             for one in self.newcomers
@@ -341,7 +345,7 @@ class Group:
         return True
 
     def _start(self) -> bool:
-        """All have arrived: the exchange of the round begins."""
+        """Start the exchange of the round once all members have arrived."""
         reports = self._all()
         if self.go is not None or reports is None or self.newcomers:
             return False
@@ -361,7 +365,7 @@ class Group:
         return True
 
     def _common(self, reports: Sequence[Report]) -> list[tuple[int, int]]:
-        """The newest model of each source that all members have, from the oldest to the newest."""
+        """Return the newest model of each source that all members have, the oldest first."""
         have = set.intersection(*({(one[0], one[1]) for one in it.models} for it in reports))
         newest: dict[int, int] = {}
         for group, version in have:
@@ -403,7 +407,7 @@ class Group:
     # -- what goes out ---------------------------------------------------------------------------
 
     def reply(self, report: Report) -> Reply:
-        """What the replica that has sent this report has to know."""
+        """Return the answer to a report."""
         member = report.member
         is_member = self.is_settled and member in self.members
         unequal = None if is_member else self._unequal(report)
@@ -443,7 +447,7 @@ class Group:
         )
 
     def state(self) -> State:
-        """All that must outlive the coordinator, as JSON has it."""
+        """Return all that must outlive the coordinator, for JSON."""
         return {
             "epoch": self.epoch,
             "version": self.version,

@@ -51,16 +51,16 @@ class Outer(Rule):
     state_counts = ("differences",)
 
     def __init__(self, rate: float = 0.7, momentum: float = 0.9, delay: int = 0) -> None:
-        """rate, momentum: DiLoCo's are 0.7 and 0.9. delay: see the class."""
+        """Set the hyperparameters; DiLoCo's are 0.7 and 0.9. delay: see the class."""
         self.rate, self.momentum, self.delay = rate, momentum, delay
         self.state_arrays = ("common", "momentum_values", *(("late",) if delay else ()))
         self.common = np.empty(0, np.float32)
         """The group's last common weights."""
         self.momentum_values = np.empty(0, np.float32)
         self.late = np.empty(0, np.float32)
-        """With a delay: the sum of the differences since the last step of the momentum."""
+        """Sum of the differences since the last step of the momentum, with a delay."""
         self.differences = 0
-        """With a delay: their number."""
+        """Number of differences in this sum, with a delay."""
 
     def __str__(self) -> str:
         return super().__str__() if self.delay else super().__str__().removesuffix(":0")
@@ -90,7 +90,7 @@ class Outer(Rule):
             self.differences = 0
 
     def _step(self, own: Floats, arrived: Sequence[Floats], here: slice, moves: bool) -> None:
-        """One block; `own` becomes the weights. moves: whether the momentum does."""
+        """Step one block; `own` becomes the weights. moves: whether the momentum moves."""
         common, momentum = self.common[here], self.momentum_values[here]
         np.subtract(common, own, out=own)
         late = np.zeros_like(own)

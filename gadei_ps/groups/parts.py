@@ -22,7 +22,7 @@ BLOCK = 256 * CHUNK
 
 
 def cut(values: int, members: int) -> list[slice]:
-    """The part of each member of a model of `values` values, in the members' order.
+    """Return each member's part of a model of `values` values, in the members' order.
 
     Parts lie one after the other and begin at whole chunks. Their sizes differ by at most one
     chunk. With fewer chunks than members, the first parts are empty. Raises ValueError.
@@ -40,9 +40,9 @@ def cut(values: int, members: int) -> list[slice]:
 
 
 def shares(samples: Sequence[int]) -> Floats:
-    """The weight of each member's model, float32 of shape (members,), by samples trained with.
+    """Return the weight of each member's model by its samples, float32 of shape (members,).
 
-    If nobody has trained, all weights are equal. Raises ValueError.
+    If no member has trained, all weights are equal. Raises ValueError.
     """
     if not samples or min(samples) < 0:
         raise ValueError(f"samples of members must be at least 0, not {list(samples)}")
@@ -53,14 +53,14 @@ def shares(samples: Sequence[int]) -> Floats:
 
 
 def is_finite(values: Floats) -> bool:
-    """Whether all values are finite."""
+    """Return whether all values are finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         # A sum is finite only if all its terms are; without that, it may be too large itself.
         return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
 
 
 def aggregate(models: Sequence[Floats], weights: Floats, out: Floats) -> None:
-    """Writes the weighted mean of the models, or of one part of each, to `out`.
+    """Write the weighted mean of the models, or of one part of each, to `out`.
 
     models: float32 of one shape (values,), in the members' order; `out` may be one of them.
     weights: as from `shares`; a model with a weight of 0 is left out, whatever its values are. The

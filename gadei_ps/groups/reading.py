@@ -14,12 +14,12 @@ _RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Replace, Mix, Oute
 
 
 def names() -> tuple[str, ...]:
-    """The names of all rules."""
+    """Return the names of all rules."""
     return tuple(_RULES)
 
 
 def parse(text: str) -> Rule:
-    """A new rule from text: `replace`, `mix:0.5`, `outer:0.7:0.9`, `outer:rate=0.7,delay=4`.
+    """Make a rule from text: `replace`, `mix:0.5`, `outer:0.7:0.9`, `outer:rate=0.7,delay=4`.
 
     Values may stand without their keys, in the order of the rule's parameters. Raises SpecError, in
     one line that names the bad parameter and the allowed forms.

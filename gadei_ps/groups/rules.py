@@ -26,7 +26,7 @@ from gadei_ps.sync.parameters import Parameter, short_repr
 
 
 def number(low: float, high: float) -> Parameter:
-    """A parameter that is a number in [low, high]."""
+    """Return a parameter that is a number in [low, high]."""
 
     def convert(value: object) -> float:
         try:
@@ -41,15 +41,15 @@ def number(low: float, high: float) -> Parameter:
 
 
 def blocks(values: int) -> Iterator[slice]:
-    """Slices that cover an array, so that what a step needs besides stays small."""
+    """Yield slices that cover an array, so that the scratch memory of a step stays small."""
     return (slice(begin, min(begin + BLOCK, values)) for begin in range(0, values, BLOCK))
 
 
 def mix(own: Floats, models: Sequence[Floats], weight: float) -> None:
-    """Makes of `own`, in place, 1 - weight times itself plus weight times the mean of the models.
+    """Replace `own` by (1 - weight) times `own` plus weight times the mean of the models.
 
-    Without models it stays as it is. See parts.aggregate: the one that counts most comes first, for
-    what is small in it is lost beside great values of another one that it is moved from.
+    Without models, `own` stays as it is. The model with the greatest weight comes first, since its
+    small values would be lost beside great values of another one (see parts.aggregate).
     """
     if not models:
         return
@@ -77,47 +77,52 @@ class Rule(ABC):
     """The constructor's keyword arguments, each also an attribute, in the order of `parse`."""
 
     sends_result: ClassVar[bool]
-    """What a group broadcasts: True: the weights with which it continues. False: its own aggregate,
-    before anything of other groups is in it."""
+    """Kind of model that a group broadcasts.
+
+    True: the weights with which it continues. False: its own aggregate, before models of other
+    groups are mixed in.
+    """
 
     takes_all: ClassVar[bool]
     """True: all models that have arrived since the last round count. False: the newest alone."""
 
     state_arrays: tuple[str, ...] = ()
-    """Names of the arrays of the state, each as long as the model. A newcomer to a group needs them
+    """Names of the arrays of the state, each as long as the model. A joining member needs them
     beside the weights, and so does a member whose part has changed."""
 
     buffers_at: int | None = None
-    """Where buffers begin, such as statistics of batch-norm, which follow the parameters; None:
-    there are none. Of these a rule makes means: a variance that goes on beyond them may be below 0.
+    """Index of the first buffer value, such as a statistic of batch-norm; None: no buffers.
+
+    Buffers follow the parameters. A rule averages them: a variance that is extrapolated may be
+    below 0.
     """
 
     state_counts: ClassVar[tuple[str, ...]] = ()
     """Names of the whole numbers of the state."""
 
     def __str__(self) -> str:
-        """The text from which `parse` makes an equal rule."""
+        """Return the text from which `parse` makes an equal rule."""
         values = [str(getattr(self, key)).removesuffix(".0") for key in self.parameters]
         return ":".join([self.name, *values])
 
     def begin(self, weights: Floats) -> None:  # noqa: B027 (rules without state do nothing)
-        """Starts with these weights, float32 of shape (values,). They are not kept."""
+        """Start with these weights, float32 of shape (values,). They are not kept."""
 
     @abstractmethod
     def end_round(self, aggregate: Floats, arrived: Sequence[Floats]) -> None:
-        """Turns the group's own aggregate, in place, into the weights of the next round.
+        """Turn the group's own aggregate, in place, into the weights of the next round.
 
         aggregate, arrived: float32 of the shape that the rule has begun with; the arrived models of
         other groups from the oldest to the newest, in the same order on each machine of the group.
         """
 
     def state(self) -> tuple[dict[str, Floats], dict[str, int]]:
-        """The arrays, not copied, and the whole numbers, for a checkpoint or a newcomer."""
+        """Return arrays, not copied, and whole numbers, for checkpoints and joining members."""
         arrays = {name: getattr(self, name) for name in self.state_arrays}
         return arrays, {name: getattr(self, name) for name in self.state_counts}
 
     def restore(self, arrays: Mapping[str, Floats], counts: Mapping[str, int]) -> None:
-        """Takes what `state` gave; arrays are copied. Raises ValueError if it is another rule's."""
+        """Restore a copy of a result of `state`. Raises ValueError if it is another rule's."""
         if set(arrays) != set(self.state_arrays) or set(counts) != set(self.state_counts):
             given = ", ".join([*arrays, *counts]) or "nothing"
             raise ValueError(f"{self.name} cannot continue from the state of another rule: {given}")
@@ -147,7 +152,7 @@ class Replace(Rule):
 
 
 class Mix(Rule):
-    """Mixes: (1 - weight) times the own aggregate plus weight times the mean of those that arrived.
+    """A mixture: (1 - weight) times the own aggregate plus weight times the mean of arrived models.
 
     If every group mixes the same p - 1 others, the mean of all p models stays as it is.
     """

@@ -1,4 +1,4 @@
-"""Which machine of a group trains which batches: a part of what all members have alike.
+"""Division of batches among the machines of a group: a part of the state that all members share.
 
 After each round, all members know of each machine whose copy is in the aggregate which of its
 batches are in that copy. From that alone they make the same division: a machine that had one before
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What all jobs of a group hand out together; the seed orders the samples."""
+    """Batches that all jobs of a group hand out together; the seed orders the samples."""
 
     batches: int
     epochs: int
@@ -47,9 +47,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Said:
-    """What a machine says of its copy. unanswered: what it was given and is not in the copy. done:
-    passes that the group had answered, by what its job knows. counts: whether the copy is in the
-    aggregate; if its weights are not finite, it is not."""
+    """A machine's description of its copy.
+
+    unanswered: batches that it was given and that are not in the copy. done: passes that the group
+    had answered, as its job knows it. counts: whether the copy is in the aggregate; a copy whose
+    weights are not finite is not.
+    """
 
     member: Member
     work: Work
@@ -59,12 +62,12 @@ class Said:
 
 
 class Shares:
-    """What each machine owns and has not answered."""
+    """Batches that each machine owns and has not answered."""
 
     def __init__(self, group: int = 0, groups: int = 1) -> None:
-        """group: number of this one, of the groups among which each pass is divided."""
+        """Begin without work. group: number of this group, of those that divide each pass."""
         if not 0 <= group < groups:
-            raise ValueError(f"group {group} is none of {groups}")
+            raise ValueError(f"group {group} is not one of {groups}")
         self.group, self.groups = group, groups
         self.work: Work | None = None
         self.done = 0
@@ -72,11 +75,11 @@ class Shares:
         self._open: dict[int, Subsets[Member]] = {}
 
     def __str__(self) -> str:
-        """Which part of each pass; the same on all machines of the group."""
+        """Return the name of the part of each pass; it is the same on all machines of the group."""
         return f"part {self.group} of {self.groups}"
 
     def of(self, member: Member) -> list[Span]:
-        """What this machine owns and has not answered, the oldest pass first."""
+        """Return the batches that this machine owns and has not answered, the oldest pass first."""
         begin = self._bounds[0]
         return [
             Span(epoch, begin + low, begin + high)
@@ -85,7 +88,9 @@ class Shares:
         ]
 
     def after(self, said: Sequence[Said]) -> None:
-        """A round has ended. said: of the machines whose copies are in it, in the members' order.
+        """Account for a round that has ended.
+
+        said: descriptions of the copies that are in it, in the members' order.
 
         The first round takes the weights of the first machine, and begins the pass after those that
         are in them. A machine whose job has other work gets nothing. One whose copy does not count
@@ -109,11 +114,11 @@ class Shares:
         self._begin_pass(answered)
 
     def copy(self) -> Shares:
-        """The same, which does not change with this one."""
+        """Return an independent copy."""
         return copy.deepcopy(self)
 
     def told(self) -> dict[str, Any]:
-        """All of it, as JSON knows it."""
+        """Return the whole state, for JSON."""
         work = self.work
         return {
             "part": [self.group, self.groups],
@@ -130,7 +135,7 @@ class Shares:
 
     @staticmethod
     def heard(told: dict[str, Any]) -> Shares:
-        """The same from what told() gave. Raises ValueError, TypeError or KeyError."""
+        """Make shares from a result of `told()`. Raises ValueError, TypeError or KeyError."""
         made = Shares(*(int(one) for one in told["part"]))
         if told["work"] is not None:
             made.work = Work(*(int(one) for one in told["work"]))
@@ -150,12 +155,12 @@ class Shares:
 
     @property
     def _bounds(self) -> tuple[int, int]:
-        """The group's part of a pass."""
+        """Bounds of the group's part of a pass."""
         batches = 0 if self.work is None else self.work.batches
         return batches * self.group // self.groups, batches * (self.group + 1) // self.groups
 
     def _answer(self, one: Said) -> int:
-        """Takes over what a machine has answered; returns how much that is."""
+        """Record the batches that a machine has answered; return their number."""
         begin, count = self._bounds[0], 0
         for epoch, subsets in self._open.items():
             left = Ranges(
@@ -168,7 +173,7 @@ class Shares:
         return count
 
     def _begin_pass(self, answered: dict[Member, int]) -> None:
-        """Divides the next pass if a machine is about to have no batches."""
+        """Divide the next pass if a machine is about to have no batches."""
         assert self.work is not None
         following = self.done + len(self._open)
         if following >= self.work.epochs or len(self._open) == MOST_OPEN:
@@ -183,7 +188,7 @@ class Shares:
 
 
 def without(spans: Iterable[Span], known: Iterable[Span]) -> list[Span]:
-    """Those batches that are not among `known`, the oldest pass first."""
+    """Return the batches that are not among `known`, the oldest pass first."""
     left: dict[int, Ranges] = {}
     for epoch, begin, end in spans:
         left.setdefault(epoch, Ranges()).add(begin, end)

@@ -32,11 +32,11 @@ class Ranges:
         return zip(self._begins, self._ends, strict=True)
 
     def __len__(self) -> int:
-        """Number of members of the set, not of ranges."""
+        """Return the number of members of the set, not of ranges."""
         return sum(self._ends) - sum(self._begins)
 
     def add(self, begin: int, end: int) -> None:
-        """Adds the numbers from `begin` to `end` - 1. Those that are in the set stay."""
+        """Add the numbers from `begin` to `end` - 1. Those that are in the set stay."""
         if begin >= end:
             return
         first = bisect.bisect_left(self._ends, begin)  # those before end below `begin`
@@ -46,7 +46,7 @@ class Ranges:
         self._begins[first:last], self._ends[first:last] = [begin], [end]
 
     def remove(self, begin: int, end: int) -> int:
-        """Removes the numbers from `begin` to `end` - 1; returns how many of them were there."""
+        """Remove the numbers from `begin` to `end` - 1; return how many of them were there."""
         if begin >= end:
             return 0
         first = bisect.bisect_right(self._ends, begin)
@@ -67,7 +67,7 @@ class Ranges:
         return before - sum(high - low for low, high in kept)
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """Removes the `count` least numbers, or all if there are fewer; returns their ranges."""
+        """Remove the `count` least numbers, or all if there are fewer; return their ranges."""
         taken = []
         while count > 0 and self._begins:
             begin = self._begins[0]
@@ -78,16 +78,16 @@ class Ranges:
         return taken
 
     def holds(self, begin: int, end: int) -> bool:
-        """Whether all numbers from `begin` to `end` - 1 are in the set."""
+        """Return whether all numbers from `begin` to `end` - 1 are in the set."""
         first = bisect.bisect_right(self._begins, begin) - 1
         return begin >= end or (first >= 0 and end <= self._ends[first])
 
 
 class Subsets(Generic[Owner]):
-    """Who owns which samples of the present pass, and which are still to be answered."""
+    """The owners of the samples of the present pass, and the samples still to be answered."""
 
     def __init__(self, samples: int, owners: Sequence[Owner]) -> None:
-        """Divides samples 0 to `samples` - 1 among the owners, as equally as that allows."""
+        """Divide samples 0 to `samples` - 1 among the owners, as equally as that allows."""
         if samples < 0 or not owners or len(set(owners)) != len(owners):
             raise ValueError(f"{samples} samples cannot be divided among {len(owners)} owners")
         self.samples = samples
@@ -99,7 +99,7 @@ class Subsets(Generic[Owner]):
     def owned_by(
         cls, samples: int, owned: Mapping[Owner, Iterable[tuple[int, int]]]
     ) -> Subsets[Owner]:
-        """A pass of which each owner has these samples left, and nothing is handed out."""
+        """Make a pass of which each owner has these samples left, and nothing is handed out."""
         made = cls(0, list(owned))
         made.samples = samples
         made._waiting = {owner: Ranges(ranges) for owner, ranges in owned.items()}
@@ -116,15 +116,15 @@ class Subsets(Generic[Owner]):
         return sum(map(self.owned, self._waiting))
 
     def owned(self, owner: Owner) -> int:
-        """Number of the owner's samples that are not answered."""
+        """Return the number of the owner's samples that are not answered."""
         return len(self._waiting[owner]) + len(self._handed[owner])
 
     def ranges(self, owner: Owner) -> list[tuple[int, int]]:
-        """The owner's samples that are not answered."""
+        """Return the owner's samples that are not answered."""
         return list(Ranges([*self._waiting[owner], *self._handed[owner]]))
 
     def keep(self, owner: Owner, unanswered: Ranges) -> int:
-        """All samples of the owner are answered but these; returns how many are."""
+        """Record that all samples of the owner but these are answered; return how many."""
         answered = Ranges(self.ranges(owner))
         before = len(answered)
         for begin, end in unanswered:
@@ -136,14 +136,14 @@ class Subsets(Generic[Owner]):
         return before - len(left)
 
     def hand_out(self, owner: Owner, count: int) -> list[tuple[int, int]]:
-        """The next samples of the owner, at most `count`, as ranges. Empty: it has no more."""
+        """Hand out the owner's next samples, at most `count`, as ranges. Empty: it has no more."""
         ranges = self._waiting[owner].take(count)
         for begin, end in ranges:
             self._handed[owner].add(begin, end)
         return ranges
 
     def answer(self, owner: Owner, ranges: Iterable[tuple[int, int]]) -> None:
-        """The owner has answered samples that were handed out to it. Raises ValueError if not."""
+        """Record answers to samples that were handed out to the owner. Raises ValueError if not."""
         listed = list(ranges)
         handed = self._handed[owner]
         for begin, end in listed:
@@ -152,11 +152,11 @@ class Subsets(Generic[Owner]):
             handed.remove(begin, end)
 
     def gone(self, owner: Owner, heirs: Sequence[Owner]) -> int:
-        """The owner has died or left: divides what it has not answered; returns how much that is.
+        """Divide the unanswered samples of an owner that has died or left; return their number.
 
         heirs: the members of its group that remain, in their order; owners, or they become some.
-        If there are none, the samples stay with the dead machine until somebody takes its place or
-        the pass is given up: see `replace`.
+        If there are none, the samples stay with the dead machine until another one takes its
+        place or the pass is abandoned: see `replace`.
         """
         left = Ranges([*self._waiting[owner], *self._handed[owner]])
         self._waiting[owner], self._handed[owner] = left, Ranges()
@@ -169,20 +169,20 @@ class Subsets(Generic[Owner]):
         return len(left)
 
     def replace(self, owner: Owner, by: Owner) -> None:
-        """A newcomer takes over all that a machine, which is gone, still owned."""
+        """Give a joining machine all samples that a dead machine still owned."""
         if by in self._waiting:
             raise ValueError(f"{by} owns samples already")
         self._waiting[by] = Ranges([*self._waiting.pop(owner), *self._handed.pop(owner)])
         self._handed[by] = Ranges()
 
     def next_pass(self, owners: Sequence[Owner]) -> None:
-        """Divides all samples anew. Raises ValueError if some are not answered yet."""
+        """Divide all samples for the next pass. Raises ValueError if some are not answered yet."""
         if self.left:
             raise ValueError(f"{self.left} samples of this pass are not answered")
         self.__init__(self.samples, owners)  # type: ignore[misc]
 
     def _divide(self, ranges: Iterable[tuple[int, int]], heirs: Sequence[Owner]) -> None:
-        """Gives the numbers in these ranges to the heirs, in pieces that differ by at most one."""
+        """Give the numbers in these ranges to the heirs, in pieces that differ by at most one."""
         rest = Ranges(ranges)
         whole, more = divmod(len(rest), len(heirs))
         for place, heir in enumerate(heirs):

@@ -1,4 +1,4 @@
-"""What each machine of a group has to send in a round, in bytes."""
+"""Bytes that each machine of a group has to send in a round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gadei_ps.groups.parts import cut
 
 
 def aggregation(values: int, members: int, wire: Wire = Wire.FLOAT32) -> list[int]:
-    """Bytes that each member sends in one aggregation by linear partition, in members' order.
+    """Return the bytes that each member sends in one aggregation by linear partition, in order.
 
     A member sends each other member's part of its own model, then the sum of its own part to all
     others: 2 (m - 1) / m models, to within a chunk.
@@ -27,7 +27,7 @@ def broadcast(
     *,
     whole: bool,
 ) -> list[int]:
-    """Bytes that each member sends to one neighbouring group of `receivers` members, in order.
+    """Return the bytes that each member sends to a neighbouring group of `receivers` members.
 
     whole: each member of the other group gets a whole model, from its counterpart in this group, as
     the paper counts. Otherwise each member sends the part that it has summed, once: a rule works
@@ -40,5 +40,5 @@ def broadcast(
 
 
 def in_models(sent: Sequence[int], values: int) -> float:
-    """Mean of what members send, in models of float32. The paper's figures are in this unit."""
+    """Return the mean of what members send, in models of float32, the unit of the paper."""
     return sum(sent) / len(sent) / size(values, Wire.FLOAT32) if values else 0.0

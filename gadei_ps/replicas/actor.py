@@ -1,4 +1,4 @@
-"""What Ray places on each host of a run: an actor that starts a replica, and starts it again.
+"""The actor that Ray places on each host of a run: it starts a replica, and restarts it.
 
 The replica's process reaches the coordinator and Ray's object store through this actor. It has
 nothing else that is needed: it may die at any time, and the next actor finds the process.
@@ -47,12 +47,12 @@ Plan = dict[str, Any]
 
 
 def actor_name(run: str, number: int) -> str:
-    """Of a replica's actor."""
+    """Return the name of a replica's actor."""
     return f"{run}.{number}"
 
 
 def look() -> dict[str, Any]:
-    """What this host has, before anything is started there."""
+    """Return the facts on this host before anything is started there."""
     return {
         "gadei_ps": gadei_ps.__version__,
         "ray": ray.__version__,
@@ -64,7 +64,7 @@ def look() -> dict[str, Any]:
 
 
 def _group(run: str, number: int) -> int:
-    """Of a living replica; 0 if it does not answer."""
+    """Return the group of a living replica; 0 if it does not answer."""
     with contextlib.suppress(GadeiError):
         return int(sockets.ask(run, number, "settings")["group"])
     return 0
@@ -90,7 +90,7 @@ class ReplicaActor:
     # -- for commands ----------------------------------------------------------------------------
 
     def prepare(self, directory: str, program: dict[str, Any] | None) -> dict[str, Any]:
-        """What the host has. The `mistake` says in one line why no replica can be here."""
+        """Return the facts on this host; `mistake`: why no replica can run here, in one line."""
         found = look() | {"alive": sockets.lives(self._run, self._number)}
         found["mistake"] = self._mistake(found, directory, program)
         if found["alive"]:
@@ -132,15 +132,15 @@ class ReplicaActor:
             return is_adopted
 
     def data(self) -> Bytes | None:
-        """Of the run's program, if it has one."""
+        """Return the data of the run's program, if it has one."""
         return self._data.read() if self._data is not None else None
 
     def weights(self) -> dict[str, FloatArray]:
-        """A copy of those of its job, by the names of the tensors. Raises GadeiError, OSError."""
+        """Return a copy of its job's weights, by tensors' names. Raises GadeiError, OSError."""
         return copies.of_job(job_name(self._run, self._number))
 
     def status(self) -> dict[str, Any]:
-        """What the replica is doing, or how it has ended."""
+        """Return the status of the replica, or how it has ended."""
         facts: dict[str, Any] = {
             "machine": self._number,
             "group": self._group,
@@ -172,7 +172,7 @@ class ReplicaActor:
                 sockets.ask(self._run, self._number, what, **how)
 
     def end(self) -> dict[str, Any] | None:
-        """The summary once the replica has ended; waits for it, but not for ever."""
+        """Return the summary of a replica that has ended; wait for it, but not for ever."""
         self._over.wait(START_S)
         return self._summary
 
@@ -267,7 +267,7 @@ class ReplicaActor:
             self._call("lost", ANSWER_S, self._group, self._number)
 
     def _start_again(self) -> None:
-        """The actor before this one has died."""
+        """Start again in place of an actor that has died."""
         while not (self._over.is_set() or self._watcher is not None):
             try:
                 self.start()
@@ -312,7 +312,7 @@ class ReplicaActor:
 
 
 def names(run: str) -> list[str]:
-    """The replica actors of a run that Ray knows, in the order of their numbers."""
+    """Return the replica actors of a run that Ray knows, in the order of their numbers."""
     found = ray.util.list_named_actors(all_namespaces=True)
     ours = [one["name"] for one in found if one["namespace"] == NAMESPACE]
     ours = [one for one in ours if one.rpartition(".")[0] == run]
@@ -320,13 +320,13 @@ def names(run: str) -> list[str]:
 
 
 def _make_directories() -> None:
-    """Of replicas, on this host. Raises GadeiError, or OSError."""
+    """Make the directories of replicas on this host. Raises GadeiError, or OSError."""
     paths.directory(make=True)
     state_directory().mkdir(parents=True, exist_ok=True)
 
 
 def _environment() -> dict[str, str]:
-    """Of what runs on after Ray: without what Ray has set for its own workers."""
+    """Return the environment of a process that outlives Ray: without variables of its workers."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ours.pop("OMP_NUM_THREADS", None)  # Ray's workers have 1
     return ours

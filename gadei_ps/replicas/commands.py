@@ -1,4 +1,4 @@
-"""What the commands `gadei-ps group run`, `status`, `join`, `leave` and `stop` do."""
+"""The commands `gadei-ps group run`, `status`, `join`, `leave` and `stop`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from gadei_ps.show.counts import counted
 
 POLL_S = 0.3
 END_S, AWAY_S = 90.0, 20.0
-"""For replicas to end; for one that Ray has lost."""
+"""Time limits until replicas end, and until one that Ray has lost ends (s)."""
 LAST_S = 60.0
-"""For a cluster to end whose command was killed."""
+"""Time limit until a cluster ends whose command was killed (s)."""
 DISCONNECT_S = 5.0
 
 Told = dict[str, Any]
 Say = Callable[[str, bool], None]
-"""Is given a line, and whether it is one on how training goes."""
+"""A function that prints a line; its second argument: whether the line is on progress."""
 
 
 def run(file: Path, command: list[str], address: str | None, where: Path, say: Say) -> Told:
@@ -145,7 +145,7 @@ def _stop_first(name: str) -> str:
 
 
 def _check_apart(name: str) -> None:
-    """Raises UsageError if this host has the run in a cluster of its own, or what is left of it."""
+    """Raise UsageError if this host has the run in its own cluster, or the remains of one."""
     own = rays.own_address(name)
     is_left = own is not None and (rays.answers(own) or sockets.here(name))
     if is_left or locked(rays.lock_path(name)):
@@ -154,7 +154,7 @@ def _check_apart(name: str) -> None:
 
 @contextlib.contextmanager
 def _alone(name: str, say: Say) -> Iterator[None]:
-    """In this block nobody else on this host starts a cluster for the run. Raises UsageError."""
+    """Keep others on this host from starting a cluster for the run. Raises UsageError."""
     paths.directory(make=True)
     try:
         lock = Lock(rays.lock_path(name), _stop_first(name))
@@ -185,7 +185,7 @@ def _alone(name: str, say: Say) -> Iterator[None]:
 
 
 def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> Told:
-    """What a command asks of a run that is there. Raises GadeiError.
+    """Carry out a command for a run that exists. Raises GadeiError.
 
     Where no cluster answers, `status` and `stop` are of the replicas on this host.
     """
@@ -252,7 +252,7 @@ def _found(name: str, address: str) -> Any:
 
 
 def _status(name: str, address: str) -> Told:
-    """A row for each replica."""
+    """Return a row for each replica."""
     from gadei_ps.replicas import following
 
     rows = following.statuses(_found(name, address))
@@ -262,7 +262,7 @@ def _status(name: str, address: str) -> Told:
 
 
 def _join(name: str, address: str, group: int, node: str | None) -> Told:
-    """One more replica; none if the command is interrupted before it has begun."""
+    """Start one more replica; none if the command is interrupted before it has begun."""
     import ray
 
     from gadei_ps.replicas import following, placing
@@ -303,12 +303,12 @@ def _join(name: str, address: str, group: int, node: str | None) -> Told:
 
 
 def _leave(name: str, address: str, machine: int) -> Told:
-    """A replica leaves its group; its job ends."""
+    """Have a replica leave its group; its job ends."""
     return _end(name, address, "leave", machine)
 
 
 def _stop(name: str, address: str) -> Told:
-    """All replicas end."""
+    """End all replicas."""
     return _end(name, address, "stop", None)
 
 
@@ -377,7 +377,7 @@ def _clean_up(name: str, wanted: Any, *, is_whole: bool) -> None:
 
 
 def _here(order: str, name: str, what: str, say: Say) -> Told:
-    """Without a cluster: the replicas on this host."""
+    """Carry out a command for the replicas on this host, without a cluster."""
     numbers = [number for _, number in sockets.here(name)]
     if not numbers and locked(rays.lock_path(name)):
         raise JobNotFound(f"run {name!r} begins or ends just now: try again in a moment")
@@ -403,7 +403,7 @@ def _here(order: str, name: str, what: str, say: Say) -> Told:
 
 
 def _row(name: str, number: int) -> Told | None:
-    """What a replica of this host is doing; None if it has just ended."""
+    """Return the status of a replica of this host; None if it has just ended."""
     try:
         told: Told = sockets.ask(name, number, "status") | {"ended": None}
         return told

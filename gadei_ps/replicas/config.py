@@ -22,9 +22,9 @@ from gadei_ps.sync.parameters import SpecError
 
 MOST_GROUPS = 64
 MOST_MACHINES = MOST_MEMBERS
-"""In a group."""
+"""Greatest number of replicas in a group."""
 LONGEST_NAME = 37
-"""With a dash and a number, it is the name of a job."""
+"""Greatest length of a run's name: with a dash and a number, it names a job."""
 OURS = ("CPU",)
 """Resources that the run itself asks for."""
 
@@ -61,7 +61,7 @@ class Group(_Table):
         return self.machines or len(self.nodes or ())
 
     def bundles(self) -> Iterator[dict[str, float]]:
-        """What Ray reserves, for each replica."""
+        """Yield the resources that Ray reserves for each replica."""
         for node in self.nodes or [""] * self.size:
             yield {"CPU": 1, **self.resources} | ({f"node:{node}": 0.001} if node else {})
 
@@ -112,7 +112,7 @@ class Run(_Table):
         for number, group in enumerate(self.groups):
             for other in group.neighbours or ():
                 if other == number or other >= len(self.groups):
-                    what = "is this group itself" if other == number else "is no group"
+                    what = "is this group itself" if other == number else "is not a group"
                     raise ValueError(f"groups.{number}.neighbours: {other} {what}")
         return self
 
@@ -126,7 +126,7 @@ class Run(_Table):
         return self
 
     def sources(self, number: int) -> list[int]:
-        """The groups whose models this one takes."""
+        """Return the groups whose models this one takes."""
         given = self.groups[number].neighbours
         if given is not None:
             return sorted(set(given))
@@ -135,21 +135,21 @@ class Run(_Table):
 
     @property
     def machines(self) -> int:
-        """In all groups."""
+        """Number of replicas in all groups."""
         return sum(group.size for group in self.groups)
 
     def numbers(self) -> list[int]:
-        """The group of each replica, by its number."""
+        """Return the group of each replica, by its number."""
         return [place for place, group in enumerate(self.groups) for _ in range(group.size)]
 
     def overrides(self) -> dict[str, Any]:
-        """What the run says of its jobs."""
+        """Return the settings of its jobs that the run overrides."""
         owned = True if self.divide else None
         given = {"optimizer": self.optimizer, "lr": self.lr, "sync": self.sync, "owned": owned}
         return {name: value for name, value in given.items() if value is not None}
 
     def job(self, number: int, where: str = "job") -> JobConfig:
-        """A replica's job. Raises UsageError."""
+        """Return the settings of a replica's job. Raises UsageError."""
         values: dict[str, Any] = {"name": job_name(self.name, number)}
         optimizer = {"kind": self.optimizer, "lr": self.lr}
         values["optimizer"] = {name: one for name, one in optimizer.items() if one is not None}
@@ -161,12 +161,12 @@ class Run(_Table):
 
 
 def job_name(run: str, number: int) -> str:
-    """Of a replica's job."""
+    """Return the name of a replica's job."""
     return f"{run}-{number}"
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> Run:
-    """Checks values from a file; `where` stands in the error. Raises UsageError in one line."""
+    """Check values from a file, which `where` names. Raises UsageError in one line."""
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
@@ -198,12 +198,14 @@ def _check_job(run: Run, where: str) -> None:
 
 
 def load(path: Path) -> Run:
-    """Reads GROUPS.toml. Its name defaults to the file's. Raises UsageError, or JobFailed if it
-    cannot be read for now."""
+    """Read GROUPS.toml. The name of the run defaults to the file's.
+
+    Raises UsageError, or JobFailed if the file cannot be read for now.
+    """
     values = jobs.read(path)
     if "name" not in values and not _is_name(path.stem):
         raise UsageError(
-            f"{path}: name: give {_WANTED['name']}; the file's, {path.stem!r}, is none"
+            f"{path}: name: give {_WANTED['name']}; the file's, {path.stem!r}, is not valid"
         )
     values.setdefault("name", path.stem)
     for name, why in _GONE.items():
@@ -217,7 +219,7 @@ def _is_name(text: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """The name of a run. Raises UsageError."""
+    """Return the name of a run if it is valid. Raises UsageError."""
     if not _is_name(name):
         raise UsageError(f"{name!r} names no run: use 1 to {LONGEST_NAME} letters, digits, - and _")
     return name

@@ -24,7 +24,7 @@ RECOVER_S = 10.0
 """The same, where a coordinator has died, for the members of the last state."""
 TICK_S, WAIT_S = 0.2, 0.3
 FOLLOWED_S = 5.0
-"""Time limit between two signs of the command that follows a run."""
+"""Time limit between two heartbeats of the command that follows a run (s)."""
 CALLS = 10_000
 KEPT = 2
 """Models of a group that may still be fetched."""
@@ -33,7 +33,7 @@ Told = dict[str, Any]
 
 
 def coordinator_name(run: str) -> str:
-    """Of a run's coordinator."""
+    """Return the name of a run's coordinator."""
     return f"{run}:coordinator"
 
 
@@ -41,8 +41,11 @@ class Coordinator:
     """The coordinator of one run."""
 
     def __init__(self, plan: Told, expected: dict[int, list[str]]) -> None:
-        """plan: settings of the run, for its replicas. expected: numbers of the replicas that begin
-        together, by groups."""
+        """Make the groups of a run.
+
+        plan: settings of the run, for its replicas. expected: numbers of the replicas that begin
+        together, by groups.
+        """
         context = ray.get_runtime_context()
         self._plan = plan
         self._run: Run = from_mapping(plan["run"], "run")
@@ -100,7 +103,7 @@ class Coordinator:
                 self._changed.notify_all()
 
     async def report(self, group: int, report: Report, seen: int | None) -> Told:
-        """Take a report of a replica; return what it has to know.
+        """Take a report of a replica; return the answer to it.
 
         seen: number of the state that it knows: the reply waits a moment for another one.
         """
@@ -124,12 +127,12 @@ class Coordinator:
         }
 
     async def lost(self, group: int, number: int) -> None:
-        """The process of a replica has ended."""
+        """Remove a replica whose process has ended."""
         self._groups[group].lost(str(number))
         await self._step()
 
     async def publish(self, group: int, references: list[Any]) -> None:
-        """Other groups may take this model."""
+        """Publish a model, which other groups may take."""
         version = max(time.time_ns(), max(self._published.values(), default=0) + 1)
         kept = self._references[group]
         kept[version] = references
@@ -141,20 +144,20 @@ class Coordinator:
         await self._step()
 
     async def reference(self, group: int, version: int) -> list[Any] | None:
-        """The reference to a model; None: it is kept no more."""
+        """Return the reference to a model; None: it is no longer kept."""
         return self._references[group].get(version)
 
     async def plan(self) -> Told:
-        """Settings of the run."""
+        """Return the settings of the run."""
         return self._plan
 
     async def state(self) -> Told:
-        """Of all groups, for `status`."""
+        """Return the state of all groups, for `status`."""
         groups = {number: group.state() for number, group in self._groups.items()}
         return {"host": self._host, "pid": os.getpid(), "groups": groups}
 
     async def follow(self, who: str, token: str) -> str | None:
-        """A command follows the run to its end. Returns which other one does already."""
+        """Record a command that follows the run. Returns another one that already does."""
         now = time.monotonic()
         if self._follower is not None:
             other, theirs, seen = self._follower
@@ -164,12 +167,12 @@ class Coordinator:
         return None
 
     async def followed(self) -> bool:
-        """Whether a command follows the run."""
+        """Return whether a command follows the run."""
         return self._follower is not None and time.monotonic() - self._follower[2] < FOLLOWED_S
 
 
 def _store(host: str) -> Any:
-    """The store by which members find each other."""
+    """Make the store by which members find each other."""
     from torch._C._distributed_c10d import TCPStore  # PyTorch takes seconds to load
 
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)

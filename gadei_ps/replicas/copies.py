@@ -15,14 +15,14 @@ from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.weights import FloatArray
 
 COPY_S = 60.0
-"""Until a job has made its copy."""
+"""Time limit until a job has made its copy (s)."""
 
 Table = list[tuple[str, list[int]]]
 """Names and shapes of tensors, in the order in which their values lie in a file."""
 
 
 def of_job(job: str) -> dict[str, FloatArray]:
-    """The weights of a job on this host between two gradients, by the names of its tensors.
+    """Return a job's weights on this host between two gradients, by the names of its tensors.
 
     Raises JobNotFound, ControlError, SegmentError or FileNotFoundError.
     """
@@ -41,7 +41,7 @@ def of_job(job: str) -> dict[str, FloatArray]:
 
 
 def write(tensors: Mapping[str, FloatArray], path: Path) -> Table:
-    """Writes the values of all tensors, one after the other; returns what lies there."""
+    """Write the values of all tensors, one after the other; return their names and shapes."""
     with path.open("wb") as stream:
         for one in tensors.values():
             stream.write(np.ascontiguousarray(one, np.float32).data)
@@ -49,7 +49,7 @@ def write(tensors: Mapping[str, FloatArray], path: Path) -> Table:
 
 
 def read(path: Path, table: Sequence[tuple[str, Sequence[int]]]) -> dict[str, FloatArray]:
-    """What write() has written."""
+    """Read the tensors that `write()` has written."""
     flat = np.fromfile(path, np.float32)
     ends = np.cumsum([math.prod(shape) for _, shape in table])
     parts = np.split(flat, ends[:-1])

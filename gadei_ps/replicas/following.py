@@ -1,4 +1,4 @@
-"""Follows the replicas of a run through their actors, from their start to their end."""
+"""Observation of the replicas of a run through their actors, from their start to their end."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from gadei_ps.show.groups import how_ended
 ANSWER_S, LOOK_S = 10.0, 0.3
 PROGRESS_S = 5.0
 LOST_S = 3.0
-"""After so long without an answer of Ray's head, its cluster is lost."""
+"""Time without an answer of Ray's head after which its cluster is lost (s)."""
 ENDING = ("ending", "leaving", "stopping")
 LOST: dict[str, Any] = {"exit_code": 0, "asked": "lost"}
-"""How a replica has ended of which nobody knows whether it has."""
+"""Summary of a replica that was lost: it may still train."""
 
 Told = dict[str, Any]
 Say = Callable[[str, bool], None]
-"""Is given a line, and whether it is one on how training goes."""
+"""A function that prints a line; its second argument: whether the line is on progress."""
 
 
 def actors(run: str) -> Actors:
-    """The actors of a run, by the numbers of their replicas."""
+    """Return the actors of a run, by the numbers of their replicas."""
     found: Actors = {}
     for name in names(run):
         with contextlib.suppress(ValueError):  # it has just ended
@@ -50,7 +50,7 @@ def actors(run: str) -> Actors:
 
 
 def coordinator_of(run: str) -> Any:
-    """The coordinator of a run; None if there is none."""
+    """Return the coordinator of a run; None if there is none."""
     try:
         return ray.get_actor(coordinator_name(run), NAMESPACE)
     except ValueError:
@@ -58,14 +58,14 @@ def coordinator_of(run: str) -> Any:
 
 
 def asked(reference: Any, timeout_s: float = ANSWER_S) -> Any:
-    """An answer; None if there is none in time."""
+    """Return an answer; None if there is none in time."""
     with contextlib.suppress(RayError, GetTimeoutError):
         return ray.get(reference, timeout=timeout_s)
     return None
 
 
 def answers(references: dict[int, Any], timeout_s: float = ANSWER_S) -> dict[int, Any]:
-    """What each actor answers, or the error of one that does not in time."""
+    """Return the answer of each actor, or the error of one that does not answer in time."""
     until = time.monotonic() + timeout_s
     found: dict[int, Any] = {}
     for number, reference in references.items():
@@ -77,7 +77,7 @@ def answers(references: dict[int, Any], timeout_s: float = ANSWER_S) -> dict[int
 
 
 def statuses(found: Actors) -> list[Told]:
-    """What each replica is doing; of one whose actor does not answer, that it is away."""
+    """Return the status of each replica; it is away if its actor does not answer."""
     told = answers({number: one.status.remote() for number, one in found.items()})
     away = {"state": "away", "ended": None}
     return [
@@ -119,9 +119,10 @@ class Following:
         say: Say,
         program: Program | None = None,
     ) -> None:
-        """command: of a learner. directory: where learners run, on each host.
+        """Prepare to follow a run.
 
-        program: what learners are in the place of a command.
+        command: of a learner. directory: where learners run, on each host.
+        program: learners that replace a command.
         """
         self.run, self._address, self._say = run, address, say
         self.rows: dict[int, Told] = {}
@@ -210,18 +211,18 @@ class Following:
                 continue
             raise ClusterError(
                 f"run {run.name} has its group run already, at {other}: end that command first, "
-                "its replicas go on"
+                "its replicas continue"
             )
 
     def _sign(self) -> str | None:
-        """Say that this command follows the run. Returns which other one does already."""
+        """Report that this command follows the run. Returns another one that already does."""
         self._signed = time.monotonic()
         who = f"{ray.util.get_node_ip_address()}, process {os.getpid()}"
         other: str | None = asked(self._coordinator.follow.remote(who, self._token))
         return other
 
     def _prepare(self) -> dict[int, Told]:
-        """What the hosts of the actors have. Raises ClusterError for a mistake."""
+        """Return the facts on the hosts of the actors. Raises ClusterError for a mistake."""
         facts = self._plan["directory"], self._plan["program"]
         told = answers(
             {number: one.prepare.remote(*facts) for number, one in self._found.items()},
@@ -257,7 +258,7 @@ class Following:
                 )
 
     def abandon(self) -> None:
-        """After a failed beginning: end what this object has started."""
+        """End the replicas that this object has started, after a failed start."""
         if self._is_new:
             for one in self._found.values():
                 one.ask.remote("stop")
@@ -272,7 +273,7 @@ class Following:
             one.ask.remote("signal", signal=number)
 
     def copy(self, numbers: Iterable[int]) -> dict[str, FloatArray] | None:
-        """The weights of the first of these replicas that can give them. Raises ClusterLost."""
+        """Return the weights of the first of these replicas that has them. Raises ClusterLost."""
         found: dict[str, FloatArray] | None = self._in_time(lambda: self._copy(numbers))
         return found
 
@@ -285,14 +286,14 @@ class Following:
         return None
 
     def look(self) -> bool:
-        """See what each replica is doing. Returns whether all have ended.
+        """Update the status of each replica. Returns whether all have ended.
 
         Then Ray has nothing of them. Raises ClusterLost if the cluster is gone.
         """
         return bool(self._in_time(self._look))
 
     def _in_time(self, work: Callable[[], Any]) -> Any:
-        """What work returns. Raises ClusterLost if the cluster is gone meanwhile.
+        """Return the result of `work`. Raises ClusterLost if the cluster ends meanwhile.
 
         Without its head, Ray answers some calls only after a minute, and then ends this process.
         """
@@ -352,7 +353,7 @@ class Following:
             )
 
     def _note_gone(self, number: int, *, is_last: bool) -> None:
-        """Ray does not know a replica any more: another command has ended it, or its node died."""
+        """Note a replica that Ray has lost: another command has ended it, or its node died."""
         row = self.rows[number]
         if row["ended"] is not None:
             return
@@ -410,7 +411,7 @@ class Following:
         self._say(line, False)
 
     def summary(self) -> Told:
-        """How it has ended, with a row for each replica."""
+        """Return how the run has ended, with a row for each replica."""
         rows = [self.rows[number] for number in sorted(self.rows)]
         ended = [row["ended"] for row in rows]
         stopped = [one for one in ended if one.get("asked") == "stop"]

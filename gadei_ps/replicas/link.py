@@ -1,4 +1,4 @@
-"""The way of a replica to the run's coordinator: through the actor of Ray beside it."""
+"""Connection of a replica to the run's coordinator, through the Ray actor beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FETCH_S = 120.0
 class Link:
     """Reports of a replica, and the newest reply. For all threads of the replica.
 
-    A report tells all that the replica has, so it does not matter if one is lost.
+    A report contains all that the replica has, so it does not matter if one is lost.
     """
 
     def __init__(self, run: str, number: int, group: int, report: Report) -> None:
@@ -42,7 +42,7 @@ class Link:
 
     @property
     def report(self) -> Report:
-        """What the replica reports."""
+        """Facts that the replica reports."""
         return self._report
 
     def set(self, **facts: Any) -> None:
@@ -62,7 +62,7 @@ class Link:
         except (JobNotFound, ControlError):
             return False
         with self._lock:
-            if told["began"] != self._began:  # another coordinator counts anew
+            if told["began"] != self._began:  # another coordinator counts from 0
                 self._began, self.changes = told["began"], 0
             if report.member == self._report.member and told["changes"] >= self.changes:
                 self.reply, self.changes = told["reply"], told["changes"]

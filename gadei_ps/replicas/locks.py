@@ -14,7 +14,7 @@ class Lock:
     """A locked file, until release() or the end of this process."""
 
     def __init__(self, path: Path, taken: str, create: bool = True) -> None:
-        """Raises JobInUse, with the text `taken`, if another process has it; FileNotFoundError."""
+        """Lock the file. Raises FileNotFoundError; JobInUse(taken) if another process has it."""
         self._path = path
         while True:
             self._fd = paths.open_lock(path, create=create)

@@ -3,8 +3,8 @@
 A copy is exact: all batches that the job was given are in it, except those that it names. So the
 coordinator has after each commit what is in the group's weights (`groups/shares.py`).
 
-A replica that joins takes back what its job was given, waits until learners have answered what they
-have, and begins with the group's weights.
+A replica that joins withdraws the batches of its job, waits until learners have answered those that
+they have, and begins with the group's weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gadei_ps.memory import layout, owned
 from gadei_ps.replicas.training import LEAST_LOOK_S, JobTraining
 
 IDLE_S = 0.05
-"""A round of a replica that has no batches takes at least so long."""
+"""Least time of a round of a replica without batches (s)."""
 
 
 class OwningTraining(JobTraining):
@@ -41,7 +41,7 @@ class OwningTraining(JobTraining):
         noted: Callable[[str], None],
         is_over: Callable[[], bool],
     ) -> None:
-        """As JobTraining. is_over: whether the replica ends: nothing is waited for then."""
+        """See JobTraining. is_over: whether the replica ends and must not wait any longer."""
         super().__init__(job, every, overlap, patience_s, noted)
         if not owned.is_on(self._control):
             self._client.detach()
@@ -58,14 +58,14 @@ class OwningTraining(JobTraining):
         """Batches for which the job had no room."""
 
     def rejoin(self, member: Member) -> None:
-        """See JobTraining. Takes back all batches: others have them."""
+        """See JobTraining; withdraw all batches, since other replicas have them."""
         super().rejoin(member)
         self._member = member
         self._owned.take_back()
         self._given, self._rest = [], []
 
     def begin(self) -> None:
-        """See JobTraining. Waits until no learner has a batch of before."""
+        """See JobTraining; wait until no learner has an earlier batch."""
         self._await_work()
         copy = np.empty(self.values, np.float32)
         while self._owned.copy(copy).unanswered and not self._is_over():
@@ -88,7 +88,7 @@ class OwningTraining(JobTraining):
         self._idle_since = time.monotonic()
 
     def own(self, spans: Sequence[Span], done: int) -> None:
-        """See JobTraining. Gives the job what is new."""
+        """See JobTraining; give the job the new batches."""
         self._rest += without(spans, self._given)
         self._given = list(spans)
         self._refill()
@@ -102,7 +102,7 @@ class OwningTraining(JobTraining):
         super().close()
 
     def work(self) -> Work:
-        """What the job hands out."""
+        """Return the batches that the job hands out."""
         return Work(*(int(self._control[name]) for name in ("batches", "epochs", "seed")))
 
     def _refill(self) -> None:
@@ -110,7 +110,7 @@ class OwningTraining(JobTraining):
             self._rest = [Span(*one) for one in self._owned.give(self._rest)]
 
     def _is_idle(self) -> bool:
-        """Whether no batch is left, and that for a while. A hint: the words change meanwhile."""
+        """Return whether no batch has been left for a while. A hint: the state may change."""
         control = self._control
         left = self._rest or owned.left(control) or int(control["requeued"])
         if left or (control["roster"]["outstanding"] != layout.NO_BATCH).any():
@@ -118,7 +118,7 @@ class OwningTraining(JobTraining):
         return time.monotonic() - self._idle_since > IDLE_S
 
     def _copy(self, into: Floats) -> tuple[int, Said | None]:
-        """See JobTraining. Also notes what is not in the copy."""
+        """See JobTraining; also note the batches that are not in the copy."""
         copied = self._owned.copy(into)
         before = self._counted
         self._counted = copied.version, copied.samples

@@ -1,4 +1,4 @@
-"""Where the replicas of a run are placed: on nodes of Ray's cluster, and where they are already."""
+"""Placement of the replicas of a run on nodes of Ray's cluster, and where they are already."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from gadei_ps.show.counts import counted
 
 PLACE_S = 30.0
 ANSWER_S = 60.0
-"""For a new actor, whose process has to start first."""
+"""Time limit of the first answer of a new actor, whose process has to start first (s)."""
 NODE = "node:"
-"""Begins the name of a resource that Ray has at one address alone."""
+"""Prefix of the name of a resource that Ray has at one address alone."""
 
 Actors = dict[int, Any]
 
 
 def group_name(run: str) -> str:
-    """Of the run's placement group."""
+    """Return the name of the run's placement group."""
     return f"gadei-ps-{run}"
 
 
 def nodes() -> list[dict[str, Any]]:
-    """Nodes of the cluster that live."""
+    """Return the nodes of the cluster that live."""
     return [one for one in ray.nodes() if one["Alive"]]
 
 
 @dataclass(frozen=True)
 class Seat:
-    """What a replica is to have. bundle: what Ray reserves for it."""
+    """Requirements of a replica. bundle: resources that Ray reserves for it."""
 
     number: int
     group: int
@@ -51,11 +51,11 @@ class Seat:
 
 
 def living(run: str, *, all_hosts: bool = True) -> dict[int, tuple[str, int]]:
-    """Replicas of the run whose processes live, whatever Ray knows of them: host and group.
+    """Return host and group of each living replica of the run, even if Ray has lost it.
 
     Raises ClusterError for a host whose gadei-ps is another one, or none, or that has the run in a
-    cluster of its own. all_hosts: False: such a host, or one of which nothing can be told, is left
-    out instead.
+    cluster of its own. all_hosts: False: such a host, or one that does not answer, is left out
+    instead.
     """
     by_host = {one["NodeManagerAddress"]: one["NodeID"] for one in nodes()}
     if len(by_host) == 1:  # a driver is on a node, which may be of a cluster of this host's own
@@ -81,7 +81,7 @@ def living(run: str, *, all_hosts: bool = True) -> dict[int, tuple[str, int]]:
 
 
 def seats(run: Run, there: Mapping[int, tuple[str, int]]) -> list[Seat]:
-    """Replicas that live stay where they are; others fill the groups up to their sizes."""
+    """Return seats: living replicas stay where they are, others fill the groups to their sizes."""
     found = []
     numbers = run.numbers()
     for place, group in enumerate(run.groups):
@@ -114,7 +114,7 @@ def _look_at(host: str, reference: Any, run: str) -> dict[str, Any]:
 
 
 def line(error: BaseException) -> str:
-    """Why a node cannot do what was asked, in one line."""
+    """Describe why a node cannot carry out a request, in one line."""
     text = rays.described(error)
     if "No module named 'gadei_ps" in str(error):
         return "gadei-ps is not installed there: pip install 'gadei-ps[cluster]'"
@@ -122,7 +122,7 @@ def line(error: BaseException) -> str:
 
 
 def check(host: str, found: dict[str, Any]) -> None:
-    """Raises ClusterError if a node's versions are not ours."""
+    """Raise ClusterError if a node's versions are not ours."""
     for name, ours in (("gadei_ps", gadei_ps.__version__), ("ray", ray.__version__)):
         if found[name] != ours:
             what = name.replace("_", "-")
@@ -132,8 +132,10 @@ def check(host: str, found: dict[str, Any]) -> None:
 
 
 def place(run: Run) -> Actors:
-    """New actors for all replicas of the run; each on a node of its own, and where a replica's
-    process lives already, on that host. Raises ClusterError."""
+    """Make actors for all replicas of the run, each on a node of its own.
+
+    The actor of a replica whose process lives already is on that host. Raises ClusterError.
+    """
     wanted = seats(run, living(run.name))
     _check_nodes(run.name, wanted, nodes())
     drop(run.name)
@@ -156,8 +158,10 @@ def place(run: Run) -> Actors:
 
 
 def _check_nodes(run: str, wanted: Sequence[Seat], known: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ClusterError if a cluster of these nodes cannot have all these seats: Ray itself would
-    only wait. known: as nodes() says them."""
+    """Raise ClusterError if a cluster of these nodes cannot have all seats: Ray would only wait.
+
+    known: a result of `nodes()`.
+    """
     have = Counter(name for one in known for name in one["Resources"] if name.startswith(NODE))
     asked = [(address, one.number) for one in wanted if (address := _address(one.bundle))]
     missing = [address for address, _ in asked if not have[NODE + address]]
@@ -179,7 +183,7 @@ def _check_nodes(run: str, wanted: Sequence[Seat], known: Sequence[Mapping[str, 
 
 
 def _no_nodes(missing: Sequence[str], known: Sequence[Mapping[str, Any]]) -> str:
-    what = "is no node" if len(missing) == 1 else "are no nodes"
+    what = "is not a node" if len(missing) == 1 else "are not nodes"
     there = ", ".join(sorted({one["NodeManagerAddress"] for one in known}))
     return (
         f"{', '.join(missing)} {what} of the cluster; its nodes are {there}: start Ray there (ray "
@@ -188,12 +192,12 @@ def _no_nodes(missing: Sequence[str], known: Sequence[Mapping[str, Any]]) -> str
 
 
 def _address(bundle: Mapping[str, float]) -> str:
-    """Where it must be; nothing if it may be anywhere."""
+    """Return the address of the node that a bundle requires; empty if any node will do."""
     return next((one.removeprefix(NODE) for one in bundle if one.startswith(NODE)), "")
 
 
 def _wanted(bundles: Sequence[Mapping[str, float]]) -> str:
-    """What replicas are to have, and where."""
+    """Describe the resources that replicas require, and where."""
     places: dict[str, list[str]] = {}
     for one in bundles:
         what = [f"{count:g} {name}" for name, count in one.items() if not name.startswith(NODE)]
@@ -208,7 +212,7 @@ def _wanted(bundles: Sequence[Mapping[str, float]]) -> str:
 
 
 def actor(run: str, number: int, group: int, strategy: Any) -> Any:
-    """A new actor, which outlives the program that has made it."""
+    """Make an actor, which outlives the program that has made it."""
     return (
         ray.remote(ReplicaActor)
         .options(
@@ -227,7 +231,7 @@ def actor(run: str, number: int, group: int, strategy: Any) -> Any:
 def beside(
     run: str, number: int, group: int, used: Collection[str], host: str | None = None
 ) -> Any:
-    """A new actor on a node that has no replica of the run. Raises ClusterError if there is none.
+    """Make an actor on a node without a replica of the run. Raises ClusterError if there is none.
 
     used: nodes that have one. host: the node's address, if it must be a certain one.
     """
@@ -245,6 +249,6 @@ def beside(
 
 
 def drop(run: str) -> None:
-    """Gives back what Ray has reserved for the run."""
+    """Release what Ray has reserved for the run."""
     with contextlib.suppress(ValueError):  # there is nothing
         remove_placement_group(get_placement_group(group_name(run)))

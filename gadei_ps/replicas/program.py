@@ -18,10 +18,10 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Program:
-    """What every replica of the run starts.
+    """The program that every replica of the run starts.
 
     module: is started with the path of the data, whose form it knows. needs: a package that it
-    imports. device: auto, cuda or host. digest: of the data, and of all that the module is told.
+    imports. device: auto, cuda or host. digest: of the data, and of all settings of the module.
     """
 
     module: str
@@ -30,17 +30,17 @@ class Program:
     digest: str
 
     def told(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """Return the program, for JSON."""
         return asdict(self)
 
     def mistake(self) -> str | None:
-        """Why this host cannot start it, in one line."""
+        """Return why this host cannot start the program, in one line, or None."""
         if importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed there: pip install 'gadei-ps[{self.needs}]'"
         return None
 
     def command(self, data: str) -> list[str]:
-        """Of one learner. data: path of the data on this host."""
+        """Return the command of one learner. data: path of the data on this host."""
         return process.module_command(self.module, data)
 
 
@@ -52,7 +52,7 @@ class Data:
 
     @classmethod
     def of(cls, data: Bytes) -> Data:
-        """With these bytes."""
+        """Make a file with these bytes."""
         made = cls(os.memfd_create("gadei-ps-data", os.MFD_CLOEXEC))
         with os.fdopen(os.dup(made._file), "wb") as stream:
             stream.write(np.ascontiguousarray(data).data)
@@ -60,7 +60,7 @@ class Data:
 
     @classmethod
     def at(cls, path: str) -> Data:
-        """The same file as another process has. Raises UsageError if that has ended."""
+        """Open the file of another process. Raises UsageError if that has ended."""
         try:
             return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
@@ -68,9 +68,9 @@ class Data:
 
     @property
     def path(self) -> str:
-        """For other processes of this user, while this one lives."""
+        """Path of the file for other processes of this user, while this one lives."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def read(self) -> Bytes:
-        """The bytes."""
+        """Return the bytes."""
         return np.fromfile(self.path, np.uint8)

@@ -30,21 +30,22 @@ class ProgramRun:
     def __init__(
         self, run: Run, file: Path, address: str | None, program: Program, data: str, say: Say
     ) -> None:
-        """file: of the run, for messages. address: of a cluster; None: one of this host's own.
+        """Prepare a run.
 
+        file: of the run, for messages. address: of a cluster; None: one of this host's own.
         data: path of the file that learners are given.
         """
         self._what = run, file, address, say
         self._program, self._data = program, data
         self.rows: Rows = []
-        """What each replica is doing, as `group status` has it."""
+        """Status of each replica, as in `group status`."""
         self.summary: dict[str, Any] | None = None
-        """How the run has ended, once it has."""
+        """Result of the run, once it has ended."""
         self._following: Any = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Raises GadeiError."""
+        """Start the run. Raises GadeiError."""
         run, file, address, say = self._what
         with contextlib.ExitStack() as stack:
             found = stack.enter_context(commands.cluster_of(run, file, address, say))
@@ -62,7 +63,7 @@ class ProgramRun:
                     self.stop()
 
     def look(self) -> None:
-        """See what is new; wait for it a moment. Raises GadeiError if the run has failed."""
+        """Wait a moment, and update the status. Raises GadeiError if the run has failed."""
         time.sleep(POLL_S)
         has_ended = self._following.look()
         self.rows = [row for row in self._following.rows.values() if row["ended"] is None]
@@ -71,8 +72,10 @@ class ProgramRun:
             self.summary = self._following.summary()
 
     def weights(self, replicas: Sequence[int]) -> dict[str, FloatArray] | None:
-        """A copy of the weights of the first of these replicas that can give one, by the names of
-        its tensors; None if none can."""
+        """Return a copy of the weights of the first of these replicas that has one.
+
+        The keys are the names of the tensors; None if no replica has a copy.
+        """
         found: dict[str, FloatArray] | None = self._following.copy(replicas)
         return found
 

@@ -25,11 +25,11 @@ from gadei_ps.storage import files
 
 CONNECT_S = 5.0
 GONE_S, AGAIN_S = 5.0, 0.1
-"""Until processes of a lost cluster have ended; between two tries to remove its files."""
+"""Time limit until the processes of a lost cluster end; time between tries to remove files (s)."""
 ADDRESS_VARIABLE, TOKEN_VARIABLE = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
 _MODE = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 _TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "8"}
-"""Where a cluster's port answers, but the cluster does not."""
+"""Settings for a cluster whose port answers, but which does not answer itself."""
 _MOST_NOTE = 1 << 16  # bytes
 _ALIVE = 0
 """Ray's GcsNodeInfo.GcsNodeState."""
@@ -45,7 +45,7 @@ def parse(text: str) -> tuple[str, int]:
 
 
 class _Note(BaseModel):
-    """What note() has written."""
+    """Content of a file that `note()` has written."""
 
     address: str
     token: str | None = None
@@ -53,17 +53,17 @@ class _Note(BaseModel):
 
 
 def note_path(run: str) -> Path:
-    """Where the commands of this host find the cluster of a run."""
+    """Return the file in which commands of this host find the cluster of a run."""
     return paths.directory() / f"{run}.groups.json"
 
 
 def lock_path(run: str) -> Path:
-    """The file that is locked while a command of this host has a cluster of its own for a run."""
+    """Return the file that is locked while a command has a cluster of this host for a run."""
     return paths.directory() / f"{run}.groups.lock"
 
 
 def noted(run: str) -> dict[str, Any] | None:
-    """What is noted of the cluster of a run: `address`; of an own one `token` and `files`.
+    """Return the note on the cluster of a run: `address`; of an own one `token` and `files`.
 
     Only a note of this user counts: a cluster runs what it is sent, and `files` are removed.
     """
@@ -76,13 +76,13 @@ def noted(run: str) -> dict[str, Any] | None:
 
 
 def own_address(run: str) -> str | None:
-    """Of the cluster of this host's own that is noted for a run; None if none is."""
+    """Return the address of this host's own cluster that is noted for a run, or None."""
     found = noted(run)
     return found["address"] if found is not None and found["token"] else None
 
 
 def nearby() -> str | None:
-    """Address of the cluster of which this host is a node, if `ray start` has been run here."""
+    """Return the address of the cluster of which `ray start` has made this host a node, or None."""
     place = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     noted = Path(place) / "ray" / "ray_current_cluster"
     found = [os.environ.get(ADDRESS_VARIABLE, "")]
@@ -96,7 +96,7 @@ def nearby() -> str | None:
 
 
 def note(run: str, address: str, token: str | None, directory: str | None = None) -> None:
-    """Notes the cluster of a run, for this user alone. directory: of the files of an own one."""
+    """Note the cluster of a run, for this user alone. directory: of the files of an own one."""
     paths.directory(make=True)
     told = {"address": address, "token": token, "files": directory}
     with files.replacing(note_path(run), 0o600) as stream:
@@ -104,15 +104,17 @@ def note(run: str, address: str, token: str | None, directory: str | None = None
 
 
 def unnote(run: str, address: str) -> None:
-    """Removes the note, unless it is on another cluster."""
+    """Remove the note, unless it is on another cluster."""
     found = noted(run)
     if found is not None and found["address"] == address:
         note_path(run).unlink(missing_ok=True)
 
 
 def forget(run: str) -> None:
-    """Removes the note on a cluster that has ended, and the files of an own one: all that could
-    have removed them may have been killed."""
+    """Remove the note on a cluster that has ended, and the files of an own one.
+
+    All processes that could have removed them may have been killed.
+    """
     noted_here = noted(run)
     if noted_here is not None and noted_here.get("files"):
         _remove(Path(noted_here["files"]))
@@ -120,7 +122,7 @@ def forget(run: str) -> None:
 
 
 def loaded(token: str | None) -> Any:
-    """Ray, with authentication by a token. Raises UsageError without Ray."""
+    """Load Ray, with authentication by a token. Raises UsageError without Ray."""
     os.environ.update(_MODE | _TRIES)
     if token is not None:
         os.environ[TOKEN_VARIABLE] = token
@@ -132,7 +134,7 @@ def loaded(token: str | None) -> Any:
 
 
 def connect(address: str, token: str | None = None) -> Any:
-    """Ray, connected to the cluster at HOST:PORT. Raises UsageError, or ClusterError."""
+    """Connect Ray to the cluster at HOST:PORT. Raises UsageError, or ClusterError."""
     try:
         host, _ = parse(address)
     except ValueError:
@@ -176,7 +178,7 @@ def _silenced() -> Iterator[None]:
 
 
 def _knock(ray: Any, address: str) -> None:
-    """Raises an error of Ray if the cluster refuses the token; init() would try it for long."""
+    """Raise an error of Ray if the cluster rejects the token; `init()` would retry for long."""
     try:
         if ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
             ray._raylet.GcsClient(address=address)  # without a token it would end this process
@@ -187,7 +189,7 @@ def _knock(ray: Any, address: str) -> None:
 
 
 def _check_node(ray: Any, address: str) -> None:
-    """Raises ClusterError if no node of the cluster is on this host; init() would look for long."""
+    """Raise ClusterError if the cluster has no node on this host; `init()` would retry for long."""
     try:
         found = ray._raylet.GcsClient(address=address).get_all_node_info(timeout=CONNECT_S)
         living = {one.node_manager_address for one in found.values() if one.state == _ALIVE}
@@ -195,13 +197,13 @@ def _check_node(ray: Any, address: str) -> None:
         return  # init() tries it again
     if not any(map(_is_here, living)):
         raise ClusterMistake(
-            f"this host is no node of the Ray cluster at {address}: start Ray here (ray start "
+            f"this host is not a node of the Ray cluster at {address}: start Ray here (ray start "
             f"--address={address}); if it runs, it is of another cluster: ray stop first"
         )
 
 
 def _is_here(host: str) -> bool:
-    """Whether this host has the address."""
+    """Return whether this host has the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as any_one:
         try:
@@ -212,7 +214,7 @@ def _is_here(host: str) -> bool:
 
 
 def answers(address: str) -> bool:
-    """Whether anything listens there."""
+    """Return whether a process listens there."""
     try:
         with socket.create_connection(parse(address), CONNECT_S):
             return True
@@ -236,14 +238,14 @@ def _explained(error: Exception, address: str) -> ClusterError:
 
 
 class ClusterMistake(ClusterError):
-    """Another try would fail as well."""
+    """An error that another try would repeat."""
 
     exit_code = 2
 
 
 @contextlib.contextmanager
 def directory() -> Iterator[Path]:
-    """For the files of a cluster of this host's own, until the end of the block."""
+    """Make a directory for the files of this host's own cluster, until the end of the block."""
     made = Path(tempfile.mkdtemp(prefix="gps-ray-", dir="/tmp"))  # short: sockets lie there
     try:
         yield made
@@ -252,7 +254,7 @@ def directory() -> Iterator[Path]:
 
 
 def _remove(directory: Path) -> None:
-    """Also while processes write there that are just ending."""
+    """Remove a directory, even if processes that are just ending write there."""
     until = time.monotonic() + GONE_S
     while True:
         shutil.rmtree(directory, ignore_errors=True)
@@ -263,7 +265,7 @@ def _remove(directory: Path) -> None:
 
 @contextlib.contextmanager
 def own(replicas: int, directory: Path) -> Iterator[tuple[str, str]]:
-    """A cluster of this host, with a node for each replica, until the end of the block.
+    """Start a cluster of this host, with a node for each replica, until the end of the block.
 
     directory: for its files, which is removed. Gives its address and its token. Raises UsageError
     without Ray, or ClusterError.
@@ -295,6 +297,6 @@ def own(replicas: int, directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def described(error: BaseException) -> str:
-    """An error of Ray in one line: its last line tells what has happened."""
+    """Return an error of Ray in one line: its last line, which describes the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else in_words(error))[:300]

@@ -49,7 +49,7 @@ COUNT_VARIABLE = "GADEI_PS_MACHINES"
 
 @dataclass(frozen=True)
 class Settings:
-    """What one replica is told.
+    """Settings of one replica.
 
     run, number, group: names of the run and of the replica in it. machines: number of replicas that
     began together. command: of a learner, which runs in this directory. program: a Program instead
@@ -81,7 +81,7 @@ class Replica:
     """The process of one replica, from its start to the end of its learners."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises JobInUse if another process has the replica, or UsageError without its data."""
+        """Lock the replica. Raises JobInUse if another process has it; UsageError without data."""
         self.settings = settings
         self._program = Program(**settings.program) if settings.program is not None else None
         self._data = Data.at(settings.data) if self._program is not None else None
@@ -91,7 +91,7 @@ class Replica:
         self._begin = time.monotonic()
         self._asked = ""
         self._error: str | None = None
-        """Why it cannot go on."""
+        """Reason why the replica cannot continue."""
         self._is_seen = self._is_ending = False
         self._stays_until: float | None = None
         self._ended = threading.Event()
@@ -101,7 +101,7 @@ class Replica:
         self._server = sockets.Server(path, self.answer)
 
     def run(self) -> None:
-        """Main thread: trains until the learners end, or until it is told to end."""
+        """Train until the learners end, or until a request to end. For the main thread."""
         self._rounds.start(self._fail)
         try:
             self._summary = self._train()
@@ -159,14 +159,14 @@ class Replica:
         return {"exit_code": 0}  # it was to end while the job of a killed process ended
 
     def _stays(self) -> bool:
-        """Whether the job is still to be there, though its learners have ended well."""
+        """Return whether the job stays after its learners have ended successfully."""
         self._stays_until = self._stays_until or time.monotonic() + STAY_S
         return not (self._asked or self._error) and time.monotonic() < self._stays_until
 
     # -- requests, in threads of their own -------------------------------------------------------
 
     def answer(self, what: str, **how: Any) -> Any:
-        """The answer to a request."""
+        """Return the answer to a request."""
         if what == "status":
             return self.facts()
         if what == "settings":
@@ -187,7 +187,7 @@ class Replica:
         return None
 
     def _fail(self, why: str) -> None:
-        """The replica cannot be a member of its group."""
+        """End the replica, which cannot be a member of its group."""
         self._error = why
         threading.Thread(target=self._end, args=("stop",), name="fail", daemon=True).start()
 
@@ -205,7 +205,7 @@ class Replica:
             print(f"gadei-ps: {in_words(error)}", file=sys.stderr, flush=True)
 
     def facts(self) -> dict[str, Any]:
-        """What the replica is doing."""
+        """Return the status of the replica."""
         settings = self.settings
         # First, so that the job has at least these rounds.
         exchange = self._rounds.facts.told()
@@ -249,7 +249,7 @@ class _Log(io.RawIOBase):
 
 
 def _killed(summary: dict[str, Any]) -> str:
-    """Which learner was killed, if one was: it has said nothing."""
+    """Describe a learner that was killed, and therefore printed no error; empty if none was."""
     for one in summary.get("ended", ()):
         if one["exit_code"] < 0:
             how = process.signal_name(-one["exit_code"])
@@ -258,7 +258,7 @@ def _killed(summary: dict[str, Any]) -> str:
 
 
 def _last_words(log: str) -> str:
-    """What the learners have said last; nothing if they have not."""
+    """Return the last line that learners have printed; empty if there is none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))

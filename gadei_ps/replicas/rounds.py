@@ -43,10 +43,10 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
 PATIENCE_S = 3600.0
 """Time limit until a job has a model (s)."""
 AWAY_S = 2.0
-"""After so long without the coordinator, a copy is dropped, and learners train on."""
+"""Time without the coordinator after which a copy is dropped, and learners train on (s)."""
 AGAIN_S = 0.1
 MOST_KEPT = 2
-"""Models of another group that are kept."""
+"""Number of models of another group that are kept."""
 
 Model = tuple[int, int]
 """A model of another group: the group and its version."""
@@ -54,8 +54,10 @@ Model = tuple[int, int]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a replica exchanges. divides: whether the group divides batches. takers: whether other
-    groups take models of this one."""
+    """Settings of the exchange of a replica.
+
+    divides: whether the group divides batches. takers: whether other groups take its models.
+    """
 
     run: str
     number: int
@@ -93,7 +95,7 @@ class Rejoins(Exception):
 
 @dataclass
 class Facts:
-    """What `group status` shows of the exchange."""
+    """Facts on the exchange that `group status` prints."""
 
     state: str = "joining"
     incarnation: int = 0
@@ -108,7 +110,7 @@ class Facts:
     members: list[int] = field(default_factory=list)
 
     def told(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the facts, for JSON."""
         facts = dict(vars(self))
         last, (rounds, checksum) = facts.pop("last"), facts.pop("done")
         facts |= {"rounds": rounds, "checksum": checksum}
@@ -116,10 +118,10 @@ class Facts:
 
 
 class Rounds:
-    """Exchanges the weights of a replica's job with its group."""
+    """Exchange of the weights of a replica's job with its group."""
 
     def __init__(self, settings: Settings, noted: Callable[[str], None]) -> None:
-        """noted: is given lines for users."""
+        """Prepare the exchange. noted: receives lines for users."""
         self.settings, self._noted = settings, noted
         self.facts = Facts()
         self._rule = reading.parse(settings.rule)
@@ -143,7 +145,7 @@ class Rounds:
         return Member(str(self.settings.number), time.time_ns())
 
     def start(self, failed: Callable[[str], None]) -> None:
-        """Begin. failed: is called if the replica cannot go on, and why."""
+        """Begin. failed: is called with the reason if the replica cannot continue."""
         self._failed = failed
         for target in (self._work, self._beat, self._carry):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
@@ -206,7 +208,7 @@ class Rounds:
         return False
 
     def _same(self, training: JobTraining) -> dict[str, Any]:
-        """Settings that must be equal in a group."""
+        """Return the settings that must be equal in a group."""
         return {
             "values": training.values,
             "rule": self.settings.rule,
@@ -241,7 +243,7 @@ class Rounds:
             self._pause()
 
     def _is_reached(self) -> bool:
-        """Whether the coordinator answers. Otherwise learners must not wait for it."""
+        """Return whether the coordinator answers. Otherwise learners must not wait for it."""
         if self._link.silent_s() < AWAY_S:
             return True
         self.facts.state = "away"
@@ -277,7 +279,7 @@ class Rounds:
         return False
 
     def _advance(self, reply: Reply) -> bool:
-        """The next step of a member under this generation. Returns whether there was one."""
+        """Take a member's next step under this generation. Returns whether there was one."""
         report = self._link.report
         if not reply.connects or report.failed == reply.generation:
             return False
@@ -305,14 +307,14 @@ class Rounds:
         return False
 
     def _fail(self, error: ExchangeFailed) -> None:
-        """The next generation repeats what has failed."""
+        """Report a failed exchange, which the next generation repeats."""
         self.facts.why = f"exchange failed: {in_words(error)}"
         self._transport = None
         self._link.set(failed=self._link.report.generation)
         self._link.sync()
 
     def _connect(self, reply: Reply) -> None:
-        """Make the process group of a generation; give the group's state to its newcomers."""
+        """Make the process group of a generation; send the group's state to joining members."""
         assert reply.place is not None and self._training is not None
         if reply.place == reply.source and self._state is None:
             self._begin(reply)
@@ -342,7 +344,7 @@ class Rounds:
         self._link.sync()
 
     def _begin(self, reply: Reply) -> None:
-        """The first member of a group begins with the weights that it has."""
+        """Begin as the first member of a group, with the weights that the job has."""
         assert self._training is not None
         self._training.begin()
         copied = self._training.copy()
@@ -446,7 +448,7 @@ class Rounds:
             self._has_models.set()
 
     def _finish(self, state: State, reply: Reply) -> None:
-        """This replica has the state of the group."""
+        """Record that this replica has the state of the group."""
         self._state = state
         self.facts.last = time.monotonic()
         self.facts.done = state.rounds, zlib.crc32(state.weights.data)

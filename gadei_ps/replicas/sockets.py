@@ -27,12 +27,12 @@ Told = dict[str, Any]
 
 
 def replica_path(run: str, number: int) -> Path:
-    """Where the process of a replica listens."""
+    """Return the socket of the process of a replica."""
     return paths.directory() / f"{job_name(run, number)}.replica.sock"
 
 
 def actor_path(run: str, number: int) -> Path:
-    """Where the actor of a replica listens."""
+    """Return the socket of the actor of a replica."""
     return paths.directory() / f"{job_name(run, number)}.ray.sock"
 
 
@@ -97,7 +97,7 @@ def lives(run: str, number: int) -> bool:
 
 
 def here(run: str | None = None) -> list[tuple[str, int]]:
-    """Replicas on this host whose processes live: names of runs, and numbers."""
+    """Return the replicas on this host whose processes live: names of runs, and numbers."""
     found = []
     for path in paths.directory().glob("*.replica.sock"):
         match = _NAME.fullmatch(path.name)
@@ -119,10 +119,10 @@ def clear(run: str, number: int | None = None) -> None:
 
 
 class Server:
-    """Answers requests, with a thread for each connection."""
+    """A server of requests, with a thread for each connection."""
 
     def __init__(self, path: Path, answer: Callable[..., Any]) -> None:
-        """answer: is called with the name of the request and its arguments."""
+        """Listen at `path`. answer: is called with the name of the request and its arguments."""
         path.unlink(missing_ok=True)
         self._path, self._answer = path, answer
         self._listener = Listener(str(path), "AF_UNIX", MOST_WAITING)
@@ -146,7 +146,7 @@ class Server:
                     answered = self._answer(what, **how), None
                 except GadeiError as error:
                     answered = None, in_words(error)
-                except Exception as error:  # the process goes on, whatever was asked
+                except Exception as error:  # the process continues after any request
                     answered = None, f"{type(error).__name__}: {error}"[:300]
                 connection.send(answered)
 

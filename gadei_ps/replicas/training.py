@@ -33,7 +33,7 @@ from gadei_ps.memory.layout import CONTROL
 from gadei_ps.memory.totals import total
 
 NAME = "replica"
-"""Of the client, in the job's status."""
+"""Name of the client in the job's status."""
 LEAST_LOOK_S, MOST_LOOK_S = 0.005, 0.05
 _AGAIN_S = 0.05
 
@@ -62,8 +62,11 @@ class JobTraining:
         patience_s: float,
         noted: Callable[[str], None],
     ) -> None:
-        """every: gradients of a round. noted: is given lines for users. patience_s: time limit
-        until the job has a model. Raises JobNotFound, ModelMismatch, UsageError."""
+        """Attach to a job. Raises JobNotFound, ModelMismatch, UsageError.
+
+        every: gradients of a round. noted: receives lines for users. patience_s: time limit until
+        the job has a model.
+        """
         self._every, self._overlap, self._noted = every, overlap, noted
         self._client = _attached(job, patience_s)
         self._control = self._client.place.control.view(CONTROL)
@@ -82,7 +85,7 @@ class JobTraining:
         return self._gradients - self._begun >= self._every
 
     def look_s(self) -> float:
-        """Time until is_trained() should be called again: half of what the rest may take."""
+        """Return the time until the next call of `is_trained()`: half of the expected rest (s)."""
         done = self._gradients - self._begun
         each_s = (time.monotonic() - self._since) / max(1, done)
         return min(max((self._every - done) * each_s / 2, LEAST_LOOK_S), MOST_LOOK_S)
@@ -152,7 +155,10 @@ class JobTraining:
 
     @property
     def _gradients(self) -> int:
-        """Applied or rejected so far; with weights that are not finite, all may be rejected."""
+        """Number of gradients applied or rejected so far.
+
+        With weights that are not finite, all may be rejected.
+        """
         return total(self._control, "applied") + total(self._control, "refused")
 
     def _copy(self, into: Floats) -> tuple[int, Said | None]:
@@ -169,13 +175,13 @@ class JobTraining:
         return max(1, trained) if is_finite(copied) else 0
 
     def _trained(self) -> int:
-        """Samples, else gradients, since the last call."""
+        """Return the number of samples, else of gradients, since the last call."""
         applied, samples = total(self._control, "applied"), total(self._control, "samples")
         before, self._counted = self._counted, (applied, samples)
         return max(0, (samples - before[1]) or (applied - before[0]))
 
     def _named(self, weights: Floats) -> dict[str, Floats]:
-        """Views of all parameters, by their names."""
+        """Return views of all parameters, by their names."""
         return self._client.model.gradients(weights)
 
     def _note_diverged(self, copied: Floats) -> None:
@@ -186,12 +192,12 @@ class JobTraining:
         name = next(name for name, one in views if not is_finite(one))
         self._noted(
             f"the weights of this replica ({name!r}) hold a NaN or an infinity: they do not count; "
-            "it continues with those of its group; if this goes on, lower the learning rate"
+            "it continues with those of its group; if this repeats, lower the learning rate"
         )
 
 
 def _attached(job: str, patience_s: float) -> Client:
-    """A client of the job, once it has a model, and no other replica."""
+    """Return a client of the job, once it has a model, and no other replica."""
     until = time.monotonic() + patience_s
     while True:
         try:
@@ -210,7 +216,7 @@ def _attached(job: str, patience_s: float) -> Client:
 
 
 def _other(job: str) -> int | None:
-    """The pid of another replica of the job that lives, or whose frames are not all applied."""
+    """Return the pid of another replica of the job that lives, or has frames not yet applied."""
     for one in ask(job, Status())["learners"]:
         if one["name"] == NAME and one["pid"] != os.getpid():
             return int(one["pid"])

@@ -36,8 +36,9 @@ class Transport:
     def __init__(
         self, store: Store, prefix: str, place: int, members: int, host: str, timeout_s: float
     ) -> None:
-        """place: of this replica among the members. host: address at which it listens.
+        """Connect the members of a generation.
 
+        place: of this replica among the members. host: address at which it listens.
         Raises ExchangeFailed. All members make theirs at about the same time.
         """
         self.place, self.members, self.sent = place, members, 0
@@ -153,7 +154,7 @@ class _Pieces:
 
 
 def _tensor(values: Array) -> torch.Tensor:
-    """The same memory; it is never written if it is sent."""
+    """Return a tensor of the same memory, which is never written if it is sent."""
     if values.flags.writeable:
         return torch.from_numpy(values)
     return torch.from_numpy(values.copy())

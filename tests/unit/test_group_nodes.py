@@ -36,9 +36,9 @@ def cluster(*addresses: str) -> list[dict[str, Any]]:
     [
         ("xyzw", {}, ""),
         ("xyzw", {7: ("z", 0)}, ""),
-        ("xzzw", {}, "a: y is no node of the cluster; its nodes are w, x, z: start Ray there "),
+        ("xzzw", {}, "a: y is not a node of the cluster; its nodes are w, x, z: start Ray there "),
         # Also where there are too few: which are missing says more than how many.
-        ("zw", {}, "a: x, y are no nodes of the cluster; its nodes are w, z: start Ray"),
+        ("zw", {}, "a: x, y are not nodes of the cluster; its nodes are w, z: start Ray"),
         ("xyw", {}, "a: 4 replicas are wanted, and the cluster has 3: start Ray on more"),
         # Ray would never place them: each has a node of its own.
         (
@@ -64,7 +64,9 @@ def test_a_cluster_that_cannot_have_all_machines(
 def test_a_machine_joins_on_no_node_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     known = [one | {"NodeID": one["NodeManagerAddress"]} for one in cluster("x", "y")]
     monkeypatch.setattr(placing, "nodes", lambda: known)
-    with pytest.raises(ClusterError, match=r"^run a: z is no node of the cluster; its nodes are x"):
+    with pytest.raises(
+        ClusterError, match=r"^run a: z is not a node of the cluster; its nodes are x"
+    ):
         placing.beside("a", 0, 0, ["x"], "z")
     with pytest.raises(ClusterError, match=r"^node x has a replica of a already: start Ray on ano"):
         placing.beside("a", 0, 0, ["x"], "x")

@@ -140,5 +140,5 @@ def test_a_newcomer_gets_its_share_of_the_next_pass() -> None:
 
 
 def test_a_group_that_there_is_not() -> None:
-    with pytest.raises(ValueError, match="group 2 is none of 2"):
+    with pytest.raises(ValueError, match="group 2 is not one of 2"):
         Shares(2, 2)

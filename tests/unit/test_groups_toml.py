@@ -69,7 +69,7 @@ GROUP = "\n[[groups]]\nmachines = 2\n"
         ("every = 5" + GROUP + "resources = {GPU = true}", "groups.0.resources.GPU: give a number"),
         ("every = 5\nsteps = 1" + GROUP, "steps: there is no such field"),
         ("every = 5" + GROUP + "neighbours = [0]", "groups.0.neighbours: 0 is this group itself"),
-        ("every = 5" + GROUP + "neighbours = [1]", "groups.0.neighbours: 1 is no group"),
+        ("every = 5" + GROUP + "neighbours = [1]", "groups.0.neighbours: 1 is not a group"),
         ("every = 5\nwire = 'int4'" + GROUP, "wire: Input should be 'float32', 'bfloat16' or"),
         ("every = 5\n[[groups]]\n", "groups.0: give either machines, their number, or nodes"),
         ("every = 5" + GROUP + "nodes = ['a', 'b']", "groups.0: give either machines"),
