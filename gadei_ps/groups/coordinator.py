@@ -31,6 +31,8 @@ from gadei_ps.groups.member import Member
 from gadei_ps.groups.shares import Said, Shares
 
 MOST_MEMBERS = 64
+PATIENCE = 10
+"""Factor for the silence that is allowed where all that have the state of a group are silent."""
 NOT_FINITE = "the weights of the group hold a NaN or an infinity: lower the learning rate"
 
 State = dict[str, Any]
@@ -194,8 +196,13 @@ class Group:
 
     def expire(self, now: float, silence_s: float) -> None:
         """Forget replicas that have been silent for too long."""
+        holders = {one for one in self.members if self._has_state(one)}
+        # If all of them are silent, the coordinator has more likely been cut off. Without them the
+        # group's state would be lost.
+        all_silent = all(now - self._seen.get(one, now) > silence_s for one in holders)
         for member, seen in list(self._seen.items()):
-            if now - seen > silence_s:
+            patience = PATIENCE if all_silent and member in holders else 1
+            if now - seen > patience * silence_s:
                 self._forget(member)
 
     def refresh(self, now: float) -> None:
@@ -227,7 +234,9 @@ class Group:
         """Wait for the members of the last state, or for all replicas that begin together."""
         there = {one.replica for one in self._reports}
         wanted = {one.replica for one in self.members} or self._expected
-        if not there or (wanted - there - self._gone and now < self._settles_at):
+        # One that was started again knows nobody until a member of the last state reports.
+        is_whole = bool(wanted) and wanted <= there | self._gone
+        if not there or (not is_whole and now < self._settles_at):
             return False
         self.is_settled = True
         self._renews = bool(self.members)  # what another coordinator has begun is repeated

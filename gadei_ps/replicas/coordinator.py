@@ -80,11 +80,14 @@ class Coordinator:
             self._store = asyncio.create_task(asyncio.to_thread(_store, self._host))
 
     async def _tick(self) -> None:
+        before = time.monotonic()
         while True:
             reached = await asyncio.to_thread(rays.answers, self._gcs)
             now = time.monotonic()
+            # Reports may wait where this process itself has been stopped.
+            is_late, before = now - before > self._run.silence_s / 2, now
             for group in self._groups.values():
-                if reached:
+                if reached and not is_late:
                     group.expire(now, self._run.silence_s)
                 else:  # another coordinator may be started elsewhere
                     group.refresh(now)
@@ -173,6 +176,6 @@ class Coordinator:
 
 def _store(host: str) -> Any:
     """Make the store by which members find each other."""
-    from torch._C._distributed_c10d import TCPStore  # PyTorch takes seconds to load
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)

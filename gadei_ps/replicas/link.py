@@ -50,6 +50,11 @@ class Link:
         with self._lock:
             self._report = replace(self._report, **facts)
 
+    def forget(self) -> None:
+        """Forget the newest reply, which was to an incarnation that has ended."""
+        with self._lock:
+            self.reply = None
+
     def sync(self, waits: bool = False) -> bool:
         """Report. waits: for a change, a moment. Returns whether the coordinator has answered."""
         with self._lock:

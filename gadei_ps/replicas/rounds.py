@@ -12,6 +12,7 @@ import json
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -137,7 +138,7 @@ class Rounds:
         self._state: State | None = None
         self._is_over, self._has_left = threading.Event(), threading.Event()
         self._models: dict[Model, bytes] = {}
-        self._publishing: Floats | None = None
+        self._publishing: deque[Floats] = deque(maxlen=1)
         self._has_models = threading.Event()
         self._feedback: Feedback | None = None
 
@@ -165,6 +166,8 @@ class Rounds:
     def _beat(self) -> None:
         """Report that the replica lives."""
         while not self._is_over.wait(self.settings.silence_s / 6):
+            if not self._link.report.facts:
+                continue  # its job has no model yet, so nobody knows whether it fits
             self._link.sync()
             if self._copied is not None and self._training is not None:
                 with contextlib.suppress(GadeiError):  # the other thread sees it
@@ -184,7 +187,7 @@ class Rounds:
                     self._act()
                 except Rejoins:
                     self._rejoin()
-        except (GadeiError, OSError, MemoryError, ValueError) as error:
+        except Exception as error:  # members must not wait for a replica that does no more
             is_end = isinstance(error, GadeiError) and not isinstance(error, UsageError)
             if not (self._is_over.is_set() or (is_end and self._job_has_ended())):
                 self.facts.why = in_words(error)
@@ -320,7 +323,7 @@ class Rounds:
             self._begin(reply)
         limit_s = max(self.settings.silence_s, 2.0)
         if len(reply.members) > 1:
-            from torch._C._distributed_c10d import TCPStore
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             from gadei_ps.replicas.transport import Transport
 
@@ -444,7 +447,7 @@ class Rounds:
         self._copied = self._held = None
         self._finish(State(held.key[1] + 1, weights), reply)
         if self.settings.takers and reply.place == 0:
-            self._publishing = weights if own is None else own
+            self._publishing.append(weights if own is None else own)
             self._has_models.set()
 
     def _finish(self, state: State, reply: Reply) -> None:
@@ -490,6 +493,7 @@ class Rounds:
             said=None,
             state=report.state,
         )
+        self._link.forget()
         self._enroll(member)
         self._link.sync()
 
@@ -506,15 +510,18 @@ class Rounds:
         while not self._is_over.is_set():
             self._has_models.wait(self.settings.silence_s / 6)
             self._has_models.clear()
-            weights, self._publishing = self._publishing, None
             try:
-                if weights is not None:
-                    self._link.publish(self._encoded(weights))
+                if self._publishing:
+                    self._link.publish(self._encoded(self._publishing.pop()))
                 reply = self._link.reply
                 for model in reply.aims if reply is not None and reply.place is not None else ():
                     self._fetch((model[0], model[1]))
             except (JobNotFound, ControlError):
                 self._is_over.wait(AGAIN_S)
+            except Exception as error:
+                self.facts.why = in_words(error)
+                self._failed(in_words(error))
+                return
 
     def _fetch(self, model: Model) -> None:
         if model in self._models or model in self._link.report.lost:

@@ -16,7 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+)
 
 from gadei_ps.errors import ExchangeFailed
 from gadei_ps.groups import parts

@@ -164,9 +164,13 @@ class World:
         self.group = self.coordinator(["0", "1", "2"])
         self.replicas = [self.replica(number) for number in range(3)]
         self.weights: Counter[Batch] = Counter()
+        self.reported: dict[Member, tuple[int, int | None]] = {}
+        """Lineage and rounds that each replica has reported last."""
+        self.last = 0, 0
+        """Lineage and rounds of the group."""
 
-    def coordinator(self, expected: list[str]) -> Group:
-        return Group((0, 1), True, (), expected, self.now + 100, 2.0)
+    def coordinator(self, expected: list[str], patience_s: float = 100.0) -> Group:
+        return Group((0, 1), True, (), expected, self.now + patience_s, 2.0)
 
     def replica(self, number: int) -> Replica:
         self.clock += 1
@@ -188,7 +192,9 @@ class World:
             free = set(range(5)) - {one.number for one in self.replicas}
             self.replicas.append(self.replica(chance.choice(sorted(free))))
         elif what < 0.05:
-            self.group = group = self.coordinator([])  # the one before has died
+            self.group = group = self.coordinator([], 5.0)  # the one before has died
+            applied = [one.rounds or 0 for one in self.replicas if one.lineage == self.last[0]]
+            self.last = self.last[0], max(applied, default=0)  # nobody has more
             for one in self.replicas:
                 one.reply = None
         for one in self.replicas:
@@ -196,6 +202,7 @@ class World:
                 continue  # is slow, or its report is lost
             report = one.report()
             group.report(report, self.now)
+            self.reported[one.member] = one.lineage, one.rounds
             self.settle()
             reply = group.reply(report)
             if chance.random() < (0.9 if disturbs else 1.0):
@@ -218,6 +225,13 @@ class World:
     def check(self) -> None:
         """Members of one generation with equally many rounds have the same weights."""
         known: dict[tuple[int, int], Any] = {}
+        if self.group.is_settled:
+            lineage, rounds = self.group.lineage, self.group.rounds
+            if lineage != self.last[0] and self.last[1]:  # it begins anew if nobody has its state
+                assert all(self.reported.get(one.member) != self.last for one in self.replicas)
+            elif lineage == self.last[0]:
+                assert rounds >= self.last[1]
+            self.last = lineage, rounds
         for one in self.replicas:
             if one.rounds is None or one.reply is None or one.reply.place is None:
                 continue
@@ -278,6 +292,53 @@ def test_a_group_does_not_wait_for_a_replica_whose_process_has_ended() -> None:
     world.group.lost("1")
     world.settle()
     assert world.group.members == (first.member,)
+
+
+def trained(rounds: int) -> tuple[World, list[Replica]]:
+    """A group of two that has done so many rounds."""
+    world, replicas = begun()
+    while world.group.rounds < rounds:
+        world.step(disturbs=False)
+    return world, replicas
+
+
+def test_a_coordinator_that_is_started_again_waits_for_who_has_the_state() -> None:
+    """The other replica has died with it, and was started again sooner."""
+    world, (first, _) = trained(3)
+    world.group = world.coordinator([], 5.0)
+    third = world.replica(1)
+    world.group.report(third.report(), world.now)
+    world.settle()
+    assert not world.group.is_settled
+    rounds = first.rounds or 0
+    world.last = world.last[0], rounds
+    world.replicas = [first, third]
+    for _ in range(60):
+        world.step(disturbs=False)
+    assert world.group.rounds > rounds
+    assert third.history == first.history or third.history == first.history[:-1]
+
+
+def test_silence_of_all_loses_no_state() -> None:
+    """The coordinator was cut off; both have trained on."""
+    world, (first, second) = trained(3)
+    before = world.group.rounds, world.group.lineage, world.group.members
+    world.now += 2 * SILENCE_S
+    world.group.expire(world.now, SILENCE_S)
+    world.settle()
+    assert (world.group.rounds, world.group.lineage, world.group.members) == before
+    for _ in range(60):
+        world.step(disturbs=False)
+    assert world.group.lineage == before[1] and world.group.rounds > before[0]
+    assert {first.member, second.member} == set(world.group.members)
+
+
+def test_a_group_whose_members_never_come_back_begins_anew() -> None:
+    world, _ = trained(3)
+    world.replicas = [world.replica(5)]
+    for _ in range(400):
+        world.step(disturbs=False)
+    assert world.group.members == (world.replicas[0].member,)
 
 
 def test_another_model_is_a_mistake_of_one_replica() -> None:

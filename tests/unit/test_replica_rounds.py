@@ -1,0 +1,147 @@
+"""The rounds of a replica, with a coordinator in this process and a job that does not train."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import eventually
+
+from gadei_ps.errors import ControlError
+from gadei_ps.groups.coordinator import Group
+from gadei_ps.replicas import link, rounds
+from gadei_ps.replicas.rounds import Rounds, Settings
+from gadei_ps.replicas.training import Copied
+
+VALUES = 64
+
+
+class Training:
+    """Stands for replicas.training.JobTraining."""
+
+    has_model: dict[str, threading.Event]
+    trains: Callable[[], bool]
+
+    def __init__(self, job: str, *_: Any) -> None:
+        self.has_model[job].wait()
+        self.values = VALUES
+
+    def check(self) -> None: ...
+    def rejoin(self, member: Any) -> None: ...
+    def begin(self) -> None: ...
+    def drop(self) -> None: ...
+    def close(self) -> None: ...
+
+    def is_trained(self) -> bool:
+        return type(self).trains()
+
+    def look_s(self) -> float:
+        return 0.05
+
+    def copy(self) -> Copied:
+        return Copied(np.zeros(VALUES, np.float32), 1)
+
+
+class Run:
+    """A group of replicas 0 and 1, and its coordinator."""
+
+    def __init__(self) -> None:
+        self.group = Group(None, True, (), ["0", "1"], time.monotonic() + 600)
+        self.is_lost = False
+        self.failed: list[str] = []
+        self.noted: list[str] = []
+        self._lock = threading.Lock()
+        self.replicas: list[Rounds] = []
+
+    def ask(self, what: str, timeout_s: float, **how: Any) -> Any:
+        if self.is_lost:
+            raise ControlError("the coordinator is gone")
+        with self._lock:
+            report = how["report"]
+            self.group.report(report, time.monotonic())
+            while self.group.step(time.monotonic(), {}):
+                pass
+            told = {"reply": self.group.reply(report), "changes": self.group.version}
+        return told | {"began": 1, "store": ("", 0), "host": ""}
+
+    def start(self, number: int) -> Rounds:
+        settings = Settings(
+            "r", number, 0, str(number), 10, "mix:0.5", True, "float32", False, False, 3.0
+        )
+        made = Rounds(settings, self.noted.append)
+        made.start(self.failed.append)
+        self.replicas.append(made)
+        return made
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    made = Run()
+
+    class Peer:
+        def __init__(self, path: Any) -> None: ...
+
+        ask = staticmethod(made.ask)
+
+    monkeypatch.setattr(link, "Peer", Peer)
+    monkeypatch.setattr(rounds, "JobTraining", Training)
+    monkeypatch.setattr(
+        Training, "has_model", {str(one): threading.Event() for one in range(2)}, raising=False
+    )
+    monkeypatch.setattr(Training, "trains", staticmethod(lambda: False), raising=False)
+    yield made
+    for event in Training.has_model.values():
+        event.set()
+    before = {one.name for one in threading.enumerate()}
+    for one in made.replicas:
+        one.end()
+    eventually(
+        lambda: not {"_work", "_beat", "_carry"} & {one.name for one in threading.enumerate()},
+        what=lambda: before,
+    )
+
+
+def test_a_replica_reports_once_its_job_has_a_model(run: Run) -> None:
+    """Else the group would begin without the settings that all members must share."""
+    for number in range(2):
+        run.start(number)
+    time.sleep(1.2)  # longer than a beat
+    assert not run.group.members
+    for event in Training.has_model.values():
+        event.set()
+    eventually(lambda: len(run.group.members) == 2)
+    assert run.group.facts["values"] == VALUES
+    assert not run.failed
+
+
+def test_an_unexpected_error_ends_the_replica(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its group would wait for it, which reports that it lives."""
+
+    def fails() -> bool:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(Training, "trains", staticmethod(fails))
+    run.group = Group(None, True, (), ["0"], time.monotonic() + 600)
+    Training.has_model["0"].set()
+    run.start(0)
+    eventually(lambda: run.failed == ["out of order"])
+
+
+def test_a_replica_joins_again_once(run: Run) -> None:
+    """The coordinator is gone right after it has told it to."""
+    run.group = Group(None, True, (), ["0"], time.monotonic() + 600)
+    Training.has_model["0"].set()
+    one = run.start(0)
+    eventually(lambda: one.facts.state == "member")
+    run.is_lost = True
+    assert one._link.reply is not None
+    one._link.reply = replace(one._link.reply, rejoin=True)
+    one._link.changes += 1
+    eventually(lambda: run.noted)
+    time.sleep(0.5)
+    assert len(run.noted) == 1
