@@ -42,6 +42,7 @@ NAMESPACE = "gadei-ps"
 START_S, ANSWER_S, FETCH_S = 60.0, 5.0, 100.0
 FIRST_REST_S, MOST_REST_S = 0.2, 5.0
 CALLS = 16
+_KILLED = "its process was killed: it joins again"
 
 Plan = dict[str, Any]
 
@@ -80,6 +81,8 @@ class ReplicaActor:
         self._why: str | None = None
         self._lives = 0
         self._is_ending = False
+        self._asked: tuple[str, dict[str, Any]] | None = None
+        """The last request to end, with its arguments."""
         self._starting, self._over = threading.Lock(), threading.Event()
         self._watcher: threading.Thread | None = None
         self._coordinator: Any = None
@@ -159,7 +162,12 @@ class ReplicaActor:
             return facts | {"state": "ending" if self._is_ending else "starting", "why": self._why}
 
     def ask(self, what: str, **how: Any) -> None:
-        """Send a request to the replica's process; without one, a stop or leave ends the actor."""
+        """Have the replica's process end; without one, a stop or leave ends the actor.
+
+        what: "leave", "stop" or "signal". An actor whose process was killed ends before it would
+        start another one.
+        """
+        self._asked = what, how
         with contextlib.suppress(JobNotFound):
             sockets.ask(self._run, self._number, what, **how)
             return
@@ -237,7 +245,7 @@ class ReplicaActor:
 
     def _watch(self) -> None:
         """Wait for the end of the process; one that was killed is started again."""
-        rest_s = FIRST_REST_S
+        rest_s, why = FIRST_REST_S, _KILLED
         while True:
             begin = time.monotonic()
             try:
@@ -251,12 +259,22 @@ class ReplicaActor:
                 if sockets.lives(self._run, self._number):  # it was asked while it began
                     time.sleep(FIRST_REST_S)
                     continue
-                self._why = "its process was killed: it joins again"
+                self._why = why
             self._lost()
             rest_s = FIRST_REST_S if time.monotonic() - begin > MOST_REST_S else 2 * rest_s
             time.sleep(min(rest_s, MOST_REST_S))
-            with contextlib.suppress(Exception):  # another try follows
+            if self._asked is not None:
+                self._finish(_ended_by(*self._asked))
+                return
+            try:
                 self._begin()
+                self._why = why = _KILLED
+                if self._asked is not None:  # meanwhile
+                    self.ask(self._asked[0], **self._asked[1])
+            except Exception as error:  # another try follows
+                self._why = why = (
+                    f"its process was killed, and cannot begin again: {in_words(error)}"
+                )
 
     def _finish(self, summary: dict[str, Any]) -> None:
         self._summary = summary
@@ -309,6 +327,14 @@ class ReplicaActor:
             raise ControlError(
                 f"the coordinator does not answer: {rays.described(error)}"
             ) from None
+
+
+def _ended_by(what: str, how: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary of a replica without a process that was asked to end."""
+    if what == "signal":
+        number = how["signal"]
+        return {"exit_code": 128 + number, "interrupted": process.signal_name(number)}
+    return {"exit_code": 0, "asked": what}
 
 
 def names(run: str) -> list[str]:

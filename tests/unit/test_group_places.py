@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,75 @@ def test_a_replica_that_nobody_begins_can_be_stopped(runtime_dir: Path) -> None:
     made.ask("leave")
     assert made.end() == {"exit_code": 0, "asked": "leave"}
     assert made.start() is False  # too late
+
+
+@pytest.fixture
+def killed(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> actor.ReplicaActor:
+    """An actor whose replica's process was killed; it is not watched yet."""
+    context = SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(actor, "FIRST_REST_S", 0.001)
+    made = actor.ReplicaActor("a", 0, 0)
+    monkeypatch.setattr(made, "_lost", lambda: None)
+    made._watcher = threading.Thread(target=made._watch, daemon=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("what", "how", "summary"),
+    [
+        ("stop", {}, {"exit_code": 0, "asked": "stop"}),
+        ("leave", {}, {"exit_code": 0, "asked": "leave"}),
+        ("signal", {"signal": 2}, {"exit_code": 130, "interrupted": "SIGINT"}),
+    ],
+)
+def test_a_replica_that_cannot_begin_again_can_be_ended(
+    what: str,
+    how: dict[str, Any],
+    summary: dict[str, Any],
+    killed: actor.ReplicaActor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = []
+
+    def begin() -> None:
+        tries.append(killed._why)
+        if len(tries) == 3:
+            killed.ask(what, **how)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(killed, "_begin", begin)
+    assert killed._watcher is not None
+    killed._watcher.start()
+    assert killed.end() == summary
+    failed = "its process was killed, and cannot begin again: no space left on device"
+    assert tries == ["its process was killed: it joins again", failed, failed]
+
+
+def test_a_replica_that_was_stopped_while_it_began_again(
+    killed: actor.ReplicaActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that has failed to begin a run asks only once."""
+    asked = threading.Event()
+
+    def answer(what: str, **_: Any) -> Any:
+        if what == "await":
+            asked.wait()
+            return {"summary": {"exit_code": 0, "asked": "stop"}, "pid": 2**22 + 1}
+        assert what == "stop"
+        asked.set()
+        return None
+
+    def begin() -> None:
+        killed.ask("stop")
+        servers.append(sockets.Server(sockets.replica_path("a", 0), answer))
+
+    servers: list[sockets.Server] = []
+    monkeypatch.setattr(killed, "_begin", begin)
+    assert killed._watcher is not None
+    killed._watcher.start()
+    assert killed._over.wait(30) and killed._why == "its process was killed: it joins again"
+    servers[0].close()
 
 
 def test_no_note_on_a_cluster_is_left_on_another_host(runtime_dir: Path) -> None:
