@@ -323,7 +323,8 @@ class ReplicaActor:
                 self._coordinator = ray.get_actor(coordinator_name(self._run), NAMESPACE)
             return ray.get(getattr(self._coordinator, what).remote(*how), timeout=timeout_s)
         except Exception as error:  # ValueError: Ray does not know it
-            self._coordinator = None
+            if not isinstance(error, ControlError):  # that was its answer
+                self._coordinator = None
             raise ControlError(
                 f"the coordinator does not answer: {rays.described(error)}"
             ) from None

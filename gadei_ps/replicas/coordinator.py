@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from gadei_ps.errors import ControlError
 from gadei_ps.groups import reading
 from gadei_ps.groups.coordinator import Group, Report
 from gadei_ps.replicas import rays
@@ -67,6 +68,8 @@ class Coordinator:
         }
         self._references: dict[int, dict[int, Any]] = {group: {} for group in self._groups}
         self._published: dict[int, int] = {}
+        self._reached = True
+        """Whether Ray's head was reached at the last try: only then, anything is decided."""
         self._changes = 0
         self._changed = asyncio.Condition()
         self._store: asyncio.Task[Any] | None = None
@@ -82,7 +85,7 @@ class Coordinator:
     async def _tick(self) -> None:
         before = time.monotonic()
         while True:
-            reached = await asyncio.to_thread(rays.answers, self._gcs)
+            reached = self._reached = await asyncio.to_thread(rays.answers, self._gcs)
             now = time.monotonic()
             # Reports may wait where this process itself has been stopped.
             is_late, before = now - before > self._run.silence_s / 2, now
@@ -96,6 +99,8 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
 
     async def _step(self) -> None:
+        if not self._reached:
+            return
         changed = False
         for group in self._groups.values():
             while group.step(time.monotonic(), self._published):
@@ -108,9 +113,12 @@ class Coordinator:
     async def report(self, group: int, report: Report, seen: int | None) -> Told:
         """Take a report of a replica; return the answer to it.
 
-        seen: number of the state that it knows: the reply waits a moment for another one.
+        seen: number of the state that it knows: the reply waits a moment for another one. Raises
+        ControlError while Ray's head is not reached.
         """
         await self.ready()
+        if not self._reached:
+            raise ControlError("the coordinator does not reach Ray's head")
         assert self._store is not None
         one = self._groups[group]
         one.report(report, time.monotonic())
