@@ -84,7 +84,7 @@ class Run(_Table):
     overlap: bool = True
     wire: Wire = Wire.FLOAT32
     learners: Whole = Field(1, ge=1, le=MAX_LEARNERS)
-    restart: Whole = Field(0, ge=0)
+    restart: Whole | None = Field(None, ge=0)
     optimizer: str | None = None
     lr: Real | None = None
     sync: str | None = None

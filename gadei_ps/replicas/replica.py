@@ -64,7 +64,7 @@ class Settings:
     command: list[str]
     directory: str
     learners: int
-    restart: int
+    restart: int | None
     rounds: dict[str, Any]
     log: str
     overrides: dict[str, Any] = field(default_factory=dict)

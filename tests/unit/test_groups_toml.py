@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gadei_ps.commands.run import RunOptions
 from gadei_ps.errors import UsageError
 from gadei_ps.replicas import config
 
@@ -35,6 +36,12 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert run.overrides() == {"lr": 0.1, "owned": True} and run.job(1).name == "trec-1"
     told = run.model_dump(mode="json", exclude_unset=True)
     assert config.from_mapping(told, "run") == run
+
+
+def test_learners_are_restarted_as_for_run(tmp_path: Path) -> None:
+    run = config.load(written(tmp_path, WHOLE))
+    assert run.restart == RunOptions.restart
+    assert config.load(written(tmp_path, f"restart = 3\n{WHOLE}")).restart == 3
 
 
 def test_its_name_is_that_of_the_file(tmp_path: Path) -> None:
