@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps.errors import in_words
+from gadei_ps.groups.member import CLIENT
 from gadei_ps.job import sync_change
 from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
@@ -30,7 +31,7 @@ MOST_POINT_S = 60.0
 SHARE = 1 / 1000  # of the job's age: two points of an old job are further apart
 KEPT = 200  # lines that wait for the pipe
 WRITER_RETRY_S = 60.0  # before another writer is started
-AGENT = b"agent"  # name of a group's agent, which attaches like a learner
+REPLICA = CLIENT.encode()  # it attaches like a learner
 
 
 class History:
@@ -129,7 +130,7 @@ class History:
         there = {
             (row, int(roster[row]["generation"])): int(roster[row]["pid"])
             for row in self._memory.rings
-            if roster[row]["name"] != AGENT
+            if roster[row]["name"] != REPLICA
         }
         for learner in there.keys() - self._learners:
             self._add({"pid": there[learner]}, int(self._control["version"]))

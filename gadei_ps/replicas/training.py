@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
-from gadei_ps.groups.member import Member
+from gadei_ps.groups.member import CLIENT, Member
 from gadei_ps.groups.parts import Floats, is_finite
 from gadei_ps.groups.shares import Said, Span
 from gadei_ps.job.control import Status, ask
@@ -32,8 +32,6 @@ from gadei_ps.learners.client import Client
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.memory.totals import total
 
-NAME = "replica"
-"""Name of the client in the job's status."""
 LEAST_LOOK_S, MOST_LOOK_S = 0.005, 0.05
 _AGAIN_S = 0.05
 
@@ -201,7 +199,7 @@ def _attached(job: str, patience_s: float) -> Client:
     until = time.monotonic() + patience_s
     while True:
         try:
-            client = Client(job, name=NAME)
+            client = Client(job, name=CLIENT)
             break
         except (JobNotFound, ModelMismatch):
             if time.monotonic() > until:
@@ -218,6 +216,6 @@ def _attached(job: str, patience_s: float) -> Client:
 def _other(job: str) -> int | None:
     """Return the pid of another replica of the job that lives, or has frames not yet applied."""
     for one in ask(job, Status())["learners"]:
-        if one["name"] == NAME and one["pid"] != os.getpid():
+        if one["name"] == CLIENT and one["pid"] != os.getpid():
             return int(one["pid"])
     return None

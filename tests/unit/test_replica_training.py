@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import selectors
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from gadei_ps.memory.weights import FloatArray, Tensor, place
 from gadei_ps.replicas import owning, training
 from gadei_ps.replicas.owning import OwningTraining
 from gadei_ps.replicas.training import JobTraining
+from gadei_ps.storage.history_file import parsed
+from gadei_ps.watchdog.history import History
 
 MODEL = place(
     [Tensor("w", (3,)), Tensor("mask", (2, 2), Role.BUFFER), Tensor("variance", (5,), Role.BUFFER)]
@@ -194,3 +197,24 @@ def test_a_replica_that_owns_batches(
     one.write(of_group(w=5))
     assert len(notes) == 1 and "do not count" in notes[0]
     assert batches.back == backs + 1 and job.weights[0] == 5
+
+
+def test_a_replica_is_no_command_of_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It attaches like a learner, by a name that the watchdog knows."""
+    names = [b"learner"]
+
+    def client(job: str, *, name: str) -> Any:
+        names.append(name.encode())
+        return Job()
+
+    monkeypatch.setattr(training, "Client", client)
+    monkeypatch.setattr(training, "ask", lambda *_: {"learners": []})
+    JobTraining("job", 1, True, 1.0, lambda _: None)
+    control = np.zeros((), CONTROL)[()]
+    for row, name in enumerate(names):
+        control["roster"][row]["name"], control["roster"][row]["pid"] = name, row + 1
+    memory: Any = SimpleNamespace(control=SimpleNamespace(view=lambda _: control), rings=[0, 1])
+    with selectors.DefaultSelector() as selector:
+        history = History(memory, selector, None)
+        history._note_learners()
+    assert [one["pid"] for one in parsed(b"".join(history._waiting))] == [1]
