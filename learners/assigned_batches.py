@@ -1,7 +1,7 @@
 """Batches that a program assigns to a job: for jobs that train together, each with a part of the
 batches of an epoch.
 
-    owned = Owned(client)
+    owned = AssignedBatches(client)
     owned.take_back()                      # nothing is handed out from here on
     while owned.copy(weights).unanswered:  # learners answer what they have
         ...

@@ -1,4 +1,4 @@
-"""Batches that a job hands out: set by its learners, or given by its agent.
+"""Batches that a job hands out: set by its learners, or given by its replica.
 
 Learners of a job may begin together, so that each run of it gives the same weights: learner 0 makes
 the model, and batches are handed out once all learners ask for them, in the order of rows. The
@@ -140,7 +140,7 @@ class Batches:
         ):
             raise ControlError(
                 f"the job was given {given} ranges of batches, not {request.number}: another "
-                "program assigns them too; stop the other agent"
+                "program assigns them too; stop the other replica"
             )
         room = max(0, MOST_WAITING - (given - int(control["owned_range"])))
         for one in wanted[before : before + room]:

@@ -161,7 +161,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     cores: str = Field("", description="of the shards, as '0-3,8', one each; empty: by the machine")
     slots: Whole = Field(2, ge=1, le=64, description="gradients that a learner's ring holds")
     ahead: Whole = Field(4, ge=1, le=layout.AHEAD, description="batches handed out ahead")
-    owned: bool = Field(False, description="batches are assigned by an agent")
+    owned: bool = Field(False, description="batches are assigned by a replica")
     nonfinite: Literal["refuse", "allow"] = "refuse"
     spin_us: Real = Field(-1.0, ge=-1.0, le=1e5, description="-1: by the machine")
     standby: bool = Field(True, description="a second server, ready to take over at once")
