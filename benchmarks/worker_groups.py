@@ -37,6 +37,7 @@ from gadei_ps.benchmarks.machines import LOOK_S, Machines, job, needs_ray, place
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.benchmarks.worker_groups_tasks import Examples, Task
 from gadei_ps.errors import GadeiError
+from gadei_ps.groups.member import CLIENT as REPLICA
 from gadei_ps.job.faults import Processes
 from gadei_ps.machine import process
 from gadei_ps.memory import segment, weights
@@ -44,7 +45,6 @@ from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.memory.totals import total
 from gadei_ps.memory.weights import FloatArray
-from gadei_ps.replicas.training import NAME as REPLICA
 
 ONE, GROUPS = "one machine", "groups"
 EARLY, LATE = (0.25, 0.5, 0.75), (0.8, 0.85, 0.9, 0.95, 1.0)
