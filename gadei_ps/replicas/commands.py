@@ -17,17 +17,16 @@ from gadei_ps.errors import (
     ClusterLost,
     ControlError,
     GadeiError,
-    JobInUse,
     JobNotFound,
     UsageError,
     in_words,
 )
 from gadei_ps.job import paths
 from gadei_ps.job.diagnosis import locked
+from gadei_ps.job.lock_file import LockFile
 from gadei_ps.machine import interrupts, process
 from gadei_ps.replicas import config, rays, sockets
 from gadei_ps.replicas.config import Run, job_name
-from gadei_ps.replicas.locks import Lock
 from gadei_ps.show.counts import counted
 
 POLL_S = 0.3
@@ -157,9 +156,9 @@ def _alone(name: str, say: Say) -> Iterator[None]:
     """Keep others on this host from starting a cluster for the run. Raises UsageError."""
     paths.directory(make=True)
     try:
-        lock = Lock(rays.lock_path(name), _stop_first(name))
-    except JobInUse as error:
-        raise UsageError(str(error)) from None
+        lock = LockFile(rays.lock_path(name))
+    except BlockingIOError:
+        raise UsageError(_stop_first(name)) from None
     try:
         noted = rays.noted(name)
         where = noted["address"] if noted is not None else None
@@ -422,5 +421,5 @@ def _sweep(name: str) -> None:
         or not rays.answers(noted["address"])
     ):
         rays.forget(name)
-    with contextlib.suppress(JobInUse, FileNotFoundError, ControlError):
-        Lock(rays.lock_path(name), "", create=False).release()
+    with contextlib.suppress(BlockingIOError, FileNotFoundError, ControlError):
+        LockFile(rays.lock_path(name), create=False).release()

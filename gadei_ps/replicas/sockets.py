@@ -16,8 +16,8 @@ from typing import Any
 
 from gadei_ps.errors import ControlError, GadeiError, JobInUse, JobNotFound, NoAnswer, in_words
 from gadei_ps.job import paths
+from gadei_ps.job.lock_file import LockFile
 from gadei_ps.replicas.config import job_name
-from gadei_ps.replicas.locks import Lock
 
 ANSWER_S = 5.0
 MOST_WAITING = 64
@@ -36,10 +36,14 @@ def actor_path(run: str, number: int) -> Path:
     return paths.directory() / f"{job_name(run, number)}.ray.sock"
 
 
-def replica_lock(run: str, number: int, *, create: bool = True) -> Lock:
+def replica_lock(run: str, number: int, *, create: bool = True) -> LockFile:
     """Lock a replica for this process. Raises JobInUse if another one has it."""
     path = paths.directory() / f"{job_name(run, number)}.replica.lock"
-    return Lock(path, f"replica {job_name(run, number)} has a process on this host already", create)
+    try:
+        return LockFile(path, create=create)
+    except BlockingIOError:
+        taken = f"replica {job_name(run, number)} has a process on this host already"
+        raise JobInUse(taken) from None
 
 
 class Peer:
