@@ -208,8 +208,8 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
             "clip_norm": data.draw(st.sampled_from([0.0, 3.0])),
         }
         if kind.startswith(("ada", "rms")):
-            # With the default, gradients that cancel each other would show how they were rounded.
-            optimizer["eps"] = 1e-3
+            # With less, a gradient that the decay of a weight cancels shows how it was rounded.
+            optimizer["eps"] = 1e-2
         optimizer["groups"] = data.draw(groups(tensors, kind))
         said = OptimizerConfig.model_validate(optimizer)
         specs = said.specs()
