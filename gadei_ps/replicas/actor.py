@@ -20,6 +20,7 @@ import numpy as np
 import ray
 
 import gadei_ps
+from gadei_ps.commands import jobs
 from gadei_ps.errors import (
     ControlError,
     GadeiError,
@@ -164,8 +165,8 @@ class ReplicaActor:
     def ask(self, what: str, **how: Any) -> None:
         """Have the replica's process end; without one, a stop or leave ends the actor.
 
-        what: "leave", "stop" or "signal". An actor whose process was killed ends before it would
-        start another one.
+        what: "leave", "stop" or "signal". An actor whose process was killed, and cannot
+        begin again, ends.
         """
         self._asked = what, how
         with contextlib.suppress(JobNotFound):
@@ -189,6 +190,9 @@ class ReplicaActor:
         if self._server is not None:
             self._server.close()
         sockets.clear(self._run, self._number)
+        if self._asked is not None:
+            with contextlib.suppress(GadeiError, OSError):
+                jobs.collect([job_name(self._run, self._number)])
         if whole and (noted := rays.noted(self._run)) is not None and noted["token"] is None:
             rays.forget(self._run)
 
@@ -263,15 +267,16 @@ class ReplicaActor:
             self._lost()
             rest_s = FIRST_REST_S if time.monotonic() - begin > MOST_REST_S else 2 * rest_s
             time.sleep(min(rest_s, MOST_REST_S))
-            if self._asked is not None:
-                self._finish(_ended_by(*self._asked))
-                return
             try:
-                self._begin()
+                self._begin()  # even if it is to end: it ends what is left of its job, too
                 self._why = why = _KILLED
-                if self._asked is not None:  # meanwhile
-                    self.ask(self._asked[0], **self._asked[1])
-            except Exception as error:  # another try follows
+                if self._asked is not None:
+                    with contextlib.suppress(GadeiError):  # it was killed again
+                        self.ask(self._asked[0], **self._asked[1])
+            except Exception as error:
+                if self._asked is not None:
+                    self._finish(_ended_by(*self._asked))
+                    return
                 self._why = why = (
                     f"its process was killed, and cannot begin again: {in_words(error)}"
                 )

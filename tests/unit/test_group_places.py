@@ -143,7 +143,7 @@ def test_a_replica_that_was_stopped_while_it_began_again(
 def test_no_note_on_a_cluster_is_left_on_another_host(runtime_dir: Path) -> None:
     """A run begins on one host, and is stopped on another one."""
     made = actor.ReplicaActor.__new__(actor.ReplicaActor)
-    made._run, made._number, made._server = "a", 0, None
+    made._run, made._number, made._server, made._asked = "a", 0, None, None
     for token, is_left in (("that of a cluster of this host's own", True), (None, False)):
         rays.note("a", "h:1", token)
         made.clear()
