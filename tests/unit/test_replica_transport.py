@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,19 @@ def model(place: int) -> np.ndarray:
     return np.random.default_rng(place).standard_normal(VALUES).astype(np.float32)
 
 
+def keep_store(port: Connection) -> None:
+    """A store has threads, which a process must not have that forks."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    signal.pause()
+
+
 def member(
     port: int, place: int, count: int, out: Any, what: Callable[[transport.Transport, Any], None]
 ) -> None:
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
     transport.PIECE = 1 << 14
     store = TCPStore(HOST, port, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -54,23 +64,33 @@ class Members:
     """Processes that are members of one generation."""
 
     def __init__(self, count: int, what: Callable[[transport.Transport, Any], None]) -> None:
-        from torch._C._distributed_c10d import TCPStore
-
         context = get_context("fork")
-        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self.out = context.Queue()
+        ours, theirs = context.Pipe()
+        self.store = context.Process(target=keep_store, args=(theirs,))
+        self.store.start()
+        assert ours.poll(support.PATIENCE_S)
+        port = ours.recv()
+        # One for each: who is killed may hold the lock of a queue.
+        self.pipes = [context.Pipe(duplex=False) for _ in range(count)]
         self.processes = [
-            context.Process(target=member, args=(self.store.port, place, count, self.out, what))
-            for place in range(count)
+            context.Process(target=member, args=(port, place, count, out, what))
+            for place, (_, out) in enumerate(self.pipes)
         ]
         for one in self.processes:
             one.start()
 
     def results(self, count: int) -> dict[int, Any]:
-        return dict(self.out.get(timeout=support.PATIENCE_S) for _ in range(count))
+        """What so many members have sent."""
+        found: dict[int, Any] = {}
+        while len(found) < count:
+            ready = wait([one for one, _ in self.pipes], support.PATIENCE_S)
+            assert ready and isinstance(ready[0], Connection), f"only {sorted(found)}"
+            place, what = ready[0].recv()
+            found[place] = what
+        return found
 
     def close(self) -> None:
-        for one in self.processes:
+        for one in (*self.processes, self.store):
             one.kill()
             one.join()
 
@@ -78,7 +98,7 @@ class Members:
 def sums(one: transport.Transport, out: Any) -> None:
     got = np.empty(VALUES, np.float32)
     one.aggregate(model(one.place), [0.5, 0.25, 0.0, 0.25][: one.members], got)
-    out.put((one.place, (got, one.sent)))
+    out.send((one.place, (got, one.sent)))
     time.sleep(LIMIT_S)
 
 
@@ -105,9 +125,9 @@ def until_it_fails(one: transport.Transport, out: Any) -> None:
         for number in range(10**6):
             one.aggregate(model(one.place), [1 / one.members] * one.members, got)
             if number == 3 and one.place == 1:
-                out.put((-1, os.getpid()))
+                out.send((-1, os.getpid()))
     except ExchangeFailed as error:
-        out.put((one.place, (str(error), time.monotonic())))
+        out.send((one.place, (str(error), time.monotonic())))
         time.sleep(4 * LIMIT_S)
 
 
@@ -129,11 +149,11 @@ def gives_state(one: transport.Transport, out: Any) -> None:
     arrays = [model(0), model(1)]
     if one.place == 0:
         one.send_state(b"text", arrays, [1, 2])
-        out.put((0, None))
+        out.send((0, None))
     else:
         text, got = one.receive_state(0)
         is_same = all(np.array_equal(*pair) for pair in zip(got, arrays, strict=True))
-        out.put((one.place, (text, is_same)))
+        out.send((one.place, (text, is_same)))
     time.sleep(LIMIT_S)
 
 
