@@ -685,6 +685,9 @@ class Optimizer(torch.optim.Optimizer):
         """Leave the job; the model keeps the job's weights as they are now, in memory of its own,
         and its own buffers.
 
+        Waits at most 10 s until the weights contain this learner's last gradient; under BSP that
+        needs the other learners.
+
         Where load_state_dict() or the script has given it other weights since the last step, it
         keeps those. A second call does nothing.
         """
