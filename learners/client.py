@@ -324,10 +324,11 @@ class Client:
         """Version of the live weights for the next gradient's staleness.
 
         This learner's writes of buffers that were not applied yet count: the server applies them
-        before the gradient, and they are not changes that the gradient has missed.
+        before the gradient, and they are not changes that the gradient has missed. While one is
+        being applied it may count twice.
         """
         # Before the version is read: what is applied meanwhile counts twice, which does no harm.
-        return self._writing_buffers() + self.current_version
+        return len(self._unapplied_writes()) + self.current_version
 
     def _seen(self, version: int) -> int:
         """Return the version to publish with a gradient that was computed from a copy of `version`.
@@ -341,13 +342,11 @@ class Client:
             seen += 1
         return seen
 
-    def _writing_buffers(self) -> int:
-        """Return the number of this learner's writes of buffers that were not applied yet."""
-        if self._assigning:
-            self._assigning = tuple(
-                one for one in self._assigning if _native.wait_applied(*self._rings, one, 0) < 0
-            )
-        return len(self._assigning)
+    def _unapplied_writes(self) -> tuple[int, ...]:
+        """Return the sequence numbers of this learner's writes of buffers that were not applied
+        yet. Any thread may ask: it changes nothing."""
+        writes = self._assigning
+        return tuple(one for one in writes if _native.wait_applied(*self._rings, one, 0) < 0)
 
     @property
     def writes(self) -> int:
@@ -1269,8 +1268,7 @@ class Client:
         learner.started = started  # the current iteration continues
         if not wait:
             if buffers:
-                self._writing_buffers()  # forgets those that were applied
-                self._assigning = (*self._assigning, sequence)
+                self._assigning = (*self._unapplied_writes(), sequence)
                 self._written = (*self._written[1 - WRITTEN :], version)
             return
         rest = None if until is None else max(0.0, until - time.monotonic())

@@ -31,7 +31,9 @@ class Link(Protocol):
         """Return each tensor by name, as a view of a buffer."""
 
     def fill(self, buffer: Any) -> None:
-        """Pull: what is computed from now on sees the weights as they are now, or newer ones."""
+        """Pull: what is computed from now on sees the weights as they are now, or newer ones.
+
+        A pull that began before never arrives."""
 
     def pull(self, buffer: Any) -> None:
         """Begin a pull, once there are newer weights than those pulled last (section 4.1).

@@ -47,13 +47,14 @@ class HostLink:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.version = -1
-        self._writes = -1  # before the last pull
+        self._writes = -1  # client.writes before the last pull
+        self._filled = -1  # the same, of the last fill
         self._room: list[dict[str, FloatArray]] = []
         self._next_room = 0
         self._to_push: queue.Queue[_Push] = queue.Queue(1)
         self._pulling = False  # a pull is in flight
         self._to_pull: queue.Queue[FloatArray] = queue.Queue(1)
-        self._pulled: queue.Queue[int] = queue.Queue(1)
+        self._pulled: queue.Queue[tuple[int, int]] = queue.Queue(1)  # as _copy returns
         self._failure: BaseException | None = None
         self._raised = False
         self._closing = threading.Event()
@@ -72,7 +73,7 @@ class HostLink:
         return self._client.model.views(buffer)
 
     def fill(self, buffer: FloatArray) -> None:
-        self.version = self._copy(buffer)
+        self._filled, self.version = self._copy(buffer)
 
     def pull(self, buffer: FloatArray) -> None:
         if not self._pulling:
@@ -82,10 +83,13 @@ class HostLink:
     def pulled(self) -> bool:
         self.check()
         try:
-            self.version = self._pulled.get_nowait()
+            writes, version = self._pulled.get_nowait()
         except queue.Empty:
             return False
         self._pulling = False
+        if writes < self._filled:
+            return False  # it began before the last fill
+        self.version = version
         return True
 
     def gradients(self) -> dict[str, FloatArray]:
@@ -174,9 +178,9 @@ class HostLink:
                 self._closing.wait(NEWER_S)
             self._pulled.put(self._copy(buffer))
 
-    def _copy(self, buffer: FloatArray) -> int:
-        """Copy the weights; return the version that they had before."""
-        self._writes = self._client.writes
+    def _copy(self, buffer: FloatArray) -> tuple[int, int]:
+        """Copy the weights; return client.writes and the version from before."""
+        self._writes = writes = self._client.writes
         version = self._client.base_version
         np.copyto(buffer, self._client.flat)
-        return version
+        return writes, version

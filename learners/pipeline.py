@@ -62,7 +62,7 @@ class Pipeline:
             )
             self._link.fill(self._front)
             self.version = self._link.version
-            """Version of the weights that weights() returned last."""
+            """Version of the weights that weights() returned last; see Client.base_version."""
             if not client.waits_for_others:
                 self._link.pull(self._back)
         except BaseException:
@@ -79,8 +79,7 @@ class Pipeline:
         if self.client.waits_for_others:
             self._await_turn()
         else:
-            # After a change of the model a pull may arrive that is older than what is here.
-            if self._link.pulled() and self._link.version >= self.version:
+            if self._link.pulled():
                 self._front, self._back = self._back, self._front
                 self._views, self._other_views = self._other_views, self._views
                 self.version = self._link.version

@@ -317,7 +317,8 @@ def test_own_writes_of_buffers_between_pull_and_push_are_seen(
         Pipeline(client, case.make()) as pipeline,
     ):
         for number in range(20):
-            eventually(lambda: pipeline.weights() and pipeline.version == client.current_version)
+            # A write that was being applied during the pull counts twice.
+            eventually(lambda: pipeline.weights() and pipeline.version >= client.current_version)
             for value in range(number % 4):
                 client.assign({"mean": np.full(40, value)}, wait=False)
                 if value % 2:
@@ -327,6 +328,25 @@ def test_own_writes_of_buffers_between_pull_and_push_are_seen(
             client.wait_applied()
         (told,) = status(job_name)["learners"]
         assert (told["applied"], told["staleness_max"]) == (20, 0)
+
+
+def test_newer_weights_arrive_after_a_version_that_counted_too_much(
+    case: Case, job: Daemon, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base version counts a write of buffers twice while it is being applied."""
+    with Client(job_name, tensors=arrays(0.0)) as client, Pipeline(client, case.make()) as pipeline:
+        eventually(lambda: pipeline.weights() and pipeline.version == 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Client, "base_version", property(lambda self: self.current_version + 9))
+            pipeline.push(gradients(case, 1.0))
+            pipeline.flush()
+            client.wait_applied()
+            eventually(lambda: pipeline.weights() and pipeline.version == 10)
+        pipeline.push(gradients(case, 1.0))
+        pipeline.flush()
+        client.wait_applied()
+        eventually(lambda: pipeline.weights() and pipeline.version == 2)
+        np.testing.assert_array_equal(case.to_host(pipeline.weights()["b"]), client.weights["b"])
 
 
 def test_a_gradient_that_counts_after_the_pull_is_seen(
