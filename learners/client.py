@@ -327,6 +327,8 @@ class Client:
         before the gradient, and they are not changes that the gradient has missed. While one is
         being applied it may count twice.
         """
+        if not self._assigning:  # this is on the way of every gradient
+            return self.current_version
         # Before the version is read: what is applied meanwhile counts twice, which does no harm.
         return len(self._unapplied_writes()) + self.current_version
 
