@@ -11,6 +11,7 @@ import contextlib
 import math
 import selectors
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from gadei_ps.storage.history_file import line
 from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.durations import HISTORY_END_S, HISTORY_KILL_S
 from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.servers import Failover
 
 LEAST_POINT_S = 1.0  # between two points
 MOST_POINT_S = 60.0
@@ -32,6 +34,12 @@ SHARE = 1 / 1000  # of the job's age: two points of an old job are further apart
 KEPT = 200  # lines that wait for the pipe
 WRITER_RETRY_S = 60.0  # before another writer is started
 REPLICA = CLIENT.encode()  # it attaches like a learner
+LEFT = {
+    layout.Gone.DIED: "death",
+    layout.Gone.HUNG: "eviction",
+    layout.Gone.DAMAGED: "eviction",
+}
+"""Events by the reason why a learner left; all others are `detach`."""
 
 
 class History:
@@ -51,14 +59,18 @@ class History:
         self._stale: dict[tuple[int, int], tuple[int, int]] = {}
         self._settings: dict[str, Any] = {}
         self._begun = False
-        self._learners: set[tuple[int, int]] = set()
+        self._learners: dict[tuple[int, int], int] = {}
+        self._counts = (0, 0, 0)
 
     @property
     def _control(self) -> np.void:
         return self._memory.control.view(layout.CONTROL)
 
-    def look(self, now: float) -> None:
-        """Once a second: a point, if it is time for one, and what was changed. Raises nothing."""
+    def look(self, now: float, failovers: Sequence[Failover] = ()) -> None:
+        """Once a second: a point, if it is time for one, and what was changed. Raises nothing.
+
+        failovers: those since the last call.
+        """
         if not self._memory.config.history or self._memory.model is None:
             return
         if not self._begun:
@@ -67,11 +79,17 @@ class History:
             made = int(self._control["checkpoints"]) > 0  # by this job since
             self._fresh = not self._memory.adopted and (made or not restored)
             self._settings = self._in_force()
+            self._counts = self._event_counts()
             self._measure(now)
             self._note_learners()
+            if self._memory.adopted:
+                self._learners = self._there()
+                self._event("adoption", learners=len(self._learners))
+            self._note_events()
             return
         self._note_changes()
         self._note_learners()
+        self._note_events(failovers)
         age = time.time() - int(self._control["started"])
         if now - self._point_at >= min(max(LEAST_POINT_S, age * SHARE), MOST_POINT_S) * 0.9:
             self._point(now)
@@ -121,20 +139,53 @@ class History:
         if changed:
             self._add({"set": changed}, int(self._control["numbers_version"]))
 
+    def _there(self) -> dict[tuple[int, int], int]:
+        """Return the pid of each learner by its row and generation."""
+        roster = self._control["roster"]
+        return {
+            (row, int(roster[row]["generation"])): int(roster[row]["pid"])
+            for row in self._memory.rings
+            if roster[row]["name"] != REPLICA
+        }
+
     def _note_learners(self) -> None:
         """The pid of each learner that has come: the writer puts its command line there.
 
         Reading a command line may block, which the watchdog must not.
         """
-        roster = self._control["roster"]
-        there = {
-            (row, int(roster[row]["generation"])): int(roster[row]["pid"])
-            for row in self._memory.rings
-            if roster[row]["name"] != REPLICA
-        }
-        for learner in there.keys() - self._learners:
+        there = self._there()
+        for learner in there.keys() - self._learners.keys():
             self._add({"pid": there[learner]}, int(self._control["version"]))
-        self._learners = set(there)
+
+    def _note_events(self, failovers: Sequence[Failover] = ()) -> None:
+        """Note learners that have come or left, failovers and checkpoints."""
+        before, now = self._counts, self._event_counts()
+        there, roster, self._counts = self._there(), self._control["roster"], now
+        for learner in sorted(self._learners.keys() - there.keys()):
+            row, generation = learner
+            left = int(roster[row]["gone"])
+            if int(roster[row]["generation"]) != generation:  # another one has its row already
+                left = layout.Gone.DIED if now[0] > before[0] else layout.Gone.DETACHED
+            self._event(LEFT.get(left, "detach"), learner=row, pid=self._learners[learner])
+        for learner in sorted(there.keys() - self._learners.keys()):
+            self._event("attach", learner=learner[0], pid=there[learner])
+        self._learners = there
+        for one in failovers:
+            self._event("failover", ms=one.ms, dead_pid=one.dead_pid, pid=one.pid)
+        if now[1] > before[1]:
+            self._event("checkpoint", checkpoint_version=int(self._control["checkpoint_version"]))
+        if now[2] > before[2]:
+            self._event("checkpoint failed")
+
+    def _event_counts(self) -> tuple[int, int, int]:
+        """Return the learners that died, checkpoints, and those that failed."""
+        control = self._control
+        names = ("learner_deaths", "checkpoints", "checkpoint_failures")
+        deaths, checkpoints, failures = (int(control[name]) for name in names)
+        return deaths, checkpoints, failures
+
+    def _event(self, kind: str, **facts: float) -> None:
+        self._add({"event": kind} | facts, int(self._control["version"]))
 
     def _point(self, now: float) -> None:
         """A line, unless nothing has happened since the last one."""

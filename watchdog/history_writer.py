@@ -35,7 +35,7 @@ class Writer:
         """Write the lines and the notes. Raises nothing."""
         whole = self._with_command(line)
         self._waiting += [whole] * bool(whole)
-        if whole != line and self._file is None:
+        if self._file is None and (whole != line or _is_event(line)):
             return  # a job without a gradient leaves the history of the job before
         problem = ""
         try:
@@ -55,7 +55,7 @@ class Writer:
 
     def _with_command(self, raw: bytes) -> bytes:
         """Replace a learner's pid in a line by its command line; empty if that is known already."""
-        if b'"pid":' not in raw:
+        if b'"pid":' not in raw or _is_event(raw):
             return raw
         values = json.loads(raw)
         command = command_line.of(values.pop("pid"))
@@ -63,6 +63,11 @@ class Writer:
             return b""
         self._command = command
         return history_file.line(values | {"command": command})
+
+
+def _is_event(raw: bytes) -> bool:
+    """Return whether the line is about processes of the job or its checkpoints."""
+    return b'"event":' in raw
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ from gadei_ps.watchdog.server_starter import FILES_INTERVAL_S, Server, ServerSta
 NUMBERS = (0, 1)
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
 RESTART_EXPECTED_S = 1.0  # after a death: the next server is started within milliseconds
+MOST_FAILOVERS = 100  # that wait for the history, which takes them once a second
 REFUSED_RETRY_S = (
     600.0  # until a build that was refused is tried again though its files are the same
 )
@@ -64,6 +65,18 @@ class Running:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class Failover:
+    """Change of the active server after a death.
+
+    ms: from the notice of the death until the next server was seen to be active.
+    """
+
+    dead_pid: int
+    pid: int
+    ms: float
+
+
 @dataclass(eq=False)
 class Servers:
     """Both servers of a job.
@@ -90,6 +103,10 @@ class Servers:
     """Name of a killed server that does not end, and the reason; or empty."""
     blocked: str = ""
     """The same if it is the active one, so that nothing can be applied any more."""
+    _failovers: list[Failover] = field(default_factory=list, init=False)
+    """Those that the history has not taken yet."""
+    _inactive: tuple[int, float] | None = None
+    """Pid of an active server that has died, and the time; until the next one is active."""
     _hung: Watch = field(init=False)
     _idle: Watch = field(init=False)
     _stuck: Watch = field(init=False)
@@ -185,6 +202,7 @@ class Servers:
     def look(self, now: float) -> None:
         """Start servers that are missing and due, kill those that hang. Called every tick."""
         self._prepare_starter(now)
+        self._look_for_failover()
         free = [number for number in NUMBERS if number not in self.running]
         wait = restart.delay(self._exits, now, self.policy)
         if wait == GIVE_UP and self.serving:
@@ -345,7 +363,22 @@ class Servers:
 
     # -- dying ----------------------------------------------------------------------------------
 
+    def _look_for_failover(self) -> None:
+        if self._inactive is None or not self._is_one_in(Stage.SERVING):
+            return
+        (dead_pid, since), self._inactive = self._inactive, None
+        ms = round((time.monotonic() - since) * 1e3, 1)
+        one = Failover(dead_pid, self.active_pid, ms)
+        self._failovers = [*self._failovers[-MOST_FAILOVERS:], one]
+
+    def take_failovers(self) -> list[Failover]:
+        """Return the failovers since the last call."""
+        found, self._failovers = self._failovers, []
+        return found
+
     def _died(self, one: Running) -> None:
+        if one.active or one.pid == self.active_pid:
+            self._inactive = self._inactive or (one.pid, time.monotonic())
         self.selector.unregister(one.pidfd)
         os.close(one.pidfd)
         del self.running[one.number]

@@ -349,7 +349,7 @@ class Supervisor:
             self._requests.expire(self._lock)
         self._roster.look(now)
         self._roster.kill_hung(now)
-        self._history.look(now)
+        self._history.look(now, self._servers.take_failovers())
         if not self._stopping.begun:
             self._checkpoints.look(now)
             self._wanted.look()

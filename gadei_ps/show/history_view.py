@@ -23,6 +23,12 @@ COLOURS = {
     "gradients_per_s": "tab:orange",
     "accuracy": "tab:green",
 }
+LEARNER_EVENTS = {
+    "attach": "attached",
+    "detach": "detached",
+    "death": "died",
+    "eviction": "was evicted",
+}
 
 
 def render(lines: Sequence[Line]) -> RenderableType:
@@ -47,7 +53,7 @@ def render(lines: Sequence[Line]) -> RenderableType:
             rate(one[name]) if _is_number(one.get(name)) else "",
             _number(one.get("staleness"), ".2f"),
             _number(one.get("learners"), ".0f"),
-            _event(one),
+            event_text(one),
         )
     silent = any("samples" in one for one in points) and not any(losses)
     return Group(made, Text(NO_LOSS, style="dim")) if silent else made
@@ -130,7 +136,8 @@ def _number(value: Any, form: str) -> str:
     return format(value, form) if _is_number(value) else ""
 
 
-def _event(line: Line) -> str:
+def event_text(line: Line) -> str:
+    """Describe what a line of a history says beside numbers; empty for a point."""
     parts = []
     if isinstance(changed := line.get("set"), dict):
         parts += [
@@ -141,7 +148,24 @@ def _event(line: Line) -> str:
     if isinstance(measured := line.get("measured"), dict):
         parts += [f"{name} {text(value)}" for name, value in measured.items()]
     parts += [str(line[name]) for name in ("command", "ended") if isinstance(line.get(name), str)]
+    if isinstance(line.get("event"), str):
+        parts.append(_occurrence(line))
     return ", ".join(parts)
+
+
+def _occurrence(line: Line) -> str:
+    """Describe an event of a process or a checkpoint: `learner 3 died (pid 4711)`."""
+    kind = line["event"]
+    if kind == "failover":
+        return f"failover in {_number(line.get('ms'), '.1f') or '?'} ms"
+    if kind == "adoption":
+        return "a new watchdog has adopted the job"
+    if kind == "checkpoint":
+        return f"checkpoint of version {_number(line.get('checkpoint_version'), ',.0f')}"
+    if kind in LEARNER_EVENTS:
+        learner, pid = (_number(line.get(name), ".0f") for name in ("learner", "pid"))
+        return f"learner {learner} {LEARNER_EVENTS[kind]} (pid {pid})"
+    return str(kind)
 
 
 def check_plot() -> None:

@@ -23,7 +23,7 @@ MOST: Final = 4000  # points in a file; thinned out, there is half of that
 MOST_EVENTS: Final = 1000
 MOST_BYTES: Final = 64 << 20  # of a file that is read: far more than any history has
 LINE_BYTES: Final = 4000  # of a longest line: less than a pipe takes at once
-EVENTS: Final = ("set", "measured", "command", "ended")
+EVENTS: Final = ("set", "measured", "command", "ended", "event")
 OLD: Final = ".old"  # the file of the job of that name before
 OWN: Final = re.compile(rf"\.?([A-Za-z0-9][\w-]*\.)?history({re.escape(OLD)})?\.jsonl(\.tmp)?")
 
@@ -68,9 +68,13 @@ def _is_time(value: object) -> bool:
 
 
 def thinned(lines: Iterable[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
-    """Select at most `most` // 2 + 1 points, equally far apart in time, and the newest events."""
+    """Select at most `most` // 2 + 1 points, equally far apart in time, and the newest events.
+
+    Events of processes and checkpoints, which may be many, do not displace the others.
+    """
     rows = list(lines)
-    events = [one for one in rows if not _is_point(one)][-MOST_EVENTS:]
+    events = [one for one in rows if not _is_point(one) and "event" not in one][-MOST_EVENTS:]
+    events += [one for one in rows if "event" in one][-MOST_EVENTS // 2 :]
     points = [one for one in rows if _is_point(one)]
     if len(points) > most // 2:
         times = [float(one["time"]) for one in points]

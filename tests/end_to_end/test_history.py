@@ -15,10 +15,10 @@ import numpy as np
 import psutil
 import pytest
 from shell import Cli
-from support import daemon, eventually, status
+from support import Pusher, daemon, eventually, status
 from support.blocked_disk import BlockedDisk, why_not
 
-from gadei_ps.commands import change, history
+from gadei_ps.commands import change, history, jobs
 from gadei_ps.job.config import state_directory
 from gadei_ps.job.control import Measured, SetSync, ask
 from gadei_ps.learners.client import Client
@@ -37,9 +37,9 @@ shape = [8]
 
 
 def lines(source: str | Path) -> list[dict[str, Any]]:
-    """Points and changes, without the lines on learners and the end."""
+    """Points and changes, without the lines on learners, other events and the end."""
     found = history.read(str(source))["lines"]
-    return [one for one in found if not {"command", "ended"} & one.keys()]
+    return [one for one in found if not {"command", "ended", "event"} & one.keys()]
 
 
 def push(client: Client, count: int = 1) -> None:
@@ -103,6 +103,40 @@ def test_a_history(job_name: str) -> None:
     assert (newest.state, before.state) == ("stopped", "stopped")
     assert (before.gradients, before.accuracy, before.loss) == (applied, 0.75, 2.0)
     assert "pytest" in before.command or before.command, "the learner is a fork of this process"
+
+
+def test_events(job_name: str) -> None:
+    """Learners that come and leave, checkpoints, and a failover with its duration."""
+
+    def events(kind: str) -> list[dict[str, Any]]:
+        file = Path(status(job_name)["history"])
+        there = history.read(str(file))["lines"] if file.exists() else []
+        return [one for one in there if one.get("event") == kind]
+
+    how: dict[str, Any] = {"tensors": TENSORS, "history": True, "standby": True}
+    with daemon(job_name, **how, checkpoint={"every_s": 0}):
+        killed = Pusher(job_name, lambda client: push(client))
+        eventually(lambda: events("attach"))
+        killed.kill()
+        eventually(lambda: events("death"))
+        with Client(job_name) as client:
+            eventually(lambda: push(client) or len(events("attach")) == 2)
+            jobs.checkpoint(job_name)
+            eventually(lambda: events("checkpoint"))
+            eventually(lambda: status(job_name)["standby_pid"])
+            active = status(job_name)["server_pid"]
+            os.kill(active, signal.SIGKILL)
+            eventually(lambda: push(client) or events("failover"))
+            (failover,) = events("failover")
+            assert failover["dead_pid"] == active
+            assert failover["pid"] == status(job_name)["server_pid"] != active
+            assert failover["ms"] >= 0
+            pid = os.getpid()
+        eventually(lambda: events("detach"))
+        assert [one["pid"] for one in events("attach")] == [killed.child.pid, pid]
+        assert [(one["learner"], one["pid"]) for one in events("death")] == [(0, killed.child.pid)]
+        assert [one["pid"] for one in events("detach")] == [pid]
+        assert events("checkpoint")[0]["checkpoint_version"] > 0
 
 
 def test_it_goes_on_after_deaths(cli: Cli, job_name: str) -> None:

@@ -46,6 +46,8 @@ def test_points_are_equally_far_apart() -> None:
     assert times[-1] >= 960
     assert {round(b - a) for a, b in itertools.pairwise(times)} == {20}
     assert len(thinned([_point(0.0, set={}) for _ in range(5000)])) == history_file.MOST_EVENTS
+    many = [_point(0.0, set={})] + [_point(1.0, event="attach") for _ in range(5000)]
+    assert len(thinned(many)) == history_file.MOST_EVENTS // 2 + 1, "events displace no changes"
 
 
 def test_lines_are_appended_and_bounded(tmp_path: Path) -> None:
