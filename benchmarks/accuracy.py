@@ -3,7 +3,7 @@
     python -m gadei_ps.benchmarks.accuracy [--data DIR] [--sets trec6 mr] [--kill-every 10]
 
 DIR contains trec6/{train,test}.csv and mr/all.csv. A tenth of mr becomes its test file. Writes
-results/accuracy.json. Takes minutes to hours, because it uses the defaults of `gadei-ps train`.
+results/accuracy.json. Takes minutes to hours, because it uses the defaults of the CNN.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ MODELS = (
 
 
 def run(quick: bool = False) -> Part:
-    """Run each model once, with the defaults of `gadei-ps train`."""
+    """Run each model once, with the defaults of `gadei-ps train --model cnn`."""
     found = {}
     more = ["--epochs", "1"] if quick else []
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,1 +1,1 @@
-"""The paper's application: a CSV file in, a sentence classifier out."""
+"""The application of GaDei: a CSV file in, a sentence classifier out."""

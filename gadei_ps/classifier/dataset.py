@@ -9,11 +9,13 @@ Parquet needs pyarrow. Every mistake in a file raises `DatasetError` with one li
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from os import PathLike
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,12 +54,55 @@ def defaults(rows: int) -> TrainDefaults:
 
 
 @dataclass(frozen=True, eq=False)
+class LabelSets:
+    """Labels of rows that may have several.
+
+    starts: int64, (n + 1,), of each row in `labels`, and the end of the last one. labels: int64.
+    """
+
+    starts: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> LabelSets:
+        """Pack the labels of each row."""
+        starts = np.concatenate(([0], np.cumsum([len(row) for row in rows], dtype=np.int64)))
+        return cls(starts, np.fromiter(chain.from_iterable(rows), np.int64, int(starts[-1])))
+
+    def matrix(self, rows: NDArray[np.int64], classes: int) -> NDArray[np.float32]:
+        """Return 1 for each label of these rows, else 0: float32, (rows, classes)."""
+        found = np.zeros((len(rows), classes), np.float32)
+        for at, row in enumerate(rows.tolist()):
+            found[at, self.labels[self.starts[row] : self.starts[row + 1]]] = 1
+        return found
+
+    def only(self, keep: NDArray[np.bool_]) -> LabelSets:
+        """Return those of these rows alone."""
+        lengths = np.diff(self.starts)
+        starts = np.concatenate(([0], np.cumsum(lengths[keep])))
+        return LabelSets(starts, self.labels[np.repeat(keep, lengths)])
+
+
+def split_labels(label: str, separator: str | None) -> list[str]:
+    """Split the content of a column of labels: by the separator, or as a JSON list."""
+    if separator is None:
+        return [label]
+    parts: list[Any] = label.split(separator)
+    if label.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            parts = json.loads(label)
+    found = [str(part).strip() for part in parts]
+    return list(dict.fromkeys(part for part in found if part)) or [label]
+
+
+@dataclass(frozen=True, eq=False)
 class Dataset:
     """Sentences with their labels.
 
     texts: n sentences. labels: int64, shape (n,), indices into label_names, or UNSEEN_LABEL.
     label_names: sorted, without duplicates. notices: how the file was read, where that is not as
-    everybody expects; warnings: what is odd in it. One line each, for the user to see.
+    everybody expects; warnings: what is odd in it. One line each, for the user to see. sets: all
+    labels of each row, of which `labels` has the first, if rows may have several.
     """
 
     texts: tuple[str, ...]
@@ -65,6 +110,7 @@ class Dataset:
     label_names: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    sets: LabelSets | None = None
 
     def __post_init__(self) -> None:
         if self.labels.shape != (len(self.texts),):
@@ -78,7 +124,10 @@ class Dataset:
 
 
 def read_training(
-    path: str | PathLike[str], text_column: str | None = None, label_column: str | None = None
+    path: str | PathLike[str],
+    text_column: str | None = None,
+    label_column: str | None = None,
+    separator: str | None = None,
 ) -> Dataset:
     """Read the file to train from: one labelled sentence a row, with or without a header.
 
@@ -86,17 +135,18 @@ def read_training(
     UTF-8, or UTF-16 as Excel writes it; all may be compressed. The columns are found as
     `columns.find` says. Other columns are ignored. White space around texts and labels is dropped.
     Rows without a text or a label are left out, with a warning. Raises DatasetError if the file
-    cannot be read or parsed, or has fewer than two labels or fewer than MIN_ROWS rows.
+    cannot be read or parsed, or has fewer than two labels or fewer than MIN_ROWS rows. separator:
+    of several labels of a row, if rows may have several.
     """
     rows, notices, warnings = _labelled(path, text_column, label_column)
-    names = tuple(sorted({row.label for row in rows}))
+    names = tuple(sorted({one for row in rows for one in split_labels(row.label, separator)}))
     if len(names) == 1:
         what = f"every row has the label {list_names(names)}"
         raise error(path, None, what, "give rows of at least two labels")
     if len(rows) < MIN_ROWS:
         what = f"the file has only {counted(len(rows), 'row')}, but a tenth is held out"
         raise error(path, None, what, f"give at least {MIN_ROWS} rows")
-    return _dataset(rows, names, notices, warnings)
+    return _dataset(rows, names, notices, warnings, separator)
 
 
 def read_test(
@@ -104,6 +154,7 @@ def read_test(
     label_names: Sequence[str],
     text_column: str | None = None,
     label_column: str | None = None,
+    separator: str | None = None,
 ) -> Dataset:
     """Read a file on which a model is measured. `label_names` are the labels of the model.
 
@@ -113,16 +164,17 @@ def read_test(
     """
     rows, notices, warnings = _labelled(path, text_column, label_column)
     known = set(label_names)
-    unseen = [row for row in rows if row.label not in known]
+    unseen = [row for row in rows if not known.issuperset(split_labels(row.label, separator))]
     if unseen:
-        names = sorted({row.label for row in unseen})
+        every = {one for row in unseen for one in split_labels(row.label, separator)}
+        names = sorted(every - known)
         share = f"{len(unseen)} of {counted(len(rows), 'row')}"
         what = (
             f"labels that the training data lack ({list_names(names)}) in {share}: "
             "their predictions are wrong"
         )
         warnings.append(f"{place(path, unseen[0].line)}: {what}")
-    return _dataset(rows, tuple(label_names), notices, warnings)
+    return _dataset(rows, tuple(label_names), notices, warnings, separator)
 
 
 class Table(NamedTuple):
@@ -162,11 +214,23 @@ class _Labelled(NamedTuple):
 
 
 def _dataset(
-    rows: list[_Labelled], names: tuple[str, ...], notices: tuple[str, ...], warnings: list[str]
+    rows: list[_Labelled],
+    names: tuple[str, ...],
+    notices: tuple[str, ...],
+    warnings: list[str],
+    separator: str | None,
 ) -> Dataset:
     number = {name: i for i, name in enumerate(names)}
-    labels = np.array([number.get(row.label, UNSEEN_LABEL) for row in rows], np.int64)
-    return Dataset(tuple(row.text for row in rows), labels, names, tuple(warnings), notices)
+    every = [
+        [number.get(one, UNSEEN_LABEL) for one in split_labels(row.label, separator)]
+        for row in rows
+    ]
+    labels = np.array([row[0] for row in every], np.int64)
+    sets = None
+    if separator is not None:
+        sets = LabelSets.of([[one for one in row if one != UNSEEN_LABEL] for row in every])
+    texts = tuple(row.text for row in rows)
+    return Dataset(texts, labels, names, tuple(warnings), notices, sets)
 
 
 def _labelled(

@@ -18,6 +18,7 @@ from typing import Any
 
 from gadei_ps.classifier.counting import Progress, sources
 from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
+from gadei_ps.classifier.model_directory import check_result_directory
 from gadei_ps.classifier.train import MAX_REFUSED, STALLED_S
 from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
@@ -64,10 +65,7 @@ def train(
     settings.check()
     plan = raised(Plan.read(settings), run.machines)
     run = filled(run, plan)
-    # Imported late: PyTorch takes seconds to load, and mistakes in the data are found before.
-    from gadei_ps.classifier import network
-
-    network.check_result_directory(settings.out or Path("model-1"))
+    check_result_directory(settings.out or Path("model-1"))
     display = Display(plan.epochs, silent=display_silent)
     machines, groups = counted(run.machines, "replica"), counted(len(run.groups), "group")
     learners = counted(settings.learners, "learner")

@@ -92,7 +92,8 @@ def _first_of_each(groups: Groups, stay: NDArray[np.bool_]) -> Groups:
 def subset(dataset: Dataset, keep: NDArray[np.bool_]) -> Dataset:
     """These rows alone, without notices and warnings."""
     texts = tuple(text for text, kept in zip(dataset.texts, keep, strict=True) if kept)
-    return Dataset(texts, dataset.labels[keep], dataset.label_names)
+    sets = None if dataset.sets is None else dataset.sets.only(keep)
+    return Dataset(texts, dataset.labels[keep], dataset.label_names, sets=sets)
 
 
 def check(path: str | PathLike[str], dataset: Dataset, groups: Groups) -> None:

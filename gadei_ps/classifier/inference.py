@@ -1,27 +1,22 @@
-"""The sentence classifier without PyTorch: its sizes, its probabilities, and its model directory.
+"""The sentence classifiers without PyTorch: their sizes and probabilities.
 
-`gadei-ps predict` needs only this: PyTorch's import alone takes longer than a sentence should.
-`network.py` trains the same network, explains it, and writes the directory.
+PyTorch's import alone takes longer than `gadei-ps predict` should take for a sentence, and the
+launcher of `train` needs no gradients. `network.py` and `ensemble.py` train the same networks and
+explain them.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 from numpy.typing import NDArray
 
-from gadei_ps.classifier.words import PADDING, Vocabulary
-from gadei_ps.errors import GadeiError
-from gadei_ps.machine import user_files
-from gadei_ps.show.counts import counted
+from gadei_ps.classifier.calibration import log_softmax
+from gadei_ps.classifier.features import Rows
+from gadei_ps.classifier.words import PADDING
 
 Floats = NDArray[np.float32]
 BATCH = 64
@@ -75,19 +70,61 @@ class Sizes:
         }
 
 
+@dataclass(frozen=True)
+class EnsembleSizes:
+    """Sizes of an ensemble. Raises ValueError if one is not positive.
+
+    features: n-grams that it knows. hidden: units of its part `bag`.
+    """
+
+    features: int
+    vocabulary_size: int
+    classes: int
+    hidden: int = 64
+    embedding: int = 64
+    maps: int = 64
+    widths: Sequence[int] = (4, 3, 2)
+    dropout: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(n, int) and n > 0 for n in (self.features, self.hidden)):
+            raise ValueError(f"sizes must be positive integers: {self.features}, {self.hidden}")
+        object.__setattr__(self, "widths", self.cnn.widths)
+
+    @property
+    def cnn(self) -> Sizes:
+        """Sizes of the part `cnn`."""
+        sizes = asdict(self)
+        return Sizes(**{name: sizes[name] for name in Sizes.__dataclass_fields__})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The sizes as JSON values."""
+        return asdict(self)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters, by name."""
+        return {
+            "wide": (self.features, self.classes),
+            "wide_bias": (self.classes,),
+            "bag": (self.features, self.hidden),
+            "bag_bias": (self.hidden,),
+            "output_weight": (self.classes, self.hidden),
+            "output_bias": (self.classes,),
+        } | {f"cnn.{name}": shape for name, shape in self.cnn.shapes.items()}
+
+
 class Classifier(NamedTuple):
-    """A trained network. tensors: float32, as `Sizes.shapes` describes them."""
+    """A trained CNN. tensors: float32, as `Sizes.shapes` describes them."""
 
     sizes: Sizes
     tensors: Mapping[str, Floats]
 
-    def probabilities(self, tokens: NDArray[np.int32], batch_size: int = BATCH) -> Floats:
-        """Return the probabilities (n, classes) of sentences (n, width) with trailing PADDING."""
-        found = np.empty((len(tokens), self.sizes.classes), np.float32)
+    def parts(self, tokens: NDArray[np.int32], batch_size: int = BATCH) -> Floats:
+        """Return log probabilities (1, n, classes) of sentences (n, width), PADDING at the end."""
+        found = np.empty((1, len(tokens), self.sizes.classes), np.float32)
         for rows, batch in batches(tokens, batch_size):
-            logits = self.logits(batch)
-            powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-            found[rows] = powers / powers.sum(axis=1, keepdims=True)
+            found[0, rows] = log_softmax(self.logits(batch))
         return found
 
     def logits(self, tokens: NDArray[np.int32]) -> Floats:
@@ -105,6 +142,43 @@ class Classifier(NamedTuple):
         return logits
 
 
+class EnsembleClassifier(NamedTuple):
+    """A trained ensemble. tensors: float32, as `EnsembleSizes.shapes` describes them."""
+
+    sizes: EnsembleSizes
+    tensors: Mapping[str, Floats]
+
+    def parts(self, texts: Rows, batch_size: int = BATCH, logits: bool = False) -> Floats:
+        """Return log probabilities by each part, or logits: (3, n, classes)."""
+        found = np.empty((3, len(texts), self.sizes.classes), np.float32)
+        prefix = "cnn."
+        of_cnn = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(prefix)
+        }
+        cnn = Classifier(self.sizes.cnn, of_cnn)
+        order = np.argsort(np.diff(texts.word_starts), kind="stable")
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            wide, hidden = self._summed(texts, rows)
+            bag = hidden @ self.tensors["output_weight"].T + self.tensors["output_bias"]
+            parts = np.stack([wide, bag, cnn.logits(texts.tokens(rows))])
+            found[:, rows] = parts if logits else log_softmax(parts)
+        return found
+
+    def _summed(self, texts: Rows, rows: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Return logits of the part `wide`, and hidden units of `bag`."""
+        wide = np.tile(self.tensors["wide_bias"], (len(rows), 1))
+        hidden = np.tile(self.tensors["bag_bias"], (len(rows), 1))
+        for at, row in enumerate(rows.tolist()):
+            part = slice(*texts.starts[row : row + 2].tolist())
+            features, values = texts.features[part], texts.values[part]
+            wide[at] += values @ self.tensors["wide"][features]
+            hidden[at] += values @ self.tensors["bag"][features]
+        return wide, np.maximum(hidden, 0)
+
+
 def batches(
     tokens: NDArray[np.int32], batch_size: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
@@ -114,115 +188,3 @@ def batches(
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         yield rows, tokens[rows, : max(1, lengths[rows[-1]])]
-
-
-# The model directory
-
-FORMAT = 2
-FORMAT_OF_CUTS = 3
-"""Format of a model whose texts are not cut into words. Releases without it refuse the model."""
-WEIGHTS, VOCABULARY, LABELS, CONFIG, METRICS = RESULT_FILES = (
-    "weights.safetensors",
-    "vocabulary.json",
-    "labels.json",
-    "config.json",
-    "metrics.json",
-)
-
-
-class ModelDirectoryError(GadeiError):
-    """A result directory cannot be written or read. The message is one line with the remedy."""
-
-
-class ModelDirectoryMistake(ModelDirectoryError):
-    """Another try would fail as well: the directory must change, or another one be named."""
-
-    exit_code = 2
-
-
-class Result(NamedTuple):
-    """Content of a result directory."""
-
-    model: Classifier
-    vocabulary: Vocabulary
-    label_names: tuple[str, ...]
-    config: dict[str, Any]
-    metrics: dict[str, Any]
-
-
-def load_result(directory: str | os.PathLike[str]) -> Result:
-    """Read what `save_result` wrote. Raises ModelDirectoryError if a file is missing or damaged."""
-    path = resolved(directory)
-    if not path.is_dir():
-        what = "is not a directory" if path.exists() else "there is no such directory"
-        raise failure(path, what, "give the directory of a finished training")
-    config = _read_object(path / CONFIG)
-    if config.get("format") not in (FORMAT, FORMAT_OF_CUTS):
-        what = f"has format {config.get('format')!r}, not {FORMAT} or {FORMAT_OF_CUTS}"
-        raise failure(path / CONFIG, what, "load it with the version that wrote it")
-    metrics = _read_object(path / METRICS)
-    labels = _read_object(path / LABELS).get("labels")
-    if not isinstance(labels, list) or not all(isinstance(name, str) for name in labels):
-        raise _damaged(path / LABELS, "labels must be a list of strings")
-    try:
-        vocabulary = Vocabulary.from_json(_read(path / VOCABULARY).decode())
-    except ValueError as error:
-        raise _damaged(path / VOCABULARY, str(error)) from None
-    sizes = config.get("model")
-    if not isinstance(sizes, dict):
-        raise _damaged(path / CONFIG, "the sizes of the model are missing")
-    for name, file, number in (
-        ("vocabulary_size", VOCABULARY, len(vocabulary)),
-        ("classes", LABELS, len(labels)),
-    ):
-        if sizes.get(name) != number:
-            entries = counted(number, "entry", "entries")
-            raise _damaged(path / file, f"{entries}, but config.json has {sizes.get(name)!r}")
-    return Result(_load_model(path, sizes), vocabulary, tuple(labels), config, metrics)
-
-
-def _load_model(path: Path, sizes: dict[str, Any]) -> Classifier:
-    try:
-        tensors = safetensors.numpy.load(_read(path / WEIGHTS))
-    except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise _damaged(path / WEIGHTS, str(error)) from None
-    try:
-        known = Sizes(**sizes)
-    except (TypeError, ValueError) as error:
-        raise _damaged(path / CONFIG, str(error)) from None
-    found = {name: (one.shape, one.dtype) for name, one in tensors.items()}
-    if found != {name: (shape, np.float32) for name, shape in known.shapes.items()}:
-        raise _damaged(path / WEIGHTS, "the tensors are not those that config.json describes")
-    return Classifier(known, tensors)
-
-
-def resolved(directory: str | os.PathLike[str]) -> Path:
-    """The path without links."""
-    return Path(os.path.realpath(directory))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with user_files.open_file(path) as file:
-            return file.read()
-    except OSError as error:
-        raise _damaged(path, str(error.strerror)) from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise _damaged(path, "not a JSON object")
-    return value
-
-
-def _damaged(path: Path, what: str) -> ModelDirectoryMistake:
-    return failure(path, f"missing or damaged ({what})", "restore the directory or train again")
-
-
-def failure(path: Path, what: str, remedy: str) -> ModelDirectoryMistake:
-    """The error for this path, in one line."""
-    return ModelDirectoryMistake(" ".join(f"{path}: {what}; {remedy}".split()))

@@ -3,22 +3,33 @@
     python -m gadei_ps.classifier.learner DATA.npz
 
 The environment names the job, and the machine in a run of groups. The launcher writes DATA.npz with
-tokens (int32, all sentences), lengths (int32, (n,)), labels (int64, (n,)) and `settings`, a JSON
-text. A learner has no state to lose: if it is killed, its batches go to other learners, and a new
-one can replace it.
+labels (int64, (n,)) and `settings`, a JSON text. For the CNN, it also has tokens (int32, all
+sentences) and lengths (int32, (n,)); for an ensemble, the arrays of features.Rows, and of LabelSets
+if rows may have several labels. A learner has no state to lose: if it is killed, its batches go to
+other learners, and a new one can replace it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
+from gadei_ps.classifier import ensemble
+from gadei_ps.classifier.dataset import LabelSets
+from gadei_ps.classifier.features import Rows
+from gadei_ps.classifier.inference import EnsembleSizes
 from gadei_ps.classifier.network import SentenceClassifier
+from gadei_ps.classifier.training_settings import ENSEMBLE
 from gadei_ps.classifier.words import Encoded
 from gadei_ps.errors import GadeiError, JobNotFound, JobStopped
 from gadei_ps.learners.torch import Optimizer, embedding, linear
@@ -31,23 +42,15 @@ NUMBER_VARIABLE = "GADEI_PS_MACHINE"
 
 def learn(path: str) -> None:
     """Learn until the server has no more batches. Raises what the client raises."""
-    with np.load(path) as data:
-        sentences = Encoded(data["tokens"], data["lengths"])
-        settings = json.loads(str(data["settings"]))
-        labels = data["labels"]
+    data = mapped(path)
+    settings = json.loads(str(data["settings"]))
+    labels = data["labels"]
     device = _device(settings["device"])
     if settings["threads"] is not None:
         torch.set_num_threads(settings["threads"])
     machine = int(os.environ.get(NUMBER_VARIABLE, "0"))
-    model = SentenceClassifier(
-        settings["vocabulary_size"],
-        settings["classes"],
-        dropout=settings["dropout"],
-        seed=settings["seed"],
-        sparse=True,  # pushes only the words of a batch, not the vocabulary
-        linear=linear,  # pushes only the rows of the filters that the batch changes
-        lookup=embedding,  # a GPU reads only the words of a batch
-    ).to(device)
+    model, loss_of = (_ensemble if settings["model"] == ENSEMBLE else _cnn)(data, settings)
+    model.to(device)
     optimizer = Optimizer(model, wire=settings["wire"], error_feedback=settings["error_feedback"])
     # So that two learners do not drop the same units in the same order.
     stream = machine << 32 | optimizer.client.generation
@@ -61,12 +64,70 @@ def learn(path: str) -> None:
     ):
         with optimizer.iteration():
             optimizer.zero_grad()
-            logits = model(_brought(sentences.batch(batch.indices), device))
-            loss = functional.cross_entropy(logits, _brought(labels[batch.indices], device))
+            loss = loss_of(batch.indices, _brought(labels[batch.indices], device))
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.report(loss=loss)
             optimizer.step()
     optimizer.client.detach()
+
+
+LossOf = Callable[[NDArray[np.int64], torch.Tensor], torch.Tensor]
+"""Loss of rows by their numbers and labels."""
+# Pushes only the rows of the filters that the batch changes; a GPU reads only the words of a batch.
+_PUSHED: Final[dict[str, Any]] = {"linear": linear, "lookup": embedding}
+
+
+def _cnn(
+    data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]
+) -> tuple[torch.nn.Module, LossOf]:
+    sentences = Encoded(data["tokens"], data["lengths"])
+    model = SentenceClassifier(
+        **settings["sizes"],
+        seed=settings["seed"],
+        sparse=True,  # pushes only the words of a batch, not the vocabulary
+        **_PUSHED,
+    )
+
+    def loss_of(rows: NDArray[np.int64], labels: torch.Tensor) -> torch.Tensor:
+        logits = model(_brought(sentences.batch(rows), labels.device))
+        return functional.cross_entropy(logits, labels)
+
+    return model, loss_of
+
+
+def _ensemble(
+    data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]
+) -> tuple[torch.nn.Module, LossOf]:
+    texts = Rows(**{one.name: data[one.name] for one in fields(Rows)})
+    sizes = EnsembleSizes(**settings["sizes"])
+    model = ensemble.Ensemble(sizes, seed=settings["seed"], **_PUSHED)
+    if not settings["multi_label"]:
+        return model, lambda rows, labels: ensemble.loss(model(texts, rows), labels)
+    sets = LabelSets(data["label_starts"], data["label_values"])
+
+    def loss_of(rows: NDArray[np.int64], labels: torch.Tensor) -> torch.Tensor:
+        truth = _brought(sets.matrix(rows, sizes.classes), labels.device)
+        return ensemble.multi_label_loss(model(texts, rows), truth)
+
+    return model, loss_of
+
+
+def mapped(path: str) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file that is not compressed. Learners share their memory."""
+    with np.load(path) as archive, open(path, "rb") as file:
+        arrays: dict[str, NDArray[Any]] = {}
+        for member in archive.zip.infolist():
+            file.seek(member.header_offset + 26)  # of a local header: the lengths of name and extra
+            name, extra = struct.unpack("<HH", file.read(4))
+            file.seek(name + extra, os.SEEK_CUR)
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            key = member.filename.removesuffix(".npy")
+            if shape and all(shape):
+                arrays[key] = np.memmap(path, dtype, "r", file.tell(), shape).view(np.ndarray)
+            else:
+                arrays[key] = archive[key]
+    return arrays
 
 
 def _device(name: str) -> torch.device:

@@ -1,4 +1,8 @@
-"""Measures weights on the held-out tenth, keeps the best ones, and writes the model at the end."""
+"""Measures weights on the held-out rows and writes the model directory.
+
+Of the CNN, the best weights are kept; of an ensemble the last ones, as its learning rate ends at 0.
+A second run of an ensemble has no held-out rows: what was measured in the first one stays.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,36 @@ import contextlib
 import itertools
 import math
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gadei_ps.classifier.inference import ModelDirectoryError
+import numpy as np
+
+from gadei_ps.classifier import report
+from gadei_ps.classifier.calibration import (
+    Calibration,
+    calibration_error,
+    fit,
+    fit_multi_label,
+    micro_f1,
+    multi_label_scores,
+    scores,
+)
+from gadei_ps.classifier.dataset import Dataset
+from gadei_ps.classifier.features import Rows
+from gadei_ps.classifier.inference import EnsembleClassifier, Floats
+from gadei_ps.classifier.model_directory import (
+    CONFUSION,
+    PICTURE,
+    ModelDirectoryError,
+    save_result,
+)
+from gadei_ps.classifier.report import Confusion, LabelQuality
 from gadei_ps.classifier.training_plan import Plan
+from gadei_ps.classifier.words import Encoded
 from gadei_ps.errors import JobFailed, JobStopped
 from gadei_ps.job import paths
 from gadei_ps.job.config import state_directory
@@ -21,6 +48,9 @@ from gadei_ps.show.display import Display
 
 Tensors = Mapping[str, FloatArray]
 """Weights by the names of their tensors."""
+
+WRITE_EVERY_S = 30.0
+"""Time between two writes of the model directory before the last one, of an ensemble (s)."""
 
 
 @dataclass
@@ -32,9 +62,13 @@ class Best:
     epoch: float = 0
     tensors: Tensors | None = None
 
-    def offer(self, accuracy: float, loss: float, epoch: float, tensors: Tensors) -> bool:
-        """Keep these weights if they are better: by accuracy, then by loss."""
-        if not math.isfinite(loss) or (accuracy, -loss) <= (self.accuracy, -self.loss):
+    def offer(
+        self, accuracy: float, loss: float, epoch: float, tensors: Tensors, always: bool = False
+    ) -> bool:
+        """Keep these weights if they are better, by accuracy, then by loss; or always."""
+        if not math.isfinite(loss):
+            return False
+        if not always and (accuracy, -loss) <= (self.accuracy, -self.loss):
             return False
         self.accuracy, self.loss, self.epoch, self.tensors = accuracy, loss, epoch, tensors
         return True
@@ -45,20 +79,23 @@ class Measuring:
 
     def __init__(self, plan: Plan, display: Display, device: str) -> None:
         """device: that learners compute on."""
-        from gadei_ps.classifier import network
-
-        corpus = plan.corpus
         self._plan = plan
+        """The run whose weights are kept."""
+        self._running = plan
         self._display = display
         self._device = device
-        self._model = network.SentenceClassifier(
-            len(corpus.vocabulary), len(corpus.train.label_names), dropout=plan.settings.dropout
-        )
-        self._held_out = corpus.held_out_encoded.padded()
         self.best = Best()
         self.history: list[dict[str, float]] = []
         self.directory: Path | None = None
         """Directory of the best model so far; None while it is not on the disk."""
+        self._written_at = -math.inf
+        self._written_epoch: float | None = None
+        self._calibration = Calibration()
+        self._error: float | None = None
+        self._micro_f1: float | None = None
+        self._labels: list[LabelQuality] = []
+        self._confusion: Confusion | None = None
+        self._last: Tensors | None = None
 
     def measure(
         self,
@@ -73,12 +110,20 @@ class Measuring:
         losses: of the learners. seconds: of training. True if the weights have not become better
         for `patience` epochs. The last entry of `history` is of these weights.
         """
-        from gadei_ps.classifier import network
-
-        self._load(tensors)
-        labels = self._plan.corpus.held_out.labels
-        accuracy, loss = network.evaluate(self._model, self._held_out, labels)
-        better = self.best.offer(accuracy, loss, epoch, tensors)
+        accuracy = loss = math.nan
+        better = False
+        is_cnn = self._plan.is_cnn
+        if self._running.measures:
+            corpus = self._plan.corpus
+            parts = self._parts(tensors, corpus.held_out_encoded)
+            calibration = self._calibrated(parts)
+            scored = Calibration() if is_cnn else calibration
+            accuracy, loss = self._scores(scored, parts, corpus.held_out)
+            better = self.best.offer(accuracy, loss, epoch, tensors, always=not is_cnn)
+            if better:
+                self._note_quality(calibration, parts)
+        else:
+            self._last = tensors
         self.history.append(
             {
                 "epoch": epoch,
@@ -89,32 +134,80 @@ class Measuring:
                 "samples_per_s": samples_per_s,
             }
         )
+        measured = f"validation accuracy {accuracy:.4f}, loss {loss:.4f}"
         self._display.event(
-            f"epoch {epoch:g}: validation accuracy {accuracy:.4f}, loss {loss:.4f}, "
-            f"{samples_per_s:,.0f} samples/s{' (best)' if better else ''}"
+            f"epoch {epoch:g}: {measured if self._running.measures else 'on all rows'}, "
+            f"{samples_per_s:,.0f} samples/s{' (best)' if better and is_cnn else ''}"
         )
-        if better:
+        if better and (is_cnn or time.monotonic() > self._written_at + WRITE_EVERY_S):
             try:
                 self._save({"finished": False})
             except ModelDirectoryError as error:
+                self._written_at = time.monotonic()
                 self._display.event(f"warning: {error}; training continues")
-        return epoch - self.best.epoch >= self._plan.settings.patience
+        return is_cnn and epoch - self.best.epoch >= self._plan.settings.patience
 
-    def _load(self, tensors: Tensors) -> None:
-        import torch
+    def _note_quality(self, calibration: Calibration, parts: Floats) -> None:
+        """Keep what the model directory has on weights that are kept."""
+        corpus = self._plan.corpus
+        self._calibration = calibration
+        probabilities = calibration.probabilities(parts)
+        if calibration.multi_label:
+            chosen, truth = probabilities >= calibration.threshold, _truth(corpus.held_out)
+            counts = (truth.sum(0), chosen.sum(0), (truth * chosen).sum(0))
+            assert corpus.train.sets is not None
+            learned = np.bincount(corpus.train.sets.labels, minlength=truth.shape[1])
+            self._labels = report.quality(self._plan.label_names, *counts, learned)
+            self._micro_f1 = micro_f1(chosen, truth)
+            return
+        labels = corpus.held_out.labels
+        self._error = calibration_error(probabilities, labels)
+        self._confusion = Confusion(labels, probabilities.argmax(axis=1), self._plan.label_names)
+        self._labels = self._confusion.labels(corpus.train.labels)
 
-        self._model.load_state_dict(
-            {name: torch.from_numpy(view) for name, view in tensors.items()}
-        )
+    def _calibrated(self, parts: Floats) -> Calibration:
+        held_out = self._plan.corpus.held_out
+        if held_out.sets is None:
+            return fit(parts, held_out.labels)
+        return fit_multi_label(parts, _truth(held_out))
+
+    @staticmethod
+    def _scores(calibration: Calibration, parts: Floats, rows: Dataset) -> tuple[float, float]:
+        """Return accuracy and mean loss (nats) on these rows."""
+        probabilities = calibration.probabilities(parts)
+        if not calibration.multi_label:
+            return scores(probabilities, rows.labels)
+        return multi_label_scores(probabilities, _truth(rows), calibration.threshold)
+
+    def begin_second(self, plan: Plan) -> None:
+        """Continue with a run on all rows."""
+        self._running = plan
+
+    def complete_second(self) -> None:
+        """Take the last weights of the run on all rows for the best ones."""
+        self._plan = self._running
+        self.best.tensors = self._last
+        self.best.epoch = self.history[-1]["epoch"]
+
+    def _parts(self, tensors: Tensors, encoded: Encoded | Rows) -> Floats:
+        """Return log probabilities (parts, n, classes), or logits if rows have several labels."""
+        model = self._plan.classifier(tensors)
+        if isinstance(model, EnsembleClassifier):
+            assert isinstance(encoded, Rows)
+            return model.parts(encoded, logits=self._plan.settings.label_separator is not None)
+        assert isinstance(encoded, Encoded)
+        return model.parts(encoded.padded())
 
     def _save(self, metrics: Mapping[str, Any]) -> None:
-        """Write the model directory; the loaded weights are the best. Raises ModelDirectoryError.
+        """Write the model directory with the best weights. Raises ModelDirectoryError.
 
         metrics: what is to be said of the training besides its history.
         """
         directory = self.directory or self._claimed()
         self._write(directory, metrics)
         self.directory = directory
+        self._written_at = time.monotonic()
+        self._written_epoch = self.best.epoch
 
     def _claimed(self) -> Path:
         """A directory for the model that has no other one, unless that is to be overwritten."""
@@ -136,9 +229,11 @@ class Measuring:
         raise AssertionError("there is always a free number")
 
     def _write(self, directory: Path, metrics: Mapping[str, Any]) -> None:
-        from gadei_ps.classifier import network
-
         corpus, settings = self._plan.corpus, self._plan.settings
+        assert self.best.tensors is not None
+        more = {}
+        if self._confusion is not None:
+            more = {CONFUSION: self._confusion.to_json(), PICTURE: self._confusion.to_svg()}
         config = {
             key: str(value) if isinstance(value, Path) else value
             for key, value in asdict(settings).items()
@@ -149,13 +244,20 @@ class Measuring:
             "max_epochs": self._plan.epochs,
             "device": self._device,
         }
-        network.save_result(
+        save_result(
             directory,
-            self._model,
+            self._plan.classifier(self.best.tensors),
             corpus.vocabulary,
             corpus.train.label_names,
             config,
-            {**self._measured(), **metrics, "history": self.history},
+            {
+                **self._measured(),
+                **metrics,
+                "labels": report.as_metrics(self._labels),
+                "history": self.history,
+            },
+            self._calibration,
+            more,
         )
 
     def _measured(self) -> dict[str, Any]:
@@ -164,6 +266,9 @@ class Measuring:
             "validation_loss": self.best.loss,
             "epochs": len(self.history) and int(self.history[-1]["epoch"]),
             "best_epoch": self.best.epoch,
+            "calibration_error": self._error,
+            "micro_f1": self._micro_f1,
+            "threshold": self._calibration.threshold,
         }
 
     def note(self, error: BaseException) -> bool:
@@ -182,9 +287,8 @@ class Measuring:
         """
         if self.best.tensors is None:
             raise JobFailed("no epoch ended with a finite loss: try a smaller --lr")
-        if self.directory is not None:
+        if self.directory is not None and self._written_epoch == self.best.epoch:
             return
-        self._load(self.best.tensors)
         try:
             self._save({"finished": False})
         except ModelDirectoryError as error:
@@ -202,16 +306,13 @@ class Measuring:
 
         facts: of it, how the training went. Raises JobFailed or ModelDirectoryError.
         """
-        from gadei_ps.classifier import network
-
         corpus = self._plan.corpus
         if self.best.tensors is None:
             raise JobFailed("no epoch ended with a finite loss: try a smaller --lr")
-        self._load(self.best.tensors)
         test_accuracy = None
         if corpus.test is not None:
-            tokens = corpus.test_encoded.padded()
-            test_accuracy, _ = network.evaluate(self._model, tokens, corpus.test.labels)
+            parts = self._parts(self.best.tensors, corpus.test_encoded)
+            test_accuracy, _ = self._scores(self._calibration, parts, corpus.test)
         if self.directory is None:
             self.directory = self._claimed()
         summary: dict[str, Any] = {
@@ -219,13 +320,22 @@ class Measuring:
             **self._measured(),
             **facts,
             "device": self._device,
-            "rows": len(corpus.train) + len(corpus.held_out),
+            "rows": len(corpus.train) + len(corpus.held_out) * self._plan.measures,
             "model_dir": str(self.directory),
             "notices": list(corpus.notices),
             "warnings": list(corpus.warnings),
+            "worst_labels": report.as_metrics(self._labels[: report.WORST]),
         }
+        for line in report.lines(self._labels):
+            self._display.event(line)
         self._write(self.directory, {**summary, "finished": True})
         return summary
+
+
+def _truth(rows: Dataset) -> Floats:
+    """Return 1 for each label of these rows, else 0: (n, classes)."""
+    assert rows.sets is not None
+    return rows.sets.matrix(np.arange(len(rows)), len(rows.label_names))
 
 
 def ended_by(number: int | None, stopped: bool = False) -> dict[str, Any]:

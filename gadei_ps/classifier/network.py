@@ -1,4 +1,4 @@
-"""The sentence classifier that the paper trains (Figure 2), and its model directory.
+"""The sentence classifier that the paper trains (Figure 2).
 
     word numbers (B, L) -> embedding (B, L, 300) -> filters of width 3, 4, 5, 100 of each
     -> maximum over positions (B, 300) -> ReLU -> dropout 1/2 -> linear -> logits (B, classes)
@@ -9,42 +9,17 @@ The module does not use the parameter server.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import secrets
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
 from gadei_ps.classifier.dataset import UNSEEN_LABEL
-from gadei_ps.classifier.inference import (
-    BATCH,
-    CONFIG,
-    FORMAT,
-    FORMAT_OF_CUTS,
-    LABELS,
-    METRICS,
-    RESULT_FILES,
-    VOCABULARY,
-    WEIGHTS,
-    ModelDirectoryError,
-    Sizes,
-    batches,
-    failure,
-    resolved,
-)
-from gadei_ps.classifier.words import PADDING, WORDS, Vocabulary
-from gadei_ps.show.strict_json import finite
-from gadei_ps.storage import files
+from gadei_ps.classifier.inference import BATCH, Sizes, batches
+from gadei_ps.classifier.words import PADDING
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Lookup = Callable[..., torch.Tensor]
@@ -199,82 +174,3 @@ def _logits(
             yield rows, logits.cpu()
     finally:
         model.train(training)
-
-
-# The result directory
-
-
-def check_result_directory(directory: str | os.PathLike[str]) -> None:
-    """Raise ModelDirectoryError if `save_result` would refuse `directory`.
-
-    The directory may be missing, empty, or an earlier result. Call this before a long training.
-    """
-    path = resolved(directory)
-    try:
-        names = {entry.name for entry in path.iterdir()}
-    except FileNotFoundError:
-        parent = next(p for p in path.parents if p.exists())
-        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-            raise failure(path, f"{parent} is not a writable directory", _ELSEWHERE) from None
-        try:  # for root, access() is not reliable
-            Path(tempfile.mkdtemp(prefix=".gadei-ps-", dir=parent)).rmdir()
-        except OSError as error:
-            raise failure(path, f"cannot be made ({error.strerror})", _ELSEWHERE) from None
-        return
-    except OSError as error:
-        raise failure(path, f"cannot be used ({error.strerror})", _ELSEWHERE) from None
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise failure(path, f"{path.parent} is not writable", _ELSEWHERE)
-    if names and not (names <= set(RESULT_FILES) and CONFIG in names):
-        raise failure(path, "holds other files than an earlier result", "empty it or name another")
-
-
-def save_result(
-    directory: str | os.PathLike[str],
-    model: SentenceClassifier,
-    vocabulary: Vocabulary,
-    label_names: Sequence[str],
-    config: Mapping[str, Any],
-    metrics: Mapping[str, Any],
-) -> None:
-    """Write the result directory whole or not at all, replacing an earlier result.
-
-    config: the training settings, written as "training" in config.json. metrics: any JSON values;
-    NaN and infinities are written as null. The files are written beside `directory`, in a directory
-    that then changes names with an earlier result by one call; that is deleted last. Where the file
-    system cannot exchange names, a kill may leave the earlier result whole as
-    `.<name>.<hex>.new.old`. Raises ModelDirectoryError if `check_result_directory` does or if a
-    write fails; then nothing has changed.
-    """
-    check_result_directory(directory)
-    path = resolved(directory)
-    number = FORMAT if vocabulary.cut == WORDS else FORMAT_OF_CUTS
-    settings = {"format": number, "model": model.sizes, "training": dict(config)}
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    contents = {
-        WEIGHTS: safetensors.torch.save(tensors),
-        VOCABULARY: vocabulary.to_json().encode(),
-        LABELS: _json({"labels": list(label_names)}),
-        CONFIG: _json(settings),
-        METRICS: _json(dict(metrics)),
-    }
-    mark = secrets.token_hex(4)
-    fresh = path.with_name(f".{path.name}.{mark}.new")
-    try:
-        files.make_directory(path.parent)
-        fresh.mkdir()
-        for name, data in contents.items():
-            files.write(fresh / name, [data])
-        files.replace_directory(fresh, path)
-    except OSError as error:
-        what = f"cannot be written ({error.strerror})"
-        raise ModelDirectoryError(f"{path}: {what}; {_ELSEWHERE}") from None
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)  # what could not be written, or the earlier one
-
-
-_ELSEWHERE = "name another directory"
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=2).encode()

@@ -11,17 +11,17 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gadei_ps import sync
 from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
+from gadei_ps.classifier.model_directory import check_result_directory
 from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.commands.daemon import Daemon, kept_version
 from gadei_ps.errors import DeviceError, JobFailed, JobInUse, JobStopped
-from gadei_ps.job.config import check_sync, from_mapping
+from gadei_ps.job.config import JobConfig, check_sync, from_mapping
 from gadei_ps.job.control import Measured, SetWork, Status, StopJob
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.foreground import suspends
@@ -51,27 +51,53 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     begin = time.monotonic()
     compute = _compute(settings)
     plan = Plan.read(settings)
+    config = _config(settings, plan)
+    check_result_directory(settings.out or Path("model-1"))
+    second = plan.second()
+    display = Display(plan.epochs * (1 if second is None else 2), silent=display_silent)
+    plan.print(display, counted(settings.learners, "learner"))
+    display.event(_where(compute, settings.learners))
+    display.event(f"job {config.name}; its history is in {config.history_file()}")
+    measuring = Measuring(plan, display, compute.device or "host")
+    if (version := kept_version(config.name)) is not None:
+        raise JobInUse(_kept(config.name, version))
+    with display, interrupts.first_told() as signalled:
+        first = _run(plan, config, display, compute, measuring, signalled)
+        runs = [first]
+        if second is not None and not first.stopped and signalled() is None:
+            display.event(f"once more, on all {len(second.corpus.train):,} sentences")
+            measuring.begin_second(second)
+            config = _config(settings, second)
+            runs += [_run(second, config, display, compute, measuring, signalled, plan.epochs)]
+        return finish(runs, begin)
+
+
+def _config(settings: Settings, plan: Plan) -> JobConfig:
+    """The job's configuration. Raises UsageError."""
     config = from_mapping(
         {
             "name": settings.job or f"train-{os.getpid()}",
-            "optimizer": {"kind": settings.optimizer, "lr": plan.lr},
+            "optimizer": plan.optimizer(),
             "sync": settings.sync,
         },
         "train",
     )
     check_sync(config, settings.learners, f"train --learners {settings.learners}")
-    # Imported late: PyTorch takes seconds to load, and mistakes in the data are found before.
-    from gadei_ps.classifier import network
+    return config
 
-    network.check_result_directory(settings.out or Path("model-1"))
-    display = Display(plan.epochs, silent=display_silent)
-    plan.print(display, counted(settings.learners, "learner"))
-    display.event(_where(compute, settings.learners))
-    display.event(f"job {config.name}; its history is in {config.history_file()}")
+
+def _run(
+    plan: Plan,
+    config: JobConfig,
+    display: Display,
+    compute: Compute,
+    measuring: Measuring,
+    signalled: Callable[[], int | None],
+    earlier: int = 0,
+) -> _Run:
+    """Train as the plan says. earlier: epochs of an earlier run. Raises GadeiError."""
+    settings = plan.settings
     threads = max(1, process.cores() // settings.learners)
-    measuring = Measuring(plan, display, compute.device or "host")
-    if (version := kept_version(config.name)) is not None:
-        raise JobInUse(_kept(config.name, version))
     daemon = Daemon(
         config,
         verbose=settings.verbose,
@@ -80,17 +106,12 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
         survives=True,
     )
     try:
-        with (
-            # A file in memory: it disappears with its processes, and only its owner can open it.
-            os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
-            daemon,
-            display,
-            interrupts.first_told() as signalled,
-        ):
+        # A file in memory: it disappears with its processes, and only its owner can open it.
+        with os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data, daemon:
             plan.write(data, plan.options(compute.device or "host", threads))
-            run = _Run(plan, daemon, display, compute, measuring, signalled)
+            run = _Run(plan, daemon, display, compute, measuring, signalled, earlier)
             run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
-            return run.finish(begin)
+            return run
     except BaseException as error:
         version = kept_version(config.name)
         if not measuring.note(error) and daemon.keeps and version is not None:
@@ -152,9 +173,11 @@ class _Run:
         compute: Compute,
         measuring: Measuring,
         signalled: Callable[[], int | None],
+        earlier: int,
     ) -> None:
-        """signalled: says which signal has asked for the end, if one has."""
+        """signalled: says which signal has asked for the end, if one has. earlier: epochs."""
         self.plan = plan
+        self.earlier = earlier
         self.settings = plan.settings
         self.daemon = daemon
         self.display = display
@@ -163,6 +186,7 @@ class _Run:
         self.signalled = signalled
         self.measuring = measuring
         self.stopped = False  # by another process
+        self.completed = False
         self.status: dict[str, Any] = {}
         self.deaths = 0
         self.train_seconds = 0.0
@@ -170,10 +194,8 @@ class _Run:
 
     def run(self, data: Path) -> None:
         """Train until the epochs are done or the held-out accuracy no longer improves."""
-        # Under WSP, the server hands out waves as batches.
-        wave = sync.parse(self.settings.sync).wave
-        batches = -(-len(self.plan.corpus.train) // (self.plan.batch_size * wave))
-        self.daemon.request(SetWork(batches=batches, epochs=self.epochs, seed=self.settings.seed))
+        work = SetWork(batches=self.plan.batches, epochs=self.epochs, seed=self.settings.seed)
+        self.daemon.request(work)
         command = process.module_command("gadei_ps.classifier.learner", str(data))
         learners = Learners(
             command,
@@ -188,6 +210,8 @@ class _Run:
                     self._watch(learners)
             except JobStopped:
                 self._take_last()
+            if self.completed and not self.plan.measures:
+                self.measuring.complete_second()
             self.daemon.keeps = self.measuring.best.tensors is not None
             self.measuring.secure(self.daemon.config.name)
             self.daemon.keeps = False  # as the model is on the disk
@@ -207,6 +231,9 @@ class _Run:
         Raises JobStopped if there are none: no gradient was applied.
         """
         self.stopped = True
+        if not self.plan.measures:
+            self.display.event("the job was stopped: the weights of the first run are kept")
+            return
         if self._flat is None:
             raise JobStopped(f"job {self.daemon.config.name!r} was stopped before its first epoch")
         self.display.event("the job was stopped: the best weights so far are kept")
@@ -232,13 +259,14 @@ class _Run:
                 self.train_seconds = now - first_gradient
                 self._map()
             begun = handed_out(work)
-            self.display.update(self.status, begun, self._left(begun))
+            self.display.update(self.status, self.earlier + begun, self._left(begun))
             if (number := self.signalled()) is not None:
                 self._wind_up(number, round(begun, 2) if begun > evaluated else None)
                 return
             if work["epochs_done"] > evaluated:
                 evaluated = work["epochs_done"]
                 if self._evaluate(evaluated) or evaluated >= self.epochs:
+                    self.completed = True
                     return
             time.sleep(POLL_S)
 
@@ -247,11 +275,11 @@ class _Run:
 
         Raises Interrupted if there is nothing to be kept.
         """
-        if not self.status["version"]:
+        if not self.status["version"] and self.measuring.best.tensors is None:
             raise Interrupted(number)
         name = signal.Signals(number).name
         self.display.event(f"{name}: the best weights so far are kept; once more ends at once")
-        if epoch is not None:
+        if epoch is not None and self.plan.measures:
             self._evaluate(epoch)
 
     def _check_refused(self) -> None:
@@ -306,7 +334,7 @@ class _Run:
         is_over = self._measure(epoch)
         last = self.measuring.history[-1]
         measured = {
-            "epoch": epoch,
+            "epoch": last["epoch"],
             "accuracy": last["validation_accuracy"],
             "validation_loss": last["validation_loss"],
         }
@@ -318,24 +346,34 @@ class _Run:
     def _measure(self, epoch: float) -> bool:
         losses = [one["loss"] for one in self.status["learners"] if one["loss"] is not None]
         return self.measuring.measure(
-            self._weights(), epoch, losses, self.train_seconds, self._samples_per_s()
+            self._weights(),
+            self.earlier + epoch,
+            losses,
+            self.train_seconds,
+            self.samples_per_s(),
         )
 
-    def _samples_per_s(self) -> float:
+    def samples_per_s(self) -> float:
         samples = self.status.get("samples", 0)
         return float(samples / self.train_seconds) if self.train_seconds > 0 else 0.0
 
-    def finish(self, begin: float) -> dict[str, Any]:
-        """Write the model directory, return the summary. begin: by the monotonic clock."""
-        seconds = time.monotonic() - begin
-        facts = {
-            "samples_per_s": self._samples_per_s(),
-            "gradients_applied": self.status["gradients_applied"],
-            "gradients_dropped": self.status["gradients_dropped"],
-            "gradients_refused": self.status["gradients_refused"],
-            "seconds": seconds,
-            "training_seconds": self.train_seconds,
-            "learners": self.settings.learners,
-            "learner_deaths": self.deaths,
-        } | ended_by(self.signalled(), self.stopped)
-        return self.measuring.finish(facts)
+
+def finish(runs: Sequence[_Run], begin: float) -> dict[str, Any]:
+    """Write the model directory, return the summary. begin: by the monotonic clock."""
+    seconds = time.monotonic() - begin
+    last = runs[-1]
+
+    def total(name: str) -> int:
+        return sum(run.status.get(name, 0) for run in runs)
+
+    facts = {
+        "samples_per_s": runs[0].samples_per_s(),
+        "gradients_applied": total("gradients_applied"),
+        "gradients_dropped": total("gradients_dropped"),
+        "gradients_refused": total("gradients_refused"),
+        "seconds": seconds,
+        "training_seconds": sum(run.train_seconds for run in runs),
+        "learners": last.settings.learners,
+        "learner_deaths": sum(run.deaths for run in runs),
+    } | ended_by(last.signalled(), last.stopped)
+    return last.measuring.finish(facts)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from gadei_ps.errors import UsageError
+
+ENSEMBLE: Final = "ensemble"
+"""The default: see ensemble.py."""
+CNN: Final = "cnn"
+"""The paper's network and hyperparameters: see network.py."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `train`. None: the default for the size of the set (Table 3).
+    """The options of `train`. None: the default for the model and the size of the set.
 
-    out: directory for the model; None: the first of model-1, model-2 and so on that is not there.
+    model: ENSEMBLE, or CNN, which groups of machines train; None: whichever of them fits. out:
+    directory for the model; None: the first of model-1, model-2 and so on that is not there.
     overwrite: whether an earlier model there is replaced. groups: file that names the machines;
     None: this one alone. address: of their Ray cluster.
     """
 
     train_file: Path
     test_file: Path | None = None
+    model: str | None = None
     learners: int = 2
     epochs: int | None = None
     batch_size: int | None = None
@@ -36,11 +44,16 @@ class Settings:
     overwrite: bool = False
     text_column: str | None = None
     label_column: str | None = None
+    label_separator: str | None = None
     job: str | None = None
     groups: Path | None = None
     address: str | None = None
     replace: bool = True
     verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if self.model is None:
+            object.__setattr__(self, "model", CNN if self.groups is not None else ENSEMBLE)
 
     def check(self) -> None:
         """Raise UsageError if a value is out of range, or `out` has a model."""
@@ -53,6 +66,10 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.model == ENSEMBLE and self.groups is not None:
+            raise UsageError("--groups trains the CNN: leave out --model ensemble")
+        if self.label_separator is not None and (self.model == CNN or not self.label_separator):
+            raise UsageError("--label-separator needs a separator, and the ensemble")
         if self.optimizer == "add":
             raise UsageError(
                 "--optimizer add is for learners with optimizers of their own, which push updates; "

@@ -32,6 +32,13 @@ else:
     OptimizerName = StrEnum("OptimizerName", {name.upper(): name for name in NAMES})
 
 
+class ModelName(StrEnum):
+    """Classifiers of `train`."""
+
+    ENSEMBLE = "ensemble"
+    CNN = "cnn"
+
+
 class Wire(StrEnum):
     """Number format of gradients in the ring."""
 

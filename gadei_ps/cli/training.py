@@ -14,6 +14,7 @@ from gadei_ps.cli.options import (
     DeviceName,
     Gpus,
     Json,
+    ModelName,
     OptimizerName,
     Verbose,
     Wire,
@@ -27,7 +28,7 @@ from gadei_ps.show.counts import counted
 from gadei_ps.show.plain import escaped, print_text
 
 if TYPE_CHECKING:
-    from gadei_ps.classifier.predict import Prediction, Predictor
+    from gadei_ps.classifier.predict import Choice, Prediction, Predictor
 
 
 def train(
@@ -37,20 +38,36 @@ def train(
     test: Annotated[
         Path | None, option("FILE.csv", "Sentences on which the finished model is measured.")
     ] = None,
+    model: Annotated[
+        ModelName | None,
+        option(
+            None,
+            "What is trained: an ensemble, or the CNN of the GaDei paper.",
+            "ensemble; cnn with --groups",
+        ),
+    ] = None,
     learners: Annotated[
         int | None, option("N", "Number of learner processes; with --groups, on each machine.", "2")
     ] = None,
-    epochs: Annotated[int | None, option("E", "Most passes over the data.", "200")] = None,
+    epochs: Annotated[
+        int | None,
+        option("E", "Passes over the data; of the CNN at most.", "4 to 16, by rows; cnn: 200"),
+    ] = None,
     batch_size: Annotated[
-        int | None, option("B", "Sentences in a mini-batch.", "2, 4 or 32, by rows")
+        int | None,
+        option("B", "Sentences in a mini-batch.", "16; cnn: 2, 4 or 32, by rows"),
     ] = None,
     optimizer: Annotated[
         OptimizerName | None,
-        option(None, "The rule by which gradients change the weights.", "adagrad"),
+        option(None, "With the CNN: the rule by which gradients change the weights.", "adagrad"),
     ] = None,
     lr: Annotated[
         float | None,
-        option("RATE", "Learning rate.", "0.01; of several machines with adagrad, up to 0.04"),
+        option(
+            "RATE",
+            "With the CNN: learning rate.",
+            "0.01; of several machines with adagrad, up to 0.04",
+        ),
     ] = None,
     sync: Annotated[str | None, option("MODEL", f"Synchronization model: {MODELS}", "asp")] = None,
     out: Annotated[
@@ -61,9 +78,17 @@ def train(
         bool, switch("--overwrite", "Replace an earlier model in the directory of --out.")
     ] = False,
     patience: Annotated[
-        int, option("E", "Stop after E epochs without a better held-out accuracy or loss.")
-    ] = 5,
-    dropout: Annotated[float, option("P", "Probability with which dropout zeroes a unit.")] = 0.5,
+        int | None,
+        option(
+            "E",
+            "With the CNN: stop after E epochs without a better held-out accuracy or loss.",
+            "5",
+        ),
+    ] = None,
+    dropout: Annotated[
+        float | None,
+        option("P", "With the CNN: probability with which dropout zeroes a unit.", "0.5"),
+    ] = None,
     seed: Annotated[
         int, option(None, "Seed for the held-out rows, the first weights and the order of samples.")
     ] = 0,
@@ -91,6 +116,10 @@ def train(
             "label, or a usual name",
         ),
     ] = None,
+    label_separator: Annotated[
+        str | None,
+        option("SEP", "Rows may have several labels, separated by this text.", "one label"),
+    ] = None,
     job: Annotated[str | None, option("NAME", "Name of the job.", "train-PID")] = None,
     groups: Annotated[
         Path | None,
@@ -113,8 +142,8 @@ def train(
 ) -> int:
     """Train a sentence classifier from a file of labelled sentences.
 
-    Label sentences with it by gadei-ps predict. The best model so far is written after each
-    epoch. Ctrl-C ends the training; pressed again, it ends at once.
+    Label sentences with it by gadei-ps predict. The model so far is written while it is trained.
+    Ctrl-C ends the training; pressed again, it ends at once.
     """
     if address is not None and groups is None:
         raise UsageError("--address needs --groups")
@@ -128,15 +157,19 @@ def train(
         "optimizer": optimizer.value if optimizer is not None else None,
         "lr": lr,
         "sync": sync,
+        "patience": patience,
+        "dropout": dropout,
     }
     given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+    if groups is None and model is not ModelName.CNN:
+        for name in given.keys() & {"optimizer", "lr", "patience", "dropout"}:
+            raise UsageError(f"--{name} is for --model cnn; the ensemble has its own settings")
     settings = Settings(
         train_file=file,
         test_file=test,
+        model=model.value if model is not None else None,
         epochs=epochs,
         batch_size=batch_size,
-        patience=patience,
-        dropout=dropout,
         seed=seed,
         wire=wire.value,
         error_feedback=error_feedback,
@@ -146,6 +179,7 @@ def train(
         overwrite=overwrite,
         text_column=text_column,
         label_column=label_column,
+        label_separator=label_separator,
         job=job,
         groups=groups,
         address=address,
@@ -182,6 +216,14 @@ def predict(
             "text, or a usual name",
         ),
     ] = None,
+    top: Annotated[int, option("N", "Print the N most likely labels of each sentence.")] = 1,
+    none: Annotated[
+        bool,
+        switch("--none", "Leave the label empty where none is likely: below a threshold."),
+    ] = False,
+    threshold: Annotated[
+        float | None, option("P", "With --none: the threshold.", "the model's")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Label sentences: from the arguments, from standard input, or from a CSV file."""
@@ -189,21 +231,26 @@ def predict(
         raise UsageError("give sentences or --csv, not both")
     if out is not None and csv is None:
         raise UsageError("--out needs --csv")
-    from gadei_ps.classifier.predict import Predictor
+    if top < 1:
+        raise UsageError(f"--top must be at least 1, not {top}")
+    if threshold is not None and not (none and 0 <= threshold <= 1):
+        raise UsageError("--threshold needs --none, and a probability from 0 to 1")
+    from gadei_ps.classifier.predict import Choice
 
+    choice = Choice(top, none, threshold)
     result: dict[str, Any] = {"model_dir": str(directory), "csv": None if out is None else str(out)}
     if csv is not None:
-        found, more = _predict_table(directory, csv, text_column, out, as_json)
+        found, more = _predict_table(directory, csv, choice, text_column, out, as_json)
         result |= more
     elif texts:
-        found = Predictor(directory).predict(texts)
+        found = _predictor(directory, choice).predict(texts)
         if not as_json:
             for one in found:
                 _print_prediction(one)
     else:
-        found = _predict_lines(Predictor(directory), as_json)
+        found = _predict_lines(_predictor(directory, choice), as_json)
     if as_json:
-        print_json(result | {"predictions": [one._asdict() for one in found]})
+        print_json(result | {"predictions": [one.as_dict() for one in found]})
     if strange := [one.text for one in found if not one.known_words]:
         _notice(
             f"{len(strange):,} of {counted(len(found), 'sentence')} without a word of the model's "
@@ -212,24 +259,38 @@ def predict(
     return 0
 
 
+def _predictor(directory: Path, choice: Choice) -> Predictor:
+    from gadei_ps.classifier.predict import Predictor
+
+    predictor = Predictor(directory, choice)
+    if choice.none and choice.threshold is None and not predictor.threshold:
+        raise UsageError(f"{directory} has no threshold, as its release had none: give --threshold")
+    return predictor
+
+
 def _predict_table(
-    directory: Path, csv: Path, text_column: str | None, out: Path | None, as_json: bool
+    directory: Path,
+    csv: Path,
+    choice: Choice,
+    text_column: str | None,
+    out: Path | None,
+    as_json: bool,
 ) -> tuple[list[Prediction], dict[str, Any]]:
     """Predict a file, and measure the result on it; write the predictions unless as_json."""
     from gadei_ps.classifier import dataset
-    from gadei_ps.classifier.predict import Predictor, compare, write_csv
+    from gadei_ps.classifier.predict import compare, write_csv
 
     # The file is read first, so that a mistake in it is reported before the model is loaded.
     table = dataset.read_table(csv, text_column)
     for notice in table.notices:
         _notice(notice)
-    predictor = Predictor(directory)
+    predictor = _predictor(directory, choice)
     found = predictor.predict(table.texts)
     if out is not None or not as_json:
         write_csv(table, found, out)
     if out is not None and not as_json:
         print_text(f"{counted(len(found), 'sentence')} labelled: {out}", sys.stdout)
-    if (true := compare(table, found, predictor.label_names)) is None:
+    if (true := compare(table, found, predictor.label_names, predictor.separator)) is None:
         return found, {}
     rows = counted(true.rows, "row")
     _notice(f"accuracy {true.accuracy:.4f} on {rows} with a label in column {true.column}")
@@ -256,7 +317,7 @@ def _notice(text: str) -> None:
 
 
 def _print_prediction(one: Prediction) -> None:
-    """Print label, probability and sentence, separated by tabs."""
+    """Print labels with their probabilities, and the sentence, separated by tabs."""
     terminal = sys.stdout.isatty()
-    label, text = (escaped(part) if terminal else part for part in (one.label, one.text))
-    print(label, f"{one.probability:.4f}", text, sep="\t", flush=terminal)
+    parts = [*one.cells(), one.text]
+    print(*(map(escaped, parts) if terminal else parts), sep="\t", flush=terminal)

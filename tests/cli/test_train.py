@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -34,8 +35,9 @@ ROWS = [
 ]
 
 
-ARGUMENTS = """train train.csv --test test.csv --out model --learners 2 --epochs 6
-    --optimizer adagrad --wire bfloat16 --sync ssp:4 --seed 1 --device host"""
+ARGUMENTS = """train train.csv --test test.csv --out model --learners 2 --epochs 12
+    --wire bfloat16 --sync ssp:4 --seed 1 --device host"""
+BATCHES = 4  # of an epoch: 54 and 60 rows, 16 in each
 
 
 def write_csv(path: Path, rows: list[tuple[str, str]]) -> None:
@@ -53,7 +55,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, compiled: None) -> tuple[P
         (directory / "rt").mkdir(mode=0o700)
         patch.setenv("GADEI_PS_RUNTIME_DIR", str(directory / "rt"))
         cli = Cli(directory, interpreters=True)
-        result = cli(*ARGUMENTS.split(), "--job", f"trained-{os.getpid()}", "--json")
+        result = cli(
+            *ARGUMENTS.split(), "--job", f"trained-{os.getpid()}", "--json", patience_s=180
+        )
     assert not list((directory / "rt").iterdir())
     return directory, result
 
@@ -65,22 +69,30 @@ def test_summary(trained: tuple[Path, Result]) -> None:
     summary = result.json
     assert summary["validation_accuracy"] == 1.0
     assert summary["test_accuracy"] == pytest.approx(5 / 6)
-    assert 1 <= summary["epochs"] <= 6
-    assert summary["gradients_applied"] >= 27 * summary["epochs"]
+    assert summary["epochs"] == 24, "once more on all rows"
+    assert summary["gradients_applied"] == BATCHES * summary["epochs"]
+    assert 0 <= summary["calibration_error"] <= 1
+    assert 0 < summary["threshold"] < 1
+    assert {one["label"] for one in summary["worst_labels"]} == WORDS.keys()
     assert summary["gradients_dropped"] == summary["gradients_refused"] == 0
     assert summary["samples_per_s"] > 0
     assert (summary["learners"], summary["rows"], summary["device"]) == (2, 60, "host")
-    assert (directory / summary["model_dir"] / "weights.safetensors").exists()
+    model = directory / summary["model_dir"]
+    assert json.loads((model / "config.json").read_text())["format"] == 4
+    confusion = json.loads((model / "confusion.json").read_text())
+    assert (confusion["labels"], confusion["counts"]) == (sorted(WORDS), [[0, 0, 3], [1, 1, 3]])
+    ElementTree.parse(model / "confusion.svg")
 
 
 def test_plain_lines_and_summary(cli: Cli, job_name: str) -> None:
-    """Of a file as a German Excel writes it, compressed, with copies of rows."""
+    """Of the CNN, for a file as a German Excel writes it, compressed, with copies of rows."""
     rows = [("Satz", "Kategorie"), *ROWS, *ROWS[:5], (ROWS[0][0], ROWS[-1][1]), ("", "claim")]
     lines = "".join(f"{text};{label}\r\n" for text, label in rows)
     (cli.directory / "data.csv").write_bytes(gzip.compress(lines.encode("utf-16")))
     columns = ("--text-column", "Satz", "--label-column", 2)
     result = cli(
-        "train", "data.csv", *columns, "--epochs", 1, "--job", job_name, TMPDIR=str(cli.directory)
+        *("train", "data.csv", *columns, "--model", "cnn", "--epochs", 1, "--job", job_name),
+        TMPDIR=str(cli.directory),
     )
     assert result.code == 0, result
     assert "epoch 1: validation accuracy" in result.err
@@ -113,6 +125,9 @@ def test_predict(cli: Cli, trained: tuple[Path, Result], interpreters: None) -> 
     ]
     assert all(0.5 < float(probability) <= 1 for _, probability, _ in lines)
 
+    several = cli("predict", model, "--top", 2, "--none", "--threshold", 1, texts[0]).out
+    assert several.split("\t")[::2] == ["", "claim", texts[0] + "\n"]
+
     cli.interpreters = False
     said = cli("predict", model, "--json", stdin=b"a new invoice\n\nthe accident\nqwertz")
     found = said.json["predictions"]
@@ -120,6 +135,22 @@ def test_predict(cli: Cli, trained: tuple[Path, Result], interpreters: None) -> 
     assert (found[0]["label"], found[2]["label"]) == ("billing", "claim")
     assert [bool(one["known_words"]) for one in found] == [True, False, True, False]
     assert "2 of 4 sentences without a word of the model's vocabulary (first: '')" in said.err
+
+
+def test_several_labels(cli: Cli, job_name: str) -> None:
+    """Texts have all labels that are likely for them."""
+    both = [
+        (f"{'please help ' * (i % 3)}{one} {other} {i}", "billing;claim")
+        for i in range(10)
+        for one, other in zip(*(words.split() for words in WORDS.values()), strict=True)
+    ]
+    write_csv(cli.directory / "data.csv", [*ROWS, *both])
+    given = ("--label-separator", ";", "--job", job_name, "--out", "model", "--json")
+    result = cli("train", "data.csv", *given, patience_s=180)
+    assert result.code == 0, result
+    assert result.json["micro_f1"] > 0.8
+    said = cli("predict", "model", "invoice number", "the accident with the payment", "--json")
+    assert [one["label"] for one in said.json["predictions"]] == ["billing", "billing;claim"]
 
 
 def test_standard_input_that_is_not_text() -> None:
@@ -163,7 +194,7 @@ def test_a_terminal_takes_no_text_for_commands(
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     with contextlib.redirect_stdout(out):
-        training._print_prediction(Prediction("a\x1b[2Jb", "x", 0.5, 1))
+        training._print_prediction(Prediction("a\x1b[2Jb", "x", 0.5, 1, False, (("x", 0.5),)))
     assert out.getvalue() == f"x\t0.5000\t{text}"
 
 
@@ -175,7 +206,7 @@ def test_model_in_numbers(trained: tuple[Path, Result]) -> None:
 def endless(cli: Cli, job_name: str, out: str = "model-1", **env: str) -> Running:
     """A training that goes on for ever, once gradients are applied."""
     write_csv(cli.directory / "data.csv", ROWS)
-    words = ["train", "data.csv", "--patience", "1000", "--epochs", "100000", "--job", job_name]
+    words = ["train", "data.csv", "--epochs", "100000", "--job", job_name]
     training = cli.start(*words, "--out", out, **env)
     support.eventually(
         lambda: (
@@ -186,9 +217,23 @@ def endless(cli: Cli, job_name: str, out: str = "model-1", **env: str) -> Runnin
     return training
 
 
+def test_options_of_the_cnn_are_refused_without_it(cli: Cli) -> None:
+    refused = cli("train", "data.csv", "--lr", 0.1)
+    assert (refused.code, "--lr is for --model cnn" in refused.error) == (2, True)
+
+
 def test_interrupted(cli: Cli, job_name: str) -> None:
-    """The best model so far is kept."""
-    result = endless(cli, job_name).signal(signal.SIGINT)
+    """A killed learner is replaced, and the best model so far is kept."""
+    training = endless(cli, job_name)
+    killed = support.status(job_name)["learners"][0]["pid"]
+    os.kill(killed, signal.SIGKILL)
+    support.eventually(
+        lambda: (
+            f"(pid {killed}) was killed by" in training.err
+            and len(support.status(job_name)["learners"]) == 2
+        )
+    )
+    result = training.signal(signal.SIGINT)
     assert result.code == 128 + signal.SIGINT, result
     assert "SIGINT: the best weights so far are kept" in result.err
     assert "gadei-ps predict model-1" in result.out
@@ -235,10 +280,9 @@ def test_a_learner_that_comes_too_late_says_nothing(
 ) -> None:
     """The training may end while a learner still loads PyTorch."""
     settings = {
+        "model": "cnn",
         "threads": torch.get_num_threads(),
-        "vocabulary_size": 10,
-        "classes": 2,
-        "dropout": 0.5,
+        "sizes": {"vocabulary_size": 10, "classes": 2},
         "seed": 1,
         "wire": "float32",
         "error_feedback": False,

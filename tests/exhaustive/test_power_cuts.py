@@ -254,8 +254,7 @@ def test_single_files(recorder: Recorder, place: Path, whole: bool, told: list[s
 def test_what_train_and_predict_write(
     recorder: Recorder, place: Path, whole: bool, told: list[str]
 ) -> None:
-    pytest.importorskip("torch")
-    from gadei_ps.classifier.inference import load_result
+    from gadei_ps.classifier.model_directory import load_result
 
     assert recorder.record("result_of_old", place / "root", place / "before") == 0
     count = Files(place, whole, ("labels.csv",))

@@ -94,12 +94,14 @@ def singles(root: Path) -> None:
 
 
 def _result(path: Path, version: int) -> None:
-    from gadei_ps.classifier import network
+    from gadei_ps.classifier.inference import Classifier, Sizes
+    from gadei_ps.classifier.model_directory import save_result
     from gadei_ps.classifier.words import Vocabulary
 
     words = Vocabulary(("a", "b"))
-    made = network.SentenceClassifier(len(words), 2, embedding=4, maps=4)
-    network.save_result(path, made, words, ["x", "y"], {"version": version}, {})
+    sizes = Sizes(len(words), 2, embedding=4, maps=4)
+    tensors = {name: np.ones(shape, np.float32) for name, shape in sizes.shapes.items()}
+    save_result(path, Classifier(sizes, tensors), words, ["x", "y"], {"version": version}, {})
 
 
 def result_of_old(root: Path) -> None:

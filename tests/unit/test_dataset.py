@@ -278,7 +278,7 @@ def groups_of(texts: tuple[str, ...]) -> Groups:
 def test_each_text_is_tokenized_once(
     other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result is that of the functions that tokenize for themselves."""
+    """For the CNN. The result is that of the functions that tokenize for themselves."""
     rows = "".join(f"some words {i % 7} !,{'xy'[i % 2]}\n" for i in range(2000)) + "...,x\n"
     train = written(tmp_path, f"text,label\n{rows}")
     test = tmp_path / "test.csv"
@@ -290,7 +290,7 @@ def test_each_text_is_tokenized_once(
         return known(text, cut)
 
     monkeypatch.setattr(words, "tokenize", counting)
-    found = Corpus.read(Settings(train_file=train, test_file=test))
+    found = Corpus.read(Settings(train_file=train, test_file=test, model="cnn"))
     assert found.test is not None
     assert len(tokenized) == 2002 * (1 + (other != "more")), "again only for another cut"
     vocabulary = words.Vocabulary.build(found.train.texts, 2)

@@ -14,8 +14,9 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from gadei_ps.classifier.inference import load_result  # noqa: E402
-from gadei_ps.classifier.network import SentenceClassifier, evaluate, save_result  # noqa: E402
+from gadei_ps.classifier.inference import Classifier, Sizes  # noqa: E402
+from gadei_ps.classifier.model_directory import load_result, save_result  # noqa: E402
+from gadei_ps.classifier.network import SentenceClassifier, evaluate  # noqa: E402
 from gadei_ps.classifier.words import Vocabulary, encode  # noqa: E402
 
 
@@ -57,7 +58,9 @@ def test_a_language_without_spaces(cut: str, learns: bool, tmp_path: Path) -> No
         optimizer.step()
     accuracy, _ = evaluate(model, encoded.padded()[train:], labels[train:])
     assert (accuracy > 0.9) == learns, accuracy
-    save_result(tmp_path / "model", model, vocabulary, ["good", "bad"], {}, {})
+    tensors = {name: one.numpy() for name, one in model.state_dict().items()}
+    trained = Classifier(Sizes(**model.sizes), tensors)
+    save_result(tmp_path / "model", trained, vocabulary, ["good", "bad"], {}, {})
     assert load_result(tmp_path / "model").vocabulary == vocabulary
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["format"] == (3 if learns else 2), "releases that only know words refuse it"

@@ -17,19 +17,15 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
 from gadei_ps.classifier.dataset import UNSEEN_LABEL  # noqa: E402
-from gadei_ps.classifier.inference import (  # noqa: E402
-    RESULT_FILES,
-    Classifier,
+from gadei_ps.classifier.inference import Classifier, Sizes  # noqa: E402
+from gadei_ps.classifier.model_directory import (  # noqa: E402
+    FILES_OF_CNN,
     ModelDirectoryError,
-    Sizes,
-    load_result,
-)
-from gadei_ps.classifier.network import (  # noqa: E402
-    SentenceClassifier,
     check_result_directory,
-    evaluate,
+    load_result,
     save_result,
 )
+from gadei_ps.classifier.network import SentenceClassifier, evaluate  # noqa: E402
 from gadei_ps.classifier.words import Vocabulary, encode  # noqa: E402
 from gadei_ps.storage import files  # noqa: E402
 
@@ -239,7 +235,7 @@ def test_evaluate_is_accuracy_and_mean_loss(batch_size: int) -> None:
 def test_unseen_labels_count_as_wrong_and_have_no_loss() -> None:
     model = small()
     tokens = sentences(8, 9)
-    right = in_numpy(model).probabilities(tokens).argmax(axis=1)
+    right = in_numpy(model).parts(tokens)[0].argmax(axis=1)
     labels = np.where(np.arange(8) < 6, right, UNSEEN_LABEL)
     accuracy, loss = evaluate(model, tokens, labels)
     assert accuracy == 0.75
@@ -259,12 +255,12 @@ def test_there_must_be_something_to_evaluate() -> None:
 def test_predict_gives_probabilities_in_the_order_of_the_rows() -> None:
     model = small()
     tokens = sentences(23, 9)
-    probabilities = in_numpy(model).probabilities(tokens, batch_size=4)
+    probabilities = np.exp(in_numpy(model).parts(tokens, batch_size=4)[0])
     assert probabilities.dtype == np.float32
     assert probabilities.sum(axis=1) == pytest.approx(1, abs=1e-5)
     expected = plain_logits(model, torch.from_numpy(tokens)).softmax(1).detach().numpy()
     np.testing.assert_allclose(probabilities, expected, rtol=1e-4)
-    assert in_numpy(model).probabilities(tokens[:0]).shape == (0, 3)
+    assert in_numpy(model).parts(tokens[:0]).shape == (1, 0, 3)
 
 
 # The result directory
@@ -281,14 +277,15 @@ def save(directory: Path, **changes: Any) -> None:
         "config": {"learning_rate": 0.01},
         "metrics": {"accuracy": 0.5},
     }
-    save_result(directory, **{**parts, **changes})
+    given = {**parts, **changes}
+    save_result(directory, **given | {"model": in_numpy(given["model"])})
 
 
 def test_a_result_is_read_back_whole(tmp_path: Path) -> None:
     directory = tmp_path / "new" / "result"
     model = small(seed=9, widths=(2, 5), dropout=0.25)
     save(directory, model=model, metrics={"loss": [math.nan, 1.5, {"a": math.inf}]})
-    assert sorted(p.name for p in directory.iterdir()) == sorted(RESULT_FILES)
+    assert sorted(p.name for p in directory.iterdir()) == sorted(FILES_OF_CNN)
     result = load_result(directory)
     tokens = encode(["w\u00e41 w\u00e42 never", "w\u00e43"], result.vocabulary).padded()
     expected = model.eval()(torch.from_numpy(tokens)).detach().numpy()
@@ -399,7 +396,7 @@ def unreadable(directory: Path) -> str:
     return message
 
 
-@pytest.mark.parametrize("name", RESULT_FILES)
+@pytest.mark.parametrize("name", FILES_OF_CNN)
 def test_each_missing_or_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     directory = tmp_path / "result"
     save(directory)

@@ -1,0 +1,308 @@
+"""The default classifier of `train`: features, networks, calibration, report, model directory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from gadei_ps.classifier import calibration, ensemble, features
+from gadei_ps.classifier.calibration import Calibration
+from gadei_ps.classifier.corpus import Corpus
+from gadei_ps.classifier.dataset import read_test, read_training, split_labels
+from gadei_ps.classifier.features import Features, Rows, hashed
+from gadei_ps.classifier.inference import EnsembleClassifier, EnsembleSizes
+from gadei_ps.classifier.model_directory import (
+    FEATURES,
+    ModelDirectoryError,
+    load_result,
+    save_result,
+)
+from gadei_ps.classifier.report import Confusion, lines
+from gadei_ps.classifier.training_plan import Plan
+from gadei_ps.classifier.training_settings import Settings
+from gadei_ps.errors import UsageError
+
+TEXTS = ("The cat's mat.", "the CAT sat", "a dog, a dog", "", "\u65e5\u672c x", "it\u2019s the cat")
+
+
+def words_of(text: str) -> list[str]:
+    """Words of these texts, found in another way."""
+    spaced = text.lower().replace("\u2019", "'")
+    for mark in ".,\u65e5\u672c":
+        spaced = spaced.replace(mark, f" {mark} ")
+    return spaced.replace("'", " '").split()
+
+
+def grams_of(text: str) -> tuple[Counter[tuple[str, ...]], Counter[str]]:
+    words = words_of(text)
+    of_words = Counter(
+        tuple(words[at : at + n]) for n in (1, 2) for at in range(len(words) - n + 1)
+    )
+    padded = [f" {word} " for word in text.lower().replace("\u2019", "'").split()]
+    characters = Counter(
+        one[at : at + n] for one in padded for n in (2, 3, 4, 5) for at in range(len(one) - n + 1)
+    )
+    return of_words, characters
+
+
+def test_values_are_tf_idf_of_two_blocks() -> None:
+    texts = hashed(TEXTS)
+    known = Features.learn(texts, 10)
+    rows = known.rows(texts)
+    every = [grams_of(text) for text in TEXTS]
+    for at in range(len(TEXTS)):
+        expected: list[float] = []
+        for block, least in ((0, 1), (1, 2)):
+            frequency = Counter(gram for one in every for gram in one[block])
+            values = [
+                (1 + math.log(count)) * (math.log((1 + len(TEXTS)) / (1 + frequency[gram])) + 1)
+                for gram, count in every[at][block].items()
+                if frequency[gram] >= least
+            ]
+            expected += [value / math.hypot(*values) for value in values]
+        found = rows.values[rows.starts[at] : rows.starts[at + 1]]
+        np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-5)
+
+
+def test_words_keep_their_order_and_unknown_ones_are_1() -> None:
+    known = Features.learn(hashed(TEXTS[:2]), 10)
+    rows = known.rows(hashed(["the cat dog", "CAT", ""]))
+    tokens = rows.tokens(np.arange(3))
+    assert tokens.shape == (3, 3)
+    assert tokens[0, 0] > 1
+    assert tokens[0, 1] == tokens[1, 0] > 1
+    assert (tokens[0, 2], tokens[1:, 1:].any()) == (1, False)
+    assert rows.tokens(np.array([2])).tolist() == [[0]]
+
+
+def test_hashes_do_not_depend_on_the_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = hashed(TEXTS)
+    monkeypatch.setattr(features, "CHUNK", 2)
+    for one, other in zip(vars(hashed(TEXTS)).values(), vars(together).values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    alone = hashed(TEXTS[1:2])
+    part = slice(*together.starts[1:3])
+    np.testing.assert_array_equal(together.grams[part], alone.grams)
+    assert len(hashed([])) == 0
+    hashed(["\ud800 lone surrogate"])
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "MOST_CHARACTERS", 1000)
+    texts = hashed(["word " * 1000, "short"])
+    assert texts.cut == 1
+    assert len(texts.words) <= 1000 / 5 / 2 + 1
+    monkeypatch.setattr(features, "MOST_WEIGHTS", 60)
+    known = Features.learn(hashed(TEXTS), 10)
+    assert len(known.grams) == 6, "the most frequent ones"
+    assert known.rows(hashed(["the cat"])).starts[-1] >= 2
+
+
+def sizes() -> tuple[Features, Rows, EnsembleSizes]:
+    texts = hashed(TEXTS)
+    known = Features.learn(texts, 10)
+    return known, known.rows(texts), EnsembleSizes(len(known.grams), known.vocabulary_size, 3)
+
+
+def moved(model: ensemble.Ensemble) -> ensemble.Ensemble:
+    """The same with all weights at random."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+        model.cnn.embedding[0] = 0
+    return model
+
+
+def in_numpy(model: ensemble.Ensemble) -> EnsembleClassifier:
+    tensors = {name: one.numpy() for name, one in model.state_dict().items()}
+    return EnsembleClassifier(model.sizes, tensors)
+
+
+def test_networks_without_torch_are_the_same(tmp_path: Path) -> None:
+    known, rows, of = sizes()
+    model = moved(ensemble.Ensemble(of)).eval()
+    parts = torch.stack(model(rows, np.arange(len(rows))))
+    expected = parts.log_softmax(dim=2).detach().numpy()
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == of.shapes
+    calibrated = Calibration((0.5, 0.25, 1.0), 0.4)
+    save_result(tmp_path / "m", in_numpy(model), known, "abc", {}, {}, calibrated)
+    result = load_result(tmp_path / "m")
+    assert isinstance(result.model, EnsembleClassifier)
+    np.testing.assert_allclose(result.model.parts(rows, batch_size=3), expected, atol=1e-5)
+    probabilities, words = result.probabilities(TEXTS)
+    mixed = np.tensordot([0.5, 0.25, 1.0], expected, axes=1)
+    np.testing.assert_allclose(probabilities, calibration.softmax(mixed), atol=1e-5)
+    assert words.tolist() == [len(words_of(text)) for text in TEXTS]
+    (tmp_path / "m" / FEATURES).write_bytes(b"")
+    with pytest.raises(ModelDirectoryError, match=r"features.safetensors: missing or damaged"):
+        load_result(tmp_path / "m")
+
+
+def test_a_calibration_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    known, _, of = sizes()
+    model = in_numpy(ensemble.Ensemble(of))
+    save_result(tmp_path / "m", model, known, "abc", {}, {}, Calibration())
+    with pytest.raises(ModelDirectoryError, match="shares"):
+        load_result(tmp_path / "m")
+
+
+def test_a_batch_has_gradients_of_its_own_rows_alone() -> None:
+    _, rows, of = sizes()
+    model = moved(ensemble.Ensemble(of))
+    batch = np.array([1, 2])
+    parts = model(rows, batch)
+    ensemble.loss(parts, torch.tensor([0, 2])).backward()  # type: ignore[no-untyped-call]
+    for table in (model.wide, model.bag):
+        assert table.grad is not None
+        assert table.grad.is_sparse
+        touched = set(table.grad._indices()[0].tolist())
+        assert touched == set(rows.bag(batch)[0].tolist())
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_shares_and_temperature_are_found() -> None:
+    """Of parts of which one is right and too sure, and one is noise."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4000, 5)) * 1.5
+    labels = np.array([rng.choice(5, p=p) for p in calibration.softmax(logits)])
+    parts = calibration.log_softmax(np.stack([3 * logits, rng.normal(size=(4000, 5))]))
+    found = calibration.fit(parts.astype(np.float32), labels)
+    assert found.shares[0] == pytest.approx(1 / 3, rel=0.1)
+    assert found.shares[1] < 0.1
+    probabilities = found.probabilities(parts.astype(np.float32))
+    assert calibration.calibration_error(probabilities, labels) < 0.04
+    assert (probabilities.max(axis=1) < found.threshold).mean() == pytest.approx(0.05, abs=0.001)
+
+
+def test_a_perfect_part_does_not_break_the_fit() -> None:
+    labels = np.arange(6) % 3
+    parts = np.full((1, 6, 3), -40, np.float32)
+    parts[0, np.arange(6), labels] = 0
+    found = calibration.fit(parts, labels)
+    assert 0 < found.shares[0] < 10
+
+
+def test_shares_and_threshold_of_texts_with_several_labels() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(3000, 4)) * 2 - 1
+    truth = (rng.random(logits.shape) < calibration.sigmoid(logits)).astype(np.float32)
+    parts = np.stack([2 * logits, rng.normal(size=logits.shape)]).astype(np.float32)
+    found = calibration.fit_multi_label(parts, truth)
+    assert found.multi_label
+    assert found.shares[0] == pytest.approx(1 / 2, rel=0.1)
+    assert found.shares[1] < 0.1
+    assert 0.3 <= found.threshold <= 0.5
+    assert Calibration.from_dict(found.as_dict(), 2) == found
+    sure = np.where(truth, 9, -9)[None].repeat(2, axis=0).astype(np.float32)
+    assert calibration.fit_multi_label(sure, truth).threshold == 0.5
+    probabilities = found.probabilities(parts)
+    assert calibration.multi_label_scores(truth, truth, 0.5) == (1.0, pytest.approx(0, abs=1e-5))
+    assert 0.2 < calibration.multi_label_scores(probabilities, truth, found.threshold)[0] < 0.6
+    assert calibration.micro_f1(truth > 0, truth) == 1
+
+
+def test_labels_of_rows_are_split(tmp_path: Path) -> None:
+    assert split_labels("a; b;;a", ";") == ["a", "b"]
+    assert split_labels('["a;b", 1]', ";") == ["a;b", "1"]
+    assert split_labels("a;b", None) == ["a;b"]
+    file = tmp_path / "rows.csv"
+    file.write_text("text,label\n" + "".join(f"t{at} x,a;{'bc'[at % 2]}\n" for at in range(20)))
+    whole = read_training(file, separator=";")
+    assert whole.label_names == ("a", "b", "c")
+    assert whole.sets is not None
+    assert whole.sets.matrix(np.array([1, 0]), 3).tolist() == [[1, 0, 1], [1, 1, 0]]
+    some = whole.sets.only(np.arange(20) % 2 == 1)
+    assert some.matrix(np.arange(10), 3).tolist() == [[1, 0, 1]] * 10
+    test = tmp_path / "test.csv"
+    test.write_text("text,label\nt,b;new\nt,new\n")
+    unseen = read_test(test, whole.label_names, separator=";")
+    assert unseen.sets is not None
+    assert unseen.sets.matrix(np.arange(2), 3).tolist() == [[0, 1, 0], [0, 0, 0]]
+    with pytest.raises(UsageError, match="--label-separator needs a separator, and the ensemble"):
+        Settings(file, model="cnn", label_separator=";").check()
+
+
+def test_scores() -> None:
+    probabilities = np.array([[0.5, 0.5], [0.1, 0.9]], np.float32)
+    assert calibration.scores(probabilities, [0, -1]) == (0.5, pytest.approx(math.log(2)))
+    assert math.isnan(calibration.scores(probabilities, [-1, -1])[1])
+
+
+def test_report_names_the_worst_labels() -> None:
+    truth = np.array([0, 0, 0, 1, 1, 2, -1])
+    confusion = Confusion(truth, np.array([0, 0, 1, 1, 1, 0, 2]), ["<a>", "b", "c", "d"])
+    found = confusion.labels(np.array([0, 0, 1, 2, 3]))
+    assert [one.label for one in found] == ["c", "<a>", "b"], "d was not measured"
+    assert (found[1].precision, found[1].recall) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert lines(found)[0] == (
+        "label 'c': precision none, recall 0% on 1 held-out rows, 1 to train on"
+    )
+    assert json.loads(confusion.to_json())["counts"] == [[0, 0, 2], [0, 1, 1], [1, 1, 2], [2, 0, 1]]
+    assert "&lt;a&gt; → b: 1" in confusion.to_svg().decode()
+    ElementTree.fromstring(confusion.to_svg())
+
+
+def rows_file(path: Path, rows: int, labels: int) -> Path:
+    data = "".join(f"text number {at} of {at % labels},{at % labels}\n" for at in range(rows))
+    path.write_text("text,label\n" + data)
+    return path
+
+
+def test_few_rows_are_trained_on_twice(tmp_path: Path) -> None:
+    few = Plan.read(Settings(rows_file(tmp_path / "few.csv", 100, 2)))
+    assert (few.epochs, few.batch_size, few.batches) == (16, 16, 6)
+    second = few.second()
+    assert second is not None
+    assert (len(few.corpus.train), len(second.corpus.train), second.batches) == (90, 100, 7)
+    assert not second.measures
+    assert len(second.corpus.encoded.starts) == 101  # type: ignore[union-attr]
+    many = Plan.read(Settings(rows_file(tmp_path / "many.csv", 5000, 2)))
+    assert (many.epochs, many.second()) == (9, None)
+
+
+def test_gradients_of_a_barrier_are_one_step_of_the_schedule(tmp_path: Path) -> None:
+    file = rows_file(tmp_path / "few.csv", 100, 2)
+    for sync, steps in (("asp", 96), ("bsp", 24), ("ssp:2", 96)):
+        optimizer = Plan.read(Settings(file, sync=sync, learners=4)).optimizer()
+        assert optimizer["schedule"]["total_steps"] == steps
+
+
+def test_copies_and_held_out_rows(tmp_path: Path) -> None:
+    """Texts with the same words are on one side, and none is in both."""
+    file = tmp_path / "rows.csv"
+    file.write_text(
+        "text,label\n" + "".join(f"T{at} x,{at % 2}\nt{at}  X,{at % 2}\n" for at in range(30))
+    )
+    corpus = Corpus.read(Settings(file))
+    held = {text.lower().split()[0] for text in corpus.held_out.texts}
+    assert held
+    assert held.isdisjoint(text.lower().split()[0] for text in corpus.train.texts)
+
+
+def test_each_text_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run on all rows takes the same hashes."""
+    hashed_texts: list[str] = []
+    normal = features._normal
+
+    def counting(text: str) -> str:
+        hashed_texts.append(text)
+        return normal(text)
+
+    monkeypatch.setattr(features, "_normal", counting)
+    plan = Plan.read(Settings(rows_file(tmp_path / "few.csv", 100, 2)))
+    assert plan.second() is not None
+    assert len(hashed_texts) == 100
+
+
+def test_groups_train_the_cnn(tmp_path: Path) -> None:
+    assert Settings(Path("x.csv"), groups=Path("g.toml")).model == "cnn"
+    with pytest.raises(UsageError, match="--groups trains the CNN"):
+        Settings(Path("x.csv"), model="ensemble", groups=Path("g.toml")).check()
