@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { SGD = 1, MOMENTUM, NESTEROV, ADAGRAD, ADAM, ADAMW };
+enum { SGD = 1, MOMENTUM, NESTEROV, ADAGRAD, ADAM, ADAMW, RMSPROP = 8 };
 enum { RATE, DECAY, MASS, FLOOR, MEAN_NEW, SQUARE_OLD, SQUARE_NEW, UNBIAS };
 enum { FLOAT32 = 1, BFLOAT16, FLOAT16 };
 enum { CHUNK = 1024 };
@@ -109,6 +109,19 @@ static void adamw(const double *coef, float *restrict w, float *restrict m, floa
     }
 }
 
+static void rmsprop(const double *coef, float *restrict w, float *restrict v, float *restrict s,
+                    const float *restrict g, size_t n)
+{
+    const float rate = F(RATE), decay = F(DECAY), eps = F(FLOOR), mass = F(MASS);
+    const float old = F(SQUARE_OLD), new = F(SQUARE_NEW);
+    for (size_t i = 0; i < n; i++) {
+        const float x = decay != 0 ? g[i] + decay * w[i] : g[i];
+        v[i] = old * v[i] + new * x * x;
+        s[i] = mass * s[i] + x / (sqrtf(v[i]) + eps);
+        w[i] -= rate * s[i];
+    }
+}
+
 static void from_bfloat16(float *restrict to, const uint16_t *restrict from, size_t n)
 {
     uint32_t *bits = (uint32_t *)to;
@@ -151,6 +164,7 @@ static void chunk(int kind, const double *coef, float *w, float *s0, float *s1, 
     case ADAGRAD: adagrad(coef, w + at, s0 + at, g, some); break;
     case ADAM: adam(coef, w + at, s0 + at, s1 + at, g, some); break;
     case ADAMW: adamw(coef, w + at, s0 + at, s1 + at, g, some); break;
+    case RMSPROP: rmsprop(coef, w + at, s0 + at, s1 + at, g, some); break;
     }
 }
 
