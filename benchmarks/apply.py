@@ -9,8 +9,8 @@ The figure is the time of one pass. Contenders use threads as follows:
 - C: `apply_peer.c`, `cc -O3 -march=native -ffast-math`. Each pass is a `parallel for` with a
   barrier, as in a server that forks and joins for each gradient. OpenMP keeps its threads.
 - torch: one call of the fused operation for each pass, without the Python code of `Optimizer.step`;
-  there is none for RMSprop. It accepts float32 only, so a 16-bit gradient is first copied to float32,
-  as a user would do.
+  there is none for RMSprop. It accepts float32 only, so a 16-bit gradient is first copied to
+  float32, as a user would do.
 - limit: the time to read and write the bytes that the optimizer needs, at the rate at which
   `a[i] += b[i]` in C moves the same amount of memory.
 
