@@ -56,6 +56,8 @@ class Values(Enum):
     """Finite numbers from 0."""
     AMOUNT_OR_NONE = auto()
     """Finite numbers from 0, or None if it is not known."""
+    NUMBER = auto()
+    """Finite numbers."""
     NUMBER_OR_NONE = auto()
     """Finite numbers, or None if it is not known."""
 
@@ -133,9 +135,9 @@ def _event(
     return Metric(word, help, _CONTROL, word, _COUNTER, unit, shown=shown, added=added)
 
 
-def _gauge(name: str, help: str, word: str) -> Metric:
+def _gauge(name: str, help: str, word: str, *, added: bool = False) -> Metric:
     """A gauge that is a word of the control segment."""
-    return Metric(name, help, _CONTROL, word, _GAUGE)
+    return Metric(name, help, _CONTROL, word, _GAUGE, added=added)
 
 
 def _measured(name: str, help: str, unit: str, values: Values = Values.COUNT) -> Metric:
@@ -154,6 +156,28 @@ JOB: Final = (
         "samples",
         unit="samples",
         lifetime=_SAVED,
+        in_history=True,
+    ),
+    Metric(
+        "loss_sum",
+        "Sum of the losses of gradients applied, without those that are not finite",
+        _ROSTER,
+        "loss_sum",
+        _GAUGE,
+        lifetime=_SAVED,
+        values=Values.NUMBER,
+        added=True,
+        own_field=True,
+        in_history=True,
+    ),
+    Metric(
+        "loss_count",
+        "Losses in that sum",
+        _ROSTER,
+        "loss_count",
+        unit="losses",
+        lifetime=_SAVED,
+        added=True,
         in_history=True,
     ),
     Metric(
@@ -195,6 +219,7 @@ JOB: Final = (
         "numbers_version",
     ),
     _gauge("shards", "Shards of the weights, each with one thread", "shards"),
+    _gauge("slots", "Gradients that each learner's ring holds", "slots", added=True),
     Metric(
         "started",
         "Time when the memory of the job was made, since 1970",
@@ -239,6 +264,16 @@ JOB: Final = (
     _gauge(
         "checkpoint_version", "Version of the weights in the last checkpoint", "checkpoint_version"
     ),
+    Metric(
+        "checkpoint_time",
+        "Time when this job's memory was last written to a checkpoint, since 1970; 0: never",
+        _CONTROL,
+        "checkpoint_time",
+        _GAUGE,
+        "seconds",
+        values=Values.TIME,
+        added=True,
+    ),
     _measured(
         "checkpoint_age_s",
         "Age of the last checkpoint that this watchdog has had written",
@@ -275,6 +310,17 @@ LEARNER: Final = (
     _of_learner("samples", "Samples of the gradients applied", _COUNTER, "samples", word="samples"),
     _of_learner(
         "unasked", "Gradients of batches that the learner did not have", _COUNTER, word="unasked"
+    ),
+    _of_learner(
+        "loss_sum",
+        "Sum of the losses of its gradients applied, without those that are not finite",
+        unit="",
+        values=Values.NUMBER,
+        word="loss_sum",
+        added=True,
+    ),
+    _of_learner(
+        "loss_count", "Losses in that sum", _COUNTER, "losses", word="loss_count", added=True
     ),
     _of_learner("queue", "Gradients in its ring"),
     _of_learner("outstanding", "Batches handed to it and not answered", unit="batches"),

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x95ece7704bce2893ull
+#define PS_BUILD 0x5d530bc250d67d92ull
 
 #endif

@@ -18,7 +18,7 @@ typedef float ps_f32;
 typedef double ps_f64;
 
 #define PS_MAGIC 0x53504945444147ull /* "GADEIPS" */
-#define PS_LAYOUT_VERSION 17u
+#define PS_LAYOUT_VERSION 18u
 
 #define PS_MAX_LEARNERS 256 /* rows of the roster */
 #define PS_MAX_SHARDS 64

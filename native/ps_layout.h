@@ -84,10 +84,10 @@
  * || served | retired | grant | grant_seq | member | base | obsolete | broken | exclusive ||
  * 128        136       144       152       160    168       176        184       192
  * || applied | dropped | refused | samples | loss | started | finished | version ||
- * 192              200             208     216      220       224       232      240    248 256
- * || staleness_sum | staleness_max | clock | reason | drained | unasked | handed | norm |   ||
- * 256              512                640          768
- * || histogram[32] || outstanding[16] || items[16] ||
+ * 192              200             208     216      220       224       232      240    248
+ * || staleness_sum | staleness_max | clock | reason | drained | unasked | handed | norm |
+ * 248          256              512                640          768         776 832
+ * | loss_count || histogram[32] || outstanding[16] || items[16] || loss_sum |   ||
  */
 #define PS_ENTRY_FIELDS(F, P, T)                                                                  \
   F(T, 0, u64, generation, , W, "of the learner that has the row, or had it last; stored last")   \
@@ -118,10 +118,12 @@
   F(T, 220, u32, drained, , 0, "1: gone, its frames are consumed, its batches handed back")       \
   F(T, 224, u64, unasked, , 0, "gradients that named a batch which was not handed to it")         \
   F(T, 232, u64, handed, , 0, "batches handed to it")                                             \
-  F(T, 240, f64, norm, , 0, "Euclidean norm of the last gradient applied, in its frame") P(248, 8)\
+  F(T, 240, f64, norm, , 0, "Euclidean norm of the last gradient applied, in its frame")          \
+  F(T, 248, u64, loss_count, , 0, "gradients of this generation whose loss is finite")            \
   F(T, 256, u64, histogram, [PS_HISTOGRAM], 0, "staleness 0 to 15 each, then powers of two")      \
   F(T, 512, u64, outstanding, [PS_AHEAD], 0, "batches not yet answered; PS_NO_BATCH: free")       \
-  F(T, 640, u64, items, [PS_AHEAD], 0, "batches handed: n at n % PS_AHEAD; the ring has a copy")
+  F(T, 640, u64, items, [PS_AHEAD], 0, "batches handed: n at n % PS_AHEAD; the ring has a copy")  \
+  F(T, 768, f64, loss_sum, , 0, "of these losses") P(776, 56)
 
 /* The control segment. W writes what stands below 448 once, before the magic, unless it says more.
  *
@@ -131,8 +133,10 @@
  * || shards | slots | ahead | mode | report | refuse_nonfinite | staleness_aware | optimizer |
  * 160       168     176            184 192
  * | spin_ns | build | server_build |   ||
- * 192       196 200         208               212                  216                 224 448
- * || groups |   | said_word | fork_server_pid | fork_server_deaths | fork_server_start |   ||
+ * 192       196 200         208               212                  216                 224
+ * || groups |   | said_word | fork_server_pid | fork_server_deaths | fork_server_start |
+ * 224               232 448
+ * | checkpoint_time |   ||
  * 448      452    456           460            464              472     480         488     496
  * || phase | stop | model_ready | watchdog_pid | watchdog_start | pause | temporary | saves |
  * 496           504              512
@@ -145,23 +149,23 @@
  * || superstep | sync_done | wave | numbers_done | numbers_version | pauses |   ||
  * 768     772 776       784      792    800    808           816        824           832
  * || work |   | batches | epochs | seed | next | epochs_done | requeued | owned_range ||
- * 832             840            848            856            864              872        880 896
- * || past_applied | past_dropped | past_refused | past_samples | requeued_total | owned_at |   ||
- * 896         960        1024
- * || lease[8] || heir[8] ||
+ * 832             840            848            856            864              872        880
+ * || past_applied | past_dropped | past_refused | past_samples | requeued_total | owned_at |
+ * 880               888             896         960        1024
+ * | past_loss_count | past_loss_sum || lease[8] || heir[8] ||
  * 1024             1032            1040             1048              1056          1064
  * || server_deaths | server_starts | learner_deaths | watchdog_starts | checkpoints |
  * 1064                 1072                  1080      1088         1120          1152
  * | checkpoint_version | checkpoint_failures | started || config[8] | finished[4] ||
- * 1152         1280         9472           206080                   207104
+ * 1152         1280         9472           222464                   223488
  * || server[2] || shard[64] || roster[256] || superstep_action[256] ||
- * 207104                   208128                 210176           242944               243968
+ * 223488                   224512                 226560           259328               260352
  * || superstep_reason[256] || superstep_upto[256] || requeue[4096] || sync_text[2][512] ||
- * 243968             246016           248064                250112             254208
+ * 260352             262400           264448                266496             270592
  * || ring_inode[256] || hyper[16][16] || hyper_next[16][16] || said[2][16][16] ||
- * 254208   254216        254224       254232         254240 254272                 255296
+ * 270592   270600        270608       270616         270624 270656                 271680
  * || owned | owned_given | owned_from | owned_passes |      || owned_ranges[64][2] ||
- * 255296              255552
+ * 271680              271936
  * || has_buffers[256] ||
  */
 #define PS_CONTROL_FIELDS(F, P, T)                                                               \
@@ -181,7 +185,8 @@
   F(T, 208, i32, fork_server_pid, , W, "0: none; changes")                                      \
   F(T, 212, u32, fork_server_deaths, , W, "grows")                                              \
   F(T, 216, u64, fork_server_start, , W, "when that process started, as `owner_start`")         \
-  P(224, 224)                                                                                    \
+  F(T, 224, u64, checkpoint_time, , W, "when the last checkpoint was written: CLOCK_REALTIME, seconds; 0: none") \
+  P(232, 216)                                                                                    \
   F(T, 448, u32, phase, , W, "enum ps_phase") F(T, 452, u32, stop, , W, "enum ps_stop")          \
   F(T, 456, u32, model_ready, , W, "1: weights and state") F(T, 460, i32, watchdog_pid, , W, "") \
   F(T, 464, u64, watchdog_start, , W, "when the process started, as `owner_start`")              \
@@ -216,7 +221,8 @@
   F(T, 832, u64, past_applied, , 0, "gradients of learners that have left")                      \
   F(T, 840, u64, past_dropped, , 0, "") F(T, 848, u64, past_refused, , 0, "") \
   F(T, 856, u64, past_samples, , 0, "") F(T, 864, u64, requeued_total, , 0, "batches, ever")       \
-  F(T, 872, u64, owned_at, , 0, "batches of that range that are handed out") P(880, 16)          \
+  F(T, 872, u64, owned_at, , 0, "batches of that range that are handed out")                     \
+  F(T, 880, u64, past_loss_count, , 0, "") F(T, 888, f64, past_loss_sum, , 0, "")                \
   F(T, 896, u64, lease, [8], kernel, "robust mutex (ps_lease.h): its holder is S")               \
   F(T, 960, u64, heir, [8], kernel, "robust mutex: its holder may wait for the other leases")    \
   F(T, 1024, u64, server_deaths, , W, "since the memory was made, as all of this line")          \
@@ -230,21 +236,21 @@
   F(T, 1152, server, server, [2], W/server, "`lease_pid` tells which one is active")             \
   F(T, 1280, shard, shard, [PS_MAX_SHARDS], s, "")                                               \
   F(T, 9472, entry, roster, [PS_MAX_LEARNERS], W/S/0, "")                                        \
-  F(T, 206080, u32, superstep_action, [PS_MAX_LEARNERS], S, "enum ps_action, oldest frame")      \
-  F(T, 207104, u32, superstep_reason, [PS_MAX_LEARNERS], S, "enum ps_reason if refused")         \
-  F(T, 208128, u64, superstep_upto, [PS_MAX_LEARNERS], S, "frames consumed once it is done")     \
-  F(T, 210176, u64, requeue, [PS_REQUEUE], 0, "batches to hand out again")                       \
-  F(T, 242944, u8, sync_text, [2][PS_SYNC_TEXT], W, "the model in force; the next or last one")  \
-  F(T, 243968, u64, ring_inode, [PS_MAX_LEARNERS], W, "its file: the name may lead elsewhere")   \
-  F(T, 246016, f64, hyper, [PS_MAX_GROUPS][PS_HYPER], W/S, "packed (kernels/optimizers.py)")     \
-  F(T, 248064, f64, hyper_next, [PS_MAX_GROUPS][PS_HYPER], W, "what `hyper` is to be")           \
-  F(T, 250112, f64, said, [2][PS_MAX_GROUPS][PS_SAID], W, "what scripts say (watchdog/script.py)") \
-  F(T, 254208, u64, owned, , W, "1: only batches of `owned_ranges` are handed out")              \
-  F(T, 254216, u64, owned_given, , W, "ranges given so far; stored last")                        \
-  F(T, 254224, u64, owned_from, , W, "ranges with lower numbers are handed out no more")         \
-  F(T, 254232, u64, owned_passes, , W, "epochs of which no batch is to come") P(254240, 32)      \
-  F(T, 254272, u64, owned_ranges, [PS_OWNED][2], W, "n at n % PS_OWNED: first batch, and its end") \
-  F(T, 255296, u8, has_buffers, [PS_MAX_LEARNERS], W, "1: it may write the job's buffers; the lowest does")
+  F(T, 222464, u32, superstep_action, [PS_MAX_LEARNERS], S, "enum ps_action, oldest frame")      \
+  F(T, 223488, u32, superstep_reason, [PS_MAX_LEARNERS], S, "enum ps_reason if refused")         \
+  F(T, 224512, u64, superstep_upto, [PS_MAX_LEARNERS], S, "frames consumed once it is done")     \
+  F(T, 226560, u64, requeue, [PS_REQUEUE], 0, "batches to hand out again")                       \
+  F(T, 259328, u8, sync_text, [2][PS_SYNC_TEXT], W, "the model in force; the next or last one")  \
+  F(T, 260352, u64, ring_inode, [PS_MAX_LEARNERS], W, "its file: the name may lead elsewhere")   \
+  F(T, 262400, f64, hyper, [PS_MAX_GROUPS][PS_HYPER], W/S, "packed (kernels/optimizers.py)")     \
+  F(T, 264448, f64, hyper_next, [PS_MAX_GROUPS][PS_HYPER], W, "what `hyper` is to be")           \
+  F(T, 266496, f64, said, [2][PS_MAX_GROUPS][PS_SAID], W, "what scripts say (watchdog/script.py)") \
+  F(T, 270592, u64, owned, , W, "1: only batches of `owned_ranges` are handed out")              \
+  F(T, 270600, u64, owned_given, , W, "ranges given so far; stored last")                        \
+  F(T, 270608, u64, owned_from, , W, "ranges with lower numbers are handed out no more")         \
+  F(T, 270616, u64, owned_passes, , W, "epochs of which no batch is to come") P(270624, 32)      \
+  F(T, 270656, u64, owned_ranges, [PS_OWNED][2], W, "n at n % PS_OWNED: first batch, and its end") \
+  F(T, 271680, u8, has_buffers, [PS_MAX_LEARNERS], W, "1: it may write the job's buffers; the lowest does")
 
 /* A row of the table in the weights segment.
  *
@@ -444,8 +450,8 @@
   X(ps_header, PS_HEADER_FIELDS, 128)      \
   X(ps_shard, PS_SHARD_FIELDS, 128)        \
   X(ps_server, PS_SERVER_FIELDS, 64)       \
-  X(ps_entry, PS_ENTRY_FIELDS, 768)        \
-  X(ps_control, PS_CONTROL_FIELDS, 255552) \
+  X(ps_entry, PS_ENTRY_FIELDS, 832)        \
+  X(ps_control, PS_CONTROL_FIELDS, 271936) \
   X(ps_tensor, PS_TENSOR_FIELDS, 512)      \
   X(ps_weights, PS_WEIGHTS_FIELDS, 256)    \
   X(ps_span, PS_SPAN_FIELDS, 24)           \

@@ -27,6 +27,7 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, CheckpointMistake, GadeiError, in_words
+from gadei_ps.job import recorded
 from gadei_ps.job.changes import read
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import lines, process
@@ -35,7 +36,7 @@ from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind, Work
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog import model, recorded
+from gadei_ps.watchdog import model
 
 PAUSE_LIMIT_S = 1.0  # and a second for each gigabyte
 COPY_ATTEMPTS_S = 20.0  # a take-over or a long gradient may come in between
@@ -321,6 +322,7 @@ class CheckpointWriter:
             work=self._work(),
             requeue=requeue,
             counts=totals.saved(control),
+            loss_sum=totals.losses(control)[1],
             clocks={
                 str(row): int(roster[row]["clock"]) for row in np.flatnonzero(roster["wanted"])
             },

@@ -313,6 +313,7 @@ class Checkpoints:
         if outcome["ok"]:
             control["checkpoints"] += 1
             control["checkpoint_version"] = outcome["version"]
+            control["checkpoint_time"] = int(time.time())
             self.problem, self._newer = "", (0, "")
             self._written_at = time.monotonic()
             self.log.info(

@@ -1,7 +1,7 @@
 """End of jobs that have lost their watchdog, as by that: with their last checkpoints.
 
-The configuration comes from the job's memory (recorded.py), so that a mistake in a job file does
-not keep a job from its end.
+The configuration comes from the job's memory (job/recorded.py), so that a mistake in a job file
+does not keep a job from its end.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageError, in_words
-from gadei_ps.job import paths, service
+from gadei_ps.job import paths, recorded, service
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import interrupts, log
 from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import Phase, Stop
-from gadei_ps.watchdog import recorded, supervisor
+from gadei_ps.watchdog import supervisor
 from gadei_ps.watchdog.dead import clear_dead, end_servers
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.notify import Earlier, Notify

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
 import selectors
 import time
 from collections.abc import Sequence
@@ -55,6 +54,7 @@ class History:
         self._fresh = False
         self._point_at = 0.0
         self._before: tuple[float, int] | None = None  # when, and samples then
+        self._losses = 0, 0.0  # counted then, and their sum
         self._version = -1
         self._stale: dict[tuple[int, int], tuple[int, int]] = {}
         self._settings: dict[str, Any] = {}
@@ -81,6 +81,7 @@ class History:
             self._settings = self._in_force()
             self._counts = self._event_counts()
             self._measure(now)
+            self._losses = totals.losses(self._control)
             self._note_learners()
             if self._memory.adopted:
                 self._learners = self._there()
@@ -195,27 +196,32 @@ class History:
             return
         assert self._memory.state is not None
         was = self._before
-        samples, staleness, loss = self._measure(now)
+        samples, staleness = self._measure(now)
+        count, summed = self._losses
+        self._losses = totals.losses(self._control)
+        losses = self._losses[0] - count
         rate = (samples - was[1]) / (now - was[0]) if was and now > was[0] else 0.0
         self._version = version
         self._add(
             totals.in_history(self._control, self._memory.state.view(layout.STATE))
             | {
                 "samples_per_s": round(rate, 3),
-                "loss": loss,
+                "loss_count": self._losses[0],
+                "loss_sum": self._losses[1],
+                "loss": (self._losses[1] - summed) / losses if losses > 0 else None,
                 "staleness": staleness,
                 "learners": len(self._memory.rings),
             },
             version,
         )
 
-    def _measure(self, now: float) -> tuple[int, float | None, float | None]:
-        """Return the samples so far, the mean staleness since the last call, and the mean loss."""
+    def _measure(self, now: float) -> tuple[int, float | None]:
+        """Return the samples so far, and the mean staleness since the last call."""
         self._point_at = now
         control = self._control
         samples = totals.total(control, "samples")
         self._before = now, samples
-        losses, stale, applied = [], 0, 0
+        stale, applied = 0, 0
         known: dict[tuple[int, int], tuple[int, int]] = {}
         for row in self._memory.rings:
             entry = control["roster"][row]
@@ -224,12 +230,9 @@ class History:
             was = self._stale.get(key, (0, 0))
             stale += known[key][0] - was[0]
             applied += known[key][1] - was[1]
-            if known[key][1] and math.isfinite(entry["loss"]):
-                losses.append(float(entry["loss"]))
         self._stale = known
-        loss = sum(losses) / len(losses) if losses else None
         mean = round(stale / applied, 4) if applied > 0 else None
-        return samples, mean, loss if loss is None or math.isfinite(loss) else None
+        return samples, mean
 
     def _add(self, values: dict[str, Any], version: int) -> None:
         with contextlib.suppress(ValueError):

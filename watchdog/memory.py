@@ -38,7 +38,7 @@ from gadei_ps.errors import (
     OtherVersion,
     SegmentError,
 )
-from gadei_ps.job import changes, hyperparameters, paths, sync_change
+from gadei_ps.job import changes, hyperparameters, paths, recorded, sync_change
 from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
@@ -63,7 +63,7 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
 from gadei_ps.storage.snapshot import Snapshot
 from gadei_ps.sync import SyncModel
-from gadei_ps.watchdog import making, recorded, script, settings
+from gadei_ps.watchdog import making, script, settings
 from gadei_ps.watchdog.dead import differs, name_taken
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.script import Script
@@ -572,4 +572,5 @@ def restore(control: np.void, state: np.void, snapshot: Snapshot) -> None:
     control["requeue"][: snapshot.requeue.size] = snapshot.requeue
     control["requeued"] = snapshot.requeue.size
     totals.restore(control, snapshot.counts)
+    control["past_loss_sum"] = snapshot.loss_sum
     control["work"] = snapshot.work["state"]

@@ -35,7 +35,7 @@ from gadei_ps.watchdog.memory import JobMemory
 HUNG_LATE_S = 3.0  # far longer than the time between two calls of kill_hung
 RING_TIMEOUT_S = 5.0  # from the answer that gives a place until the learner has its ring mapped
 # Counted by the server for one learner; cleared for the next one.
-COUNTS = ("applied", "dropped", "refused", "samples", "version", "clock", "unasked")
+COUNTS = (*layout.PAST, "version", "clock", "unasked")
 STALENESS = ("staleness_sum", "staleness_max", "histogram", "reason")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from gadei_ps import sync
 from gadei_ps.errors import ControlError
-from gadei_ps.job import hyperparameters, sync_change
+from gadei_ps.job import hyperparameters, recorded, sync_change
 from gadei_ps.job.changes import NAMES, NO_CHANGES, OF_GROUPS, Changes
 from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.hyperparameters import Packed
@@ -23,7 +23,6 @@ from gadei_ps.job.parameter_groups import Group
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.memory import layout
 from gadei_ps.memory.segment import Segment
-from gadei_ps.watchdog import recorded
 from gadei_ps.watchdog.script import Script
 
 ADOPTED = ("optimizer", "slots", "shards", "ahead", "nonfinite", "tensors", "owned")

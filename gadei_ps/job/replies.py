@@ -176,6 +176,7 @@ _VALUES: Final[dict[Values, tuple[Any, Any]]] = {
     Values.TIME: (Annotated[int, Field(ge=0, lt=2**40)], 0),
     Values.AMOUNT: (Number, 0.0),
     Values.AMOUNT_OR_NONE: (Number | None, None),
+    Values.NUMBER: (FiniteFloat, 0.0),
     Values.NUMBER_OR_NONE: (FiniteFloat | None, None),
 }
 

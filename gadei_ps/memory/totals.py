@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from gadei_ps import metrics
 from gadei_ps.memory import layout
-from gadei_ps.metrics import Metric, Place
+from gadei_ps.metrics import Metric, Place, Values
 
 _SUMMED: Final = tuple(one for one in metrics.JOB if one.place is Place.ROSTER)
-COUNTED: Final = tuple(one.word for one in _SUMMED)
+_WHOLE: Final = tuple(one for one in _SUMMED if one.values is Values.COUNT)
+SUMMED: Final = tuple(one.word for one in _SUMMED)
 """Words that each row of the roster has for its learner, and `past_...` for those that are gone."""
+COUNTED: Final = tuple(one.word for one in _WHOLE)
+"""Those of SUMMED that are whole numbers."""
+
+TRIES: Final = 20  # to read two words between two gradients
 
 _STRUCTS: Final = {
     Place.CONTROL: layout.CONTROL,
@@ -31,7 +36,7 @@ def check() -> None:
             assert struct.fields is not None and one.word in struct.fields, one.name
             assert struct[one.word].kind in "uif", one.name
     # layout.PAST is what a server adds up when a learner leaves (server/statistics.py).
-    assert set(layout.PAST) == set(COUNTED), "a word past_... and its metric go together"
+    assert set(layout.PAST) == set(SUMMED), "a word past_... and its metric go together"
     for table in (metrics.JOB, metrics.LEARNER):
         names = [one.name for one in table]
         assert len(set(names)) == len(names), "two metrics have one name"
@@ -42,40 +47,57 @@ check()
 
 def total(control: np.void, what: str) -> int:
     """One of COUNTED, of all learners. control: CONTROL."""
-    return int(control[f"past_{what}"]) + int(control["roster"][what].sum())
+    return int(_total(control, what))
 
 
-def counts(control: np.void) -> dict[str, int]:
-    """All of COUNTED, under the names of status: `gradients_applied`, ... and `samples`."""
-    return named([total(control, what) for what in COUNTED])
+def _total(control: np.void, what: str) -> Any:
+    return control[f"past_{what}"].item() + control["roster"][what].sum().item()
+
+
+def losses(control: np.void) -> tuple[int, float]:
+    """Return `loss_count` and `loss_sum` of the same gradients. control: CONTROL."""
+    count, summed = total(control, "loss_count"), _total(control, "loss_sum")
+    for _ in range(TRIES):
+        if total(control, "loss_count") == count:
+            break
+        count, summed = total(control, "loss_count"), _total(control, "loss_sum")
+    return count, summed
+
+
+def counts(control: np.void) -> dict[str, Any]:
+    """All of SUMMED, under the names of status: `gradients_applied`, ... and `samples`."""
+    return {one.name: _total(control, one.word) for one in _SUMMED}
 
 
 def named(counts: Iterable[int]) -> dict[str, int]:
     """Return the numbers in the order of COUNTED, under the names of status."""
-    return {one.name: count for one, count in zip(_SUMMED, counts, strict=True)}
+    return {one.name: count for one, count in zip(_WHOLE, counts, strict=True)}
 
 
-def _read(one: Metric, control: np.void, state: np.void | None) -> int:
+def _read(one: Metric, control: np.void, state: Any) -> Any:
     match one.place:
         case Place.ROSTER:
-            return total(control, one.word)
+            return _total(control, one.word)
         case Place.RECORDS:
             return 0 if state is None else int(state["record"][one.word].sum())
         case _:
-            return int(control[one.word])
+            return control[one.word].item()
 
 
-def of_job(control: np.void, state: np.void | None) -> dict[str, int]:
-    """Return a job's metrics in memory. control, state: CONTROL, and STATE once it is there."""
+def of_job(control: np.void, state: Any) -> dict[str, Any]:
+    """Return a job's metrics in memory.
+
+    control: CONTROL. state: STATE, or its field `record` in a mapping; None before it is there.
+    """
     return {one.name: _read(one, control, state) for one in metrics.JOB if one.word}
 
 
-def of_learner(entry: np.void) -> dict[str, int]:
+def of_learner(entry: np.void) -> dict[str, Any]:
     """Return a learner's metrics in its row of the roster. entry: ENTRY."""
-    return {one.name: int(entry[one.word]) for one in metrics.LEARNER if one.word}
+    return {one.name: entry[one.word].item() for one in metrics.LEARNER if one.word}
 
 
-def in_history(control: np.void, state: np.void) -> dict[str, int]:
+def in_history(control: np.void, state: np.void) -> dict[str, Any]:
     """Return the values of a point of a job's history. control, state: CONTROL and STATE."""
     return {one.name: _read(one, control, state) for one in metrics.JOB if one.in_history}
 

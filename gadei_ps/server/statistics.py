@@ -16,16 +16,26 @@ from gadei_ps.memory.layout import CONTROL, ENTRY
 from gadei_ps.server.constants import ONE, REFUSE, ZERO
 from gadei_ps.server.context import Shard, among, integer
 from gadei_ps.server.kinds import EMPTY, WRITES
-from gadei_ps.server.symbols import address, fence, words
+from gadei_ps.server.symbols import address, doubles, fence, words
 
 HISTOGRAM = layout.HISTOGRAM
 RUNS = np.uint64(layout.RUNS)
 ENTRIES = np.uint64(layout.offset(CONTROL, "roster"))
 ENTRY_BYTES = np.uint64(ENTRY.itemsize)
-PAST = tuple(
-    (np.uint64(layout.offset(ENTRY, word)), np.uint64(layout.offset(CONTROL, f"past_{word}")))
-    for word in layout.PAST
-)
+
+
+def _places(dtype: type[np.generic]) -> tuple[tuple[np.uint64, np.uint64], ...]:
+    """Return the offsets of the words of PAST of this type, in ENTRY and in CONTROL."""
+    return tuple(
+        (np.uint64(layout.offset(ENTRY, word)), np.uint64(layout.offset(CONTROL, f"past_{word}")))
+        for word in layout.PAST
+        if ENTRY[word] == dtype
+    )
+
+
+PAST = _places(np.uint64)
+PAST_SUMS = _places(np.float64)
+MOST_LOSS = 1e100  # a sum of such losses stays finite
 
 
 @compiled
@@ -50,6 +60,9 @@ def count_applied(c: np.ndarray, row: int, frame: np.ndarray, version: np.uint64
     e.applied += ONE
     e.samples += np.uint64(frame[0].samples)
     e.loss = frame[0].loss
+    if abs(frame[0].loss) <= MOST_LOSS:
+        e.loss_sum += frame[0].loss
+        e.loss_count += ONE
     e.norm = math.sqrt(frame[0].squares)
     e.started = frame[0].started
     e.finished = frame[0].finished
@@ -84,6 +97,10 @@ def count_past(c: np.ndarray, row: int) -> None:
         counted = words(entry + own, 1)
         words(control + past, 1)[0] += counted[0]
         counted[0] = ZERO
+    for own, past in PAST_SUMS:
+        added = doubles(entry + own, 1)
+        doubles(control + past, 1)[0] += added[0]
+        added[0] = 0.0
 
 
 @inner

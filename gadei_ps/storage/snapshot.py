@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    FiniteFloat,
     ValidationError,
     field_validator,
     model_validator,
@@ -116,6 +117,7 @@ class Manifest(_Object):
     supersteps: Count
     work: WorkRow
     counts: dict[str, Count]
+    loss_sum: FiniteFloat = 0.0
     clocks: dict[str, Word]
     slots: int = Field(ge=0, lt=layout.MAX_STREAMS)
     requeue: int = Field(ge=0, le=MOST_REQUEUED)
@@ -149,6 +151,7 @@ class Manifest(_Object):
             work=self.work.model_dump(),
             requeue=np.zeros(self.requeue, np.uint64),
             counts=self.counts,
+            loss_sum=self.loss_sum,
             clocks=self.clocks,
             changes=self.changes,
             frozen=np.zeros(model.words - model.elements, np.float32),
@@ -174,6 +177,8 @@ class Snapshot:
     changes: dict[str, Any] = field(default_factory=dict)  # job.changes.Changes, as JSON
     frozen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """Values after the weights, float32 (model.words - model.elements,)."""
+    loss_sum: float = 0.0
+    """Sum of the losses that the word `loss_count` of `counts` counts."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Each tensor by name; views, of the types in weights.DTYPES."""
@@ -225,6 +230,7 @@ class Snapshot:
             "supersteps": int(self.supersteps),
             "work": _integers(self.work),
             "counts": _integers(self.counts),
+            "loss_sum": float(self.loss_sum),
             "clocks": _integers(self.clocks),
             "slots": len(self.slots),
             "requeue": len(self.requeue),

@@ -40,10 +40,11 @@ from support.supervised import (
 )
 
 from gadei_ps.errors import JobStopped
+from gadei_ps.job import recorded
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, presence, segment, shm
 from gadei_ps.storage.checkpoint import newest
-from gadei_ps.watchdog import recorded, restart, supervisor
+from gadei_ps.watchdog import restart, supervisor
 from gadei_ps.watchdog.options import Options
 
 

@@ -105,13 +105,15 @@ def one(version: int, model: Model = MODEL, slots: int = 2, requeued: int = 5) -
             "refused": 2,
             "samples": 1 << 60,
             "requeued_total": requeued,
+            "loss_count": 2,
         },
         clocks={"learner-0": version, "zweiter": 0},
+        loss_sum=-0.75,
     )
 
 
 def same(left: Snapshot, right: Snapshot) -> None:
-    for name in ("job", "config", "model", "version", "steps", "supersteps"):
+    for name in ("job", "config", "model", "version", "steps", "supersteps", "loss_sum"):
         assert getattr(left, name) == getattr(right, name), name
     for name in ("work", "counts", "clocks"):
         assert getattr(left, name) == getattr(right, name), name

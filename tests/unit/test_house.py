@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory", "sync", "show"),
     ("storage", "groups"),
     ("job", "run_times"),
-    ("server", "learners", "simulate"),
+    ("server", "learners", "simulate", "monitoring"),
     ("watchdog",),
     ("commands",),
     ("replicas",),

@@ -156,6 +156,7 @@ def test_every_word_of_a_checkpoint(memory: JobMemory) -> None:
     state = words(memory.state.view(STATE))
     memory._drop_model()
     counts = {"applied": 5, "dropped": 4, "refused": 3, "samples": 200, "requeued_total": 2}
+    counts["loss_count"] = 4
     slots = tuple(np.full(MODEL.elements, value, np.float32) for value in (2, 3))
     snapshot = Snapshot(
         job=memory.config.name,
@@ -170,6 +171,7 @@ def test_every_word_of_a_checkpoint(memory: JobMemory) -> None:
         requeue=np.array([1 << 32 | 2, 1 << 32 | 3], np.uint64),
         counts=counts,
         clocks={},
+        loss_sum=1.5,
     )
     after = words(enter(memory, snapshot))
     changed = {name: value for name, value in after.items() if before.get(name) != value}
@@ -187,6 +189,8 @@ def test_every_word_of_a_checkpoint(memory: JobMemory) -> None:
         "past_dropped": 4,
         "past_refused": 3,
         "past_samples": 200,
+        "past_loss_count": 4,
+        "past_loss_sum": 1.5,
         "requeued_total": 2,
     }
     assert words(memory.state.view(STATE)) == state | {

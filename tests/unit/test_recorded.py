@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from support import config
 
+from gadei_ps.job import recorded
 from gadei_ps.job.changes import NAMES, NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.segment import Segment
-from gadei_ps.watchdog import recorded
 
 
 def _made(job: JobConfig, request: pytest.FixtureRequest) -> Segment:

@@ -17,7 +17,7 @@ from gadei_ps import _native
 from gadei_ps.errors import GadeiError
 from gadei_ps.job import sync_change
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType, slots
-from gadei_ps.memory import layout
+from gadei_ps.memory import layout, totals
 from gadei_ps.memory.layout import (
     IDLE,
     Action,
@@ -270,6 +270,25 @@ def test_statistics(job_name: str) -> None:
         bins = np.bincount([staleness_bin(s) for s in range(1, 41)], minlength=layout.HISTOGRAM)
         np.testing.assert_array_equal(second["histogram"], bins)
         assert first["histogram"][0] == 1
+
+
+def test_losses_are_added_up(job_name: str) -> None:
+    """Without those that are not finite, or so large that a sum of them would not be."""
+    losses = [2.5, -0.25, np.nan, np.inf, 1e200, 0.1]
+    with Rig(job_name, W, learners=2) as rig, rig.serving():
+        for loss in losses:
+            rig.apply(0, rig.ones(), loss=loss)
+        rig.apply(1, rig.ones(), loss=math.nan)
+        rows = rig.roster
+        assert (rows[0]["loss_count"], rows[0]["loss_sum"]) == (3, 2.5 - 0.25 + 0.1)
+        assert (rows[1]["loss_count"], rows[1]["loss_sum"]) == (0, 0.0)
+        rows[0]["wanted"] = 0
+        rig.bell()
+        eventually(lambda: rows[0]["drained"])
+        assert (rows[0]["loss_count"], rows[0]["loss_sum"]) == (0, 0.0)
+        control = rig.control
+        assert (control["past_loss_count"], control["past_loss_sum"]) == (3, 2.5 - 0.25 + 0.1)
+        assert totals.losses(control) == (3, 2.5 - 0.25 + 0.1)
 
 
 def test_histogram_bins() -> None:

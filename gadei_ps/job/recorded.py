@@ -1,10 +1,10 @@
 """A job's configuration in its own memory, and what `gadei-ps set` has changed of its optimizer.
 
-So the job can be ended without its job file, and the next watchdog knows the changes. The text lies
-in the control segment behind the control record, in two places of equal size. Each place holds a
-number, the length of the text, a CRC-32 of all three, and the text (JSON). The whole place with the
-higher number counts: a watchdog may die while it writes the other one, which is not whole then, as
-its CRC-32 shows.
+So the job can be ended without its job file, the next watchdog knows the changes, and monitors find
+the job's history. The text lies in the control segment behind the control record, in two places of
+equal size. Each place holds a number, the length of the text, a CRC-32 of all three, and the text
+(JSON). The whole place with the higher number counts: a watchdog may die while it writes the other
+one, which is not whole then, as its CRC-32 shows.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ def read(job: str) -> JobConfig | None:
     except (FileNotFoundError, NotOurs):
         return None
     try:
-        size = _place(os.fstat(fd).st_size)
-        found = [_read(os.pread(fd, size, at)) for at in (AT, AT + size)]
+        raw = texts(fd, os.fstat(fd).st_size)
     finally:
         os.close(fd)
     try:
-        config = JobConfig.model_validate(_parsed(max(found)[1]).get("config"))
+        config = JobConfig.model_validate(parsed(raw).get("config"))
     except ValidationError:
         return None
     return config if config.name == job else None
@@ -72,16 +71,30 @@ def read(job: str) -> JobConfig | None:
 def read_changes(control: Segment) -> Changes:
     """Read the changes by `gadei-ps set`; empty if there is no record."""
     memory = control.memory
-    size = _place(len(memory))
-    found = [_read(bytes(memory[at : at + size])) for at in (AT, AT + size)]
     try:
-        return changes.read(_parsed(max(found)[1]).get("changes", {}))
+        return changes.read(parsed(memory[AT : AT + 2 * _place(len(memory))]).get("changes", {}))
     except ValueError:
         return NO_CHANGES
 
 
+def texts(fd: int, size: int) -> bytes:
+    """Copy both places. fd, size: of the control segment's file."""
+    return os.pread(fd, 2 * _place(size), AT)
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """Parse what texts() has returned: `config`, `changes` and `history`, unchecked."""
+    size = len(raw) // 2
+    return _parsed(max(_read(raw[:size]), _read(raw[size:]))[1])
+
+
 def _text(config: JobConfig, changed: Changes) -> bytes:
-    parts = {"config": config.model_dump(mode="json"), "changes": changed.model_dump()}
+    history = str(config.history_file()) if config.history else None
+    parts = {
+        "config": config.model_dump(mode="json"),
+        "changes": changed.model_dump(),
+        "history": history,
+    }
     return json.dumps(parts, separators=(",", ":")).encode()
 
 

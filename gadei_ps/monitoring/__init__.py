@@ -1,0 +1,1 @@
+"""Jobs as monitors see them: read from shared memory, exported as metrics and as curves."""

@@ -1,0 +1,433 @@
+"""Jobs as monitors read them: from shared memory, without a request to the watchdog.
+
+    reader = Reader()
+    for job in reader.jobs():
+        print(job.name, job.state, job.metrics["gradients_applied"])
+
+A reader never waits for a process, and changes nothing. It maps nothing either: a copy by pread()
+of a file that has been truncated is short, where an access to a mapping would end the process. A
+job that vanishes while it is read is left out, and a job that this program cannot read has a
+`problem`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from gadei_ps import metrics
+from gadei_ps.errors import NotOurs, in_words
+from gadei_ps.job import recorded
+from gadei_ps.kernels import optimizers
+from gadei_ps.machine import ownership
+from gadei_ps.memory import holds, layout, shm, totals
+from gadei_ps.memory.layout import CONTROL, RECORD, RING, STATE, WEIGHTS, Phase, Work
+from gadei_ps.metrics import Kind
+
+Value = int | float | None
+
+TRIES: Final = 8  # to copy the control segment between two transactions of the server
+TRY_S: Final = 0.0002
+_COUNTERS: Final = [one.name for one in metrics.JOB if one.kind is Kind.COUNTER]
+_LEARNER_COUNTERS: Final = [one.name for one in metrics.LEARNER if one.kind is Kind.COUNTER]
+_RECORD_AT: Final = layout.offset(STATE, "record")
+_IN_USE_AT: Final = layout.offset(STATE, "journal")  # its first word
+_PAST_AT: Final = [layout.offset(CONTROL, f"past_{word}") for word in layout.PAST]
+_PAST: Final = slice(min(_PAST_AT), max(_PAST_AT) + 8)
+_OPTIMIZERS: Final = {int(kind): kind.name.lower() for kind in optimizers.Kind}
+
+
+class State(Enum):
+    """Condition of a job, by the processes that hold it."""
+
+    STARTING = "starting"
+    """Its watchdog lives, and waits for a model or makes the memory."""
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ORPHANED = "orphaned"
+    """Its servers live without a watchdog; training continues."""
+    DEAD = "dead"
+    """No process holds its memory."""
+    UNREADABLE = "unreadable"
+    """See `problem`."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A learner that is attached, or that has left and whose gradients are not all applied yet."""
+
+    row: int
+    generation: int
+    pid: int
+    name: str
+    leaving: bool
+    paused: bool
+    """Whether it has asked not to be waited for."""
+    metrics: Mapping[str, Value]
+    """Values by the names of metrics.LEARNER; None: only its watchdog knows, or it is not known."""
+    staleness_histogram: tuple[int, ...]
+    """Gradients by staleness: 0 to 15 each, then powers of two."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Size of a job's model."""
+
+    tensors: int
+    values: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job at one instant."""
+
+    name: str
+    uid: int
+    """The user whose job it is."""
+    state: State
+    problem: str = ""
+    """Reason why it cannot be read, in one line. Then only `name` and `uid` are known."""
+    job_id: str = ""
+    """Another one for each new memory of a job of this name."""
+    phase: Phase = Phase.STARTING
+    metrics: Mapping[str, Value] = field(default_factory=dict)
+    """Values by the names of metrics.JOB; None: only its watchdog knows."""
+    learners: Sequence[Learner] = ()
+    model: Model | None = None
+    """None before the first learner has brought it."""
+    sync: str = ""
+    """Synchronization model in force."""
+    sync_wanted: str = ""
+    """The one that it changes to; empty if it does not change."""
+    optimizer: str = ""
+    hyperparameters: Mapping[str, float] = field(default_factory=dict)
+    """Settings in force of the parameters without a group."""
+    work: Mapping[str, int] = field(default_factory=dict)
+    """Batch ledger: batches, epochs, epochs_done; empty without work."""
+    watchdog_pid: int | None = None
+    server_pid: int | None = None
+    standby_pid: int | None = None
+    fork_server_pid: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its job file as the watchdog has it, by field; unchecked. Empty if there is no record."""
+    history: Path | None = None
+    """The file of its history; None if it keeps none."""
+
+
+class Reader:
+    """Reads jobs again and again. One thread uses it at a time.
+
+    Between two readings of a job its counters never decrease: a server that dies in the middle of
+    a transaction leaves counts that the next server reverts.
+    """
+
+    def __init__(self, uid: int | None = None) -> None:
+        """uid: whose jobs are read; by default ours, and for root those of all users."""
+        self._uid = uid if uid is not None else os.geteuid() or None
+        self._before: dict[tuple[str, int], Job] = {}
+        self._recorded: dict[tuple[str, int], tuple[bytes, dict[str, Any]]] = {}
+
+    def names(self) -> list[tuple[str, int]]:
+        """Return the names of all jobs that have memory, with their users, sorted."""
+        try:
+            with os.scandir(shm.SHM) as files:
+                names = [one.name for one in files if one.name.endswith(".control")]
+        except FileNotFoundError:
+            return []
+        found = map(shm.SEGMENT_NAME.fullmatch, names)
+        named = [(one["job"], int(one["uid"])) for one in found if one]
+        return sorted(one for one in named if self._uid in (None, one[1]))
+
+    def jobs(self) -> list[Job]:
+        """All jobs of the user. Raises nothing for a job that cannot be read."""
+        names = self.names()
+        for known in (self._before, self._recorded):
+            for gone in known.keys() - set(names):
+                del known[gone]
+        read = (self.job(name, uid) for name, uid in names)
+        return [one for one in read if one is not None]
+
+    def job(self, name: str, uid: int | None = None) -> Job | None:
+        """One job; None if there is no memory of it. uid: whose it is, by default ours."""
+        uid = (os.geteuid() if self._uid is None else self._uid) if uid is None else uid
+        key = name, uid
+        try:
+            made = self._read(key)
+        except FileNotFoundError:
+            return None
+        except NotOurs as error:
+            return Job(name, uid, State.UNREADABLE, str(error))
+        except (OSError, ValueError) as error:
+            return Job(name, uid, State.UNREADABLE, in_words(error))
+        if made.state is not State.UNREADABLE:
+            before = self._before.get(key)
+            if before is not None and before.job_id == made.job_id:
+                made = _never_less(made, before)
+            self._before[key] = made
+        return made
+
+    def _read(self, key: tuple[str, int]) -> Job:
+        """Read a job. Raises FileNotFoundError, NotOurs, OSError, ValueError."""
+        with _Files(*key) as files:
+            control, whole = files.control()
+            if control is None:
+                return Job(*key, State.UNREADABLE, files.problem)
+            before = self._before.get(key)
+            text = recorded.texts(files.fd, files.size)
+            if self._recorded.get(key, (b"",))[0] != text:
+                self._recorded[key] = text, recorded.parsed(text)
+            made = _job(files, control, self._recorded[key][1])
+            if not whole and before is not None and before.job_id == made.job_id:
+                # A server has died in the middle of a transaction, and no other has recovered yet.
+                return replace(made, metrics=before.metrics, learners=before.learners)
+            return made
+
+
+def _never_less(now: Job, before: Job) -> Job:
+    """Replace counters that have decreased by their last values."""
+    known = {(one.row, one.generation): one.metrics for one in before.learners}
+    learners = [
+        replace(one, metrics=_largest(one.metrics, old, _LEARNER_COUNTERS))
+        if (old := known.get((one.row, one.generation)))
+        else one
+        for one in now.learners
+    ]
+    found = _largest(now.metrics, before.metrics, _COUNTERS)
+    return replace(now, metrics=found, learners=tuple(learners))
+
+
+def _largest(
+    now: Mapping[str, Value], before: Mapping[str, Value], names: Sequence[str]
+) -> Mapping[str, Value]:
+    less = {name: before[name] for name in names if (now[name] or 0) < (before[name] or 0)}
+    return {**now, **less} if less else now
+
+
+class _Files:
+    """The open segments of one job. Raises FileNotFoundError, NotOurs, OSError."""
+
+    def __init__(self, job: str, uid: int) -> None:
+        self.job, self.uid = job, uid
+        self.problem = ""
+        self.fd = self.open("control")
+        try:
+            self.size = os.fstat(self.fd).st_size
+            self.state = self._open_state()
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in (self.fd, self.state):
+            if fd >= 0:
+                os.close(fd)
+
+    def open(self, part: str) -> int:
+        name = shm.segment_name(self.job, part, self.uid)
+        return shm.open_segment(name, writable=False, owner=self.uid)
+
+    def _open_state(self) -> int:
+        try:
+            return self.open("state")
+        except (FileNotFoundError, NotOurs):
+            return -1
+
+    def control(self) -> tuple[np.void | None, bool]:
+        """Copy the control record; None with a `problem`.
+
+        The second value is True if the server was between two transactions: within one, the counts
+        of a learner that leaves may be there twice (server/statistics.py).
+        """
+        control = None
+        for _ in range(TRIES):
+            idle = not self._in_use()
+            raw = os.pread(self.fd, CONTROL.itemsize, 0)
+            control = self._checked(raw)
+            if control is None:
+                return None, False
+            past = os.pread(self.fd, _PAST.stop - _PAST.start, _PAST.start)
+            if idle and raw[_PAST] == past and not self._in_use():
+                return control, True
+            time.sleep(TRY_S)
+        return control, False
+
+    def _checked(self, raw: bytes) -> np.void | None:
+        size = layout.HEADER.itemsize
+        header = np.frombuffer(raw[:size].ljust(size, b"\0"), layout.HEADER)[0]
+        version = int(header["layout_version"])
+        if int(header["magic"]) != layout.MAGIC:
+            self.problem = "half made, or not the memory of a job"
+        elif version != layout.LAYOUT_VERSION:
+            self.problem = (
+                f"made with layout version {version}, this program reads {layout.LAYOUT_VERSION}"
+            )
+        elif len(raw) < CONTROL.itemsize:
+            self.problem = f"its control segment is truncated ({len(raw)} bytes)"
+        else:
+            control: np.void = np.frombuffer(raw, CONTROL)[0]
+            return control
+        return None
+
+    def _in_use(self) -> bool:
+        """Return whether the server is within a transaction."""
+        return self.state >= 0 and any(os.pread(self.state, 8, _IN_USE_AT))
+
+    def records(self, shards: int) -> np.ndarray | None:
+        """The records of the shards; None before the state is made."""
+        if self.state < 0:
+            return None
+        raw = os.pread(self.state, shards * RECORD.itemsize, _RECORD_AT)
+        return np.frombuffer(raw, RECORD) if len(raw) == shards * RECORD.itemsize else None
+
+    def weights(self) -> tuple[np.void | None, int]:
+        """The head of the weights segment, and the segment's size."""
+        try:
+            fd = self.open("weights")
+        except (FileNotFoundError, NotOurs):
+            return None, 0
+        try:
+            raw, size = os.pread(fd, WEIGHTS.itemsize, 0), os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        return (np.frombuffer(raw, WEIGHTS)[0] if len(raw) == WEIGHTS.itemsize else None), size
+
+    def ring(self, row: int, inode: int) -> tuple[np.void | None, int]:
+        """The head of a learner's ring, whose file is this inode, and the segment's size."""
+        name = shm.segment_name(self.job, f"ring.{row}", self.uid)
+        try:
+            fd = os.open(shm.path_of(name), os.O_RDONLY | ownership.SAFELY)
+        except OSError:
+            return None, 0
+        try:
+            status = os.fstat(fd)
+            raw = os.pread(fd, RING.itemsize, 0) if status.st_ino == inode else b""
+        finally:
+            os.close(fd)
+        found = np.frombuffer(raw, RING)[0] if len(raw) == RING.itemsize else None
+        return found, status.st_size if found is not None else 0
+
+
+def _job(files: _Files, control: np.void, record: dict[str, Any]) -> Job:
+    watchdog = holds.held(files.fd, holds.WATCHDOG)
+    servers = [holds.held(files.fd, byte) for byte in holds.SERVERS]
+    phase = Phase(int(control["phase"]))
+    lease = int(control["lease_pid"])
+    lines = [int(one["pid"]) for one in control["server"]]
+    living = [pid for pid, there in zip(lines, servers, strict=True) if there and pid]
+    shards = min(int(control["shards"]), layout.MAX_SHARDS)
+    records = files.records(shards)
+    head, weights_bytes = files.weights() if int(control["model_ready"]) else (None, 0)
+    learners, rings_bytes = _learners(files, control)
+    state_bytes = os.fstat(files.state).st_size if files.state >= 0 else 0
+    shared = files.size + weights_bytes + state_bytes + rings_bytes
+    config, history = record.get("config"), record.get("history")
+    return Job(
+        name=files.job,
+        uid=files.uid,
+        state=_state(phase, watchdog, bool(living), bool(control["model_ready"])),
+        job_id=control["header"]["job_id"].tobytes().hex(),
+        phase=phase,
+        metrics={
+            **dict.fromkeys(one.name for one in metrics.JOB),
+            **totals.of_job(control, None if records is None else {"record": records}),
+            "failovers": max(0, int(control["lease_generation"]) - 1),
+            "learners_attached": len(learners),
+            "shared_bytes": shared,
+        },
+        learners=learners,
+        model=None if head is None else _model(head),
+        **_settings(control),
+        watchdog_pid=int(control["watchdog_pid"]) if watchdog else None,
+        server_pid=lease if lease in living else None,
+        standby_pid=next((pid for pid in living if pid != lease), None),
+        fork_server_pid=int(control["fork_server_pid"]) or None if watchdog else None,
+        config=config if isinstance(config, dict) else {},
+        history=Path(history) if isinstance(history, str) else None,
+    )
+
+
+def _state(phase: Phase, watchdog: bool, servers: bool, has_model: bool) -> State:
+    if not watchdog:
+        return State.ORPHANED if servers else State.DEAD
+    if phase > Phase.SERVING:
+        return State.STOPPING
+    return State.RUNNING if has_model and phase == Phase.SERVING else State.STARTING
+
+
+def _model(head: np.void) -> Model:
+    return Model(int(head["tensors"]), int(head["values"]), 4 * int(head["elements"]))
+
+
+def _settings(control: np.void) -> dict[str, Any]:
+    """Return the fields of Job on the synchronization model, the optimizer and the batches."""
+    done, wanted = int(control["sync_done"]), int(control["sync_wanted"])
+    texts = [one.tobytes().rstrip(b"\0").decode(errors="replace") for one in control["sync_text"]]
+    kind = _OPTIMIZERS.get(int(control["optimizer"]), "")
+    packed = control["hyper"][max(0, int(control["groups"]) - 1) % layout.MAX_GROUPS]
+    numbers = {name: float(packed[at]) for name, at in _places(kind).items()}
+    is_work = int(control["work"]) != Work.NONE
+    names = ("batches", "epochs", "epochs_done") if is_work else ()
+    return {
+        "sync": texts[done % 2],
+        "sync_wanted": texts[wanted % 2] if wanted != done else "",
+        "optimizer": kind,
+        "hyperparameters": {name: one for name, one in numbers.items() if math.isfinite(one)},
+        "work": {name: int(control[name]) for name in names},
+    }
+
+
+def _places(kind: str) -> dict[str, int]:
+    """Return the places of an optimizer's settings in their packed form."""
+    if not kind:
+        return {}
+    names = ("lr", *optimizers.traits(kind).settings)
+    at = {"alpha": optimizers.BETA2}
+    return {name: at.get(name, getattr(optimizers, name.upper(), -1)) for name in names}
+
+
+def _learners(files: _Files, control: np.void) -> tuple[tuple[Learner, ...], int]:
+    """The learners, and the bytes of their rings."""
+    roster = control["roster"]
+    shards = min(int(control["shards"]), layout.MAX_SHARDS)
+    made, size = [], 0
+    for row in np.flatnonzero(roster["generation"] != roster["retired"]).tolist():
+        ring, ring_bytes = files.ring(row, int(control["ring_inode"][row]))
+        made.append(_learner(row, roster[row], ring, shards))
+        size += ring_bytes
+    return tuple(made), size
+
+
+def _learner(row: int, entry: np.void, ring: np.void | None, shards: int) -> Learner:
+    found: dict[str, Value] = dict.fromkeys(one.name for one in metrics.LEARNER)
+    found |= totals.of_learner(entry)
+    applied, consumed = int(entry["applied"]), 0
+    if ring is not None:
+        consumed = int(ring["tail"]["value"][:shards].min()) if shards else 0
+        found["published"] = int(ring["head"])
+        found["queue"] = max(0, int(ring["head"]) - consumed)
+    found["outstanding"] = int((entry["outstanding"] != layout.NO_BATCH).sum())
+    found["staleness_mean"] = int(entry["staleness_sum"]) / applied if applied else 0.0
+    for name, word in (("gradient_norm", "norm"), ("loss", "loss")):
+        found[name] = float(entry[word]) if applied and math.isfinite(entry[word]) else None
+    return Learner(
+        row=row,
+        generation=int(entry["generation"]),
+        pid=int(entry["pid"]),
+        name=entry["name"].decode(errors="replace"),
+        leaving=int(entry["wanted"]) != int(entry["generation"]),
+        paused=ring is not None and bool(int(ring["wants"]) & layout.WANTS_PAUSE),
+        metrics=found,
+        staleness_histogram=tuple(entry["histogram"].tolist()),
+    )
