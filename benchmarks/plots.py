@@ -16,8 +16,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from gadei_ps.benchmarks import suite
+from gadei_ps.benchmarks.failover import BOTH, CONTROL_ROW, NEXT
+from gadei_ps.benchmarks.kills import KILLS, UNDISTURBED
+from gadei_ps.job.faults import Role
+from gadei_ps.show import plot_style
 from gadei_ps.show.counts import counted
 
+ON_THE_FRONT = ("kills",)  # of README, which names the variant of each theme
 Row = dict[str, Any]
 Result = dict[str, Any]
 Drawing = Callable[[Result, Any], None]
@@ -28,16 +33,19 @@ OURS = "gadei-ps"
 COLOURS = {
     OURS: "tab:red",
     "gadei-ps, weights in place": "darkred",
-    "gadei-ps, bfloat16": "lightcoral",
-    "limit": "black",
+    KILLS: "tab:red",
+    UNDISTURBED: "silver",
+    CONTROL_ROW: "silver",
+    BOTH: "darkred",
+    "DDP under torchrun": "tab:green",
+    "torchft": "tab:purple",
+    "limit": "tab:gray",
     "Hogwild": "tab:blue",
     "Hogwild sparse": "tab:cyan",
     "DDP gloo": "tab:green",
     "gloo": "tab:green",
     "torch single": "tab:orange",
     "torch single sparse": "tab:brown",
-    "torch": "tab:orange",
-    "C": "tab:gray",
     "MPI": "tab:purple",
     "MPI one-sided": "tab:purple",
     "MPI two-sided": "tab:pink",
@@ -45,13 +53,17 @@ COLOURS = {
     "iceoryx2": "navy",
     "Pipe": "tab:blue",
     "ZeroMQ": "teal",
-    "Queue": "gold",
+    "Queue": "goldenrod",
 }
 """Colours of all plots: red is gadei-ps, and no two contenders of a plot share a colour."""
 NAMES = {
     OURS: "gadei-ps (its own linear kernel)",
     "DDP gloo": "DDP (gloo, dense embedding)",
     "limit": "limit (forward and backward, torch's kernel)",
+    BOTH: "gadei-ps: both servers",
+    CONTROL_ROW: "gadei-ps: no death",
+    "DDP under torchrun": "DDP under torchrun: a worker",
+    "torchft": "torchft, time-out 5 s: a worker",
 }
 """Labels of contenders whose name alone would mislead."""
 
@@ -87,27 +99,74 @@ def _legend(figure: Any, axes: Iterable[Any], columns: int = 4) -> None:
     for axis in axes:
         handles, names = axis.get_legend_handles_labels()
         shown |= dict(zip(names, handles, strict=True))
-    figure.legend(
-        shown.values(), shown.keys(), loc="outside lower center", ncols=columns, fontsize=8
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns)
+
+
+@_drawn("kills")
+def _kills(result: Result, figure: Any) -> None:
+    """Draw the loss of both runs, and below it an instant for each kill."""
+    figure.set_size_inches(8, 3.8)
+    axes, marks = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    calm, killed = result["rows"]
+    for row, style in ((calm, {"linewidth": 5}), (killed, {"linewidth": 1.5})):
+        points = zip(*row["curve"], strict=True)
+        axes.plot(*points, label=row["contender"], color=COLOURS[row["contender"]], **style)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("loss on rows held out")
+    axes.legend(loc="upper right")
+    roles = (Role.LEARNER, Role.SERVER, Role.WATCHDOG)
+    instants = [[second for second, who in killed["kills"] if who == role] for role in roles]
+    marks.eventplot(instants, linelengths=0.7, linewidths=1.2, colors=COLOURS[KILLS])
+    names = [f"{counted(len(some), role)}" for role, some in zip(roles, instants, strict=True)]
+    marks.set_yticks(range(len(roles)), names)
+    marks.set_ylim(-0.6, len(roles) - 0.4)
+    marks.set_xlabel("time, s")
+    marks.set_ylabel("killed")
+    marks.grid(visible=False)
+    wrong = killed["lost"] + killed["applied_twice"]
+    axes.set_title(
+        f"{len(killed['kills'])} processes killed; {killed['gradients']:,} gradients, "
+        f"{'each applied exactly once' if not wrong else f'{wrong} of them lost or repeated'}"
     )
+
+
+@_drawn("failover")
+def _failover(result: Result, figure: Any) -> None:
+    """Draw the time to the next gradient, for each size of the weights."""
+    figure.set_size_inches(8, 3)
+    sizes = sorted({row["bytes"] for row in result["rows"]})
+    panels = figure.subplots(1, len(sizes), sharey=True, sharex=True, squeeze=False)[0]
+    for axis, size in zip(panels, sizes, strict=True):
+        rows = [row for row in result["rows"] if row["bytes"] == size and row["what"] == NEXT]
+        rows.sort(key=lambda row: -row["p50"])
+        for place, row in enumerate(rows):
+            name = row["contender"]
+            axis.plot((row["p50"], row["p99"]), (place, place), color=COLOURS[name], linewidth=1)
+            axis.plot(row["p50"], place, marker="o", color=COLOURS[name])
+        axis.set_yticks(range(len(rows)), [_of_death(row["contender"]) for row in rows])
+        axis.set_xscale("log")
+        axis.set_xlabel("time to the next gradient, s\n(dot: median; line: to the 99th percentile)")
+        axis.set_title(f"weights of {size / 1e6:.0f} MB")
+
+
+def _of_death(contender: str) -> str:
+    """Return the contender and the process that is killed."""
+    return "gadei-ps: the server" if contender == OURS else NAMES[contender]
 
 
 @_drawn("nlc")
 def _nlc(result: Result, figure: Any) -> None:
     """Draw bars by mini-batch; the thin lines are the spread of the rounds."""
-    sets = list(dict.fromkeys(row["set"] for row in result["rows"]))
-    learners = sorted({row["learners"] for row in result["rows"]})
-    sizes = sorted({row["mini_batch"] for row in result["rows"]})
-    axes = figure.subplots(len(learners), len(sets), squeeze=False)
-    for i, count in enumerate(learners):
-        for k, name in enumerate(sets):
-            rows = [one for one in result["rows"] if (one["set"], one["learners"]) == (name, count)]
-            _bars(axes[i][k], rows, sizes)
-            axes[i][k].set_title(f"{name}, {counted(count, 'learner')}", fontsize=9)
-            axes[i][k].set_ylabel("samples/s")
-    for axis in axes[-1]:
-        axis.set_xlabel("mini-batch")
-    _legend(figure, axes.flat)
+    figure.set_size_inches(8, 4)
+    axes = figure.subplots()
+    rows = [one for one in result["rows"] if (one["set"], one["learners"]) == ("mr", 2)]
+    sizes = sorted({row["mini_batch"] for row in rows} & {1, 8, 32})
+    _bars(axes, rows, sizes)
+    axes.set_title("sentence classifier on MR, 2 learners on 2 cores")
+    axes.set_ylabel("samples/s")
+    axes.set_xlabel("mini-batch")
+    axes.grid(visible=False, axis="x")
+    _legend(figure, [axes], 3)
 
 
 def _bars(axes: Any, rows: list[Row], sizes: list[int]) -> None:
@@ -117,7 +176,7 @@ def _bars(axes: Any, rows: list[Row], sizes: list[int]) -> None:
     for place, name in enumerate(names):
         found = {row["mini_batch"]: row for row in rows if row["contender"] == name}
         taken = [size for size in sizes if size in found]
-        axes.bar(
+        bars = axes.bar(
             [sizes.index(size) + (place - (len(names) - 1) / 2) * width for size in taken],
             [found[size]["median"] for size in taken],
             width,
@@ -126,31 +185,9 @@ def _bars(axes: Any, rows: list[Row], sizes: list[int]) -> None:
             color=COLOURS[name],
             label=NAMES.get(name, name),
         )
+        axes.bar_label(bars, fmt="{:,.0f}", fontsize=7, padding=2)
     axes.set_xticks(range(len(sizes)), map(str, sizes))
     axes.set_ylim(bottom=0)
-
-
-@_drawn("apply")
-def _apply(result: Result, figure: Any) -> None:
-    kinds = list(dict.fromkeys(row["optimizer"] for row in result["rows"]))
-    axes = figure.subplots(2, -(-len(kinds) // 2), sharex=True)
-    for axis, kind in zip(axes.flat, kinds, strict=False):
-        _lines(axis, _per_byte(result["rows"]), "bytes", {"optimizer": kind, "wire": "float32"})
-        halves = [
-            {**row, "contender": "gadei-ps, bfloat16"}
-            for row in _per_byte(result["rows"])
-            if row["contender"] == OURS and row["wire"] == "bfloat16"
-        ]
-        _lines(axis, halves, "bytes", {"optimizer": kind})
-        axis.set_title({"SGD": "SGD", "ADAMW": "AdamW"}.get(kind, kind.capitalize()), fontsize=9)
-        axis.set_ylabel("ns per value", fontsize=8)
-        axis.set_xlabel("bytes of the weights", fontsize=8)
-    _legend(figure, axes.flat)
-
-
-def _per_byte(rows: Iterable[Row]) -> list[Row]:
-    """Return the time for each float32 of the weights (ns)."""
-    return [{**row, "median": row["median"] / row["bytes"] * 4e9} for row in rows]
 
 
 @_drawn("ingest")
@@ -159,10 +196,10 @@ def _ingest(result: Result, figure: Any) -> None:
     axes = figure.subplots(1, len(learners), sharey=True, squeeze=False)[0]
     for axis, count in zip(axes, learners, strict=True):
         _lines(axis, result["rows"], "bytes", {"learners": count}, scale=1e-9)
-        axis.set_title(counted(count, "learner"), fontsize=9)
-        axis.set_xlabel("bytes of the model")
+        axis.set_title(counted(count, "learner"))
+        axis.set_xlabel("model, bytes")
     axes[0].set_ylim(bottom=0)
-    axes[0].set_ylabel("GB/s of gradients applied")
+    axes[0].set_ylabel("gradients applied, GB/s")
     _legend(figure, axes)
 
 
@@ -184,8 +221,8 @@ def _latency(result: Result, figure: Any) -> None:
             axis.plot(*ends[1:], place, marker="|", color=COLOURS[name], markersize=9)
         axis.set_yticks(range(len(names)), names)
         axis.set_xscale("log")
-        axis.set_xlabel("µs until a push of 4 KB is applied; dot: median, end: p99", fontsize=8)
-        axis.set_title(f"gadei-ps {mode}", fontsize=9)
+        axis.set_xlabel("time, µs (dot: median; end: p99)")
+        axis.set_title(f"gadei-ps {mode}")
 
 
 DISTURBED = "torch single sparse"  # in time_to_accuracy.json: see docs/performance.md
@@ -201,8 +238,8 @@ def _time_to_accuracy(result: Result, figure: Any) -> None:
                 points = [(one["seconds"], one["validation_accuracy"]) for one in row["curve"]]
                 who = row["contender"]
                 axis.plot(*zip(*points, strict=True), label=NAMES.get(who, who), color=COLOURS[who])
-        axis.set_title(name, fontsize=9)
-        axis.set_xlabel("s of training, one run")
+        axis.set_title(name)
+        axis.set_xlabel("training time, s (one run)")
     axes[0].set_ylabel("accuracy on the held-out tenth")
     _legend(figure, axes)
 
@@ -223,8 +260,8 @@ def _scale(result: Result, figure: Any) -> None:
         else:
             axis.plot([str(count) for count, _ in points], values, **style)
             axis.set_ylim(0, 1.1 * max(values))
-        axis.set_xlabel("bytes of the weights" if by == "bytes" else by)
-    axes[0].set_ylabel("µs per gradient applied")
+        axis.set_xlabel("weights, bytes" if by == "bytes" else by)
+    axes[0].set_ylabel("time per gradient, µs")
 
 
 @_drawn("gpu-timeline")
@@ -238,8 +275,8 @@ def _gpu_timeline(result: Result, figure: Any) -> None:
             widths = [(begin / 1e3, (end - begin) / 1e3) for begin, end in spans]
             axis.broken_barh(widths, (place - 0.4, 0.8), color=colours[name])
         axis.set_yticks(range(len(lanes)), list(reversed(lanes)))
-        axis.set_title(f"{row['network']}, mini-batch {row['mini_batch']}", fontsize=9)
-    axes[-1].set_xlabel("ms")
+        axis.set_title(f"{row['network']}, mini-batch {row['mini_batch']}")
+    axes[-1].set_xlabel("time, ms")
 
 
 def draw(results: Path, directory: Path, names: Iterable[str] | None = None) -> Iterator[Path]:
@@ -248,14 +285,16 @@ def draw(results: Path, directory: Path, names: Iterable[str] | None = None) -> 
     for name, function in DRAWN.items():
         source = results / f"{name}.json"
         if source.exists() and (names is None or name in names):
-            figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
-            function(json.loads(source.read_text()), figure)
-            path = directory / f"{name}.svg"
-            # With this salt, the same figures give the same file.
-            with matplotlib.rc_context({"svg.hashsalt": name}):
-                figure.savefig(path, metadata={"Date": None})
+            with matplotlib.rc_context(plot_style.STYLE):
+                figure = pyplot.figure(figsize=(8, 4.5), layout="constrained")
+                function(json.loads(source.read_text()), figure)
+            text = plot_style.svg(figure, name)
             pyplot.close(figure)
+            path = directory / f"{name}.svg"
+            path.write_text(text)
             yield path
+            if name in ON_THE_FRONT:
+                (directory / f"{name}-dark.svg").write_text(plot_style.dark(text))
 
 
 if __name__ == "__main__":

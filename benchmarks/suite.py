@@ -33,6 +33,7 @@ BENCHMARKS = {
     "memory": "resident and shared memory of a job and of each learner",
     "start": "how long it takes until the first gradient is applied, against Hogwild",
     "attach": "how long a large model takes to come in, against zeroing its memory",
+    "kills": "the loss of one job over time, undisturbed and with processes killed, and the count",
     "failover": "what the death of servers costs, against DDP under torchrun and torchft",
     "worker_groups": "samples a second and accuracy of machines in groups, beside one machine",
     "group_deaths": "what the deaths of machines and of Ray's head cost a group of machines",

@@ -18,16 +18,10 @@ from typing import Any
 import typer
 
 from gadei_ps.cli.app import app
+from gadei_ps.cli.exits import EXIT_CODES
 
 PROGRAM = "gadei-ps"
 HELP = ("-h, --help", "Show the help and exit.")
-EXIT = (
-    ("0", "Done."),
-    ("1", "Failed; the reason is one line on standard error."),
-    ("2", "Wrong usage, or a job file that does not fit: nothing was changed."),
-    ("3", "A job was stopped, but its last checkpoint failed: its memory stays."),
-    ("128 + N", "Ended by signal N, after cleaning up."),
-)
 COMPLETIONS = {
     "bash": "bash-completion/completions/gadei-ps",
     "zsh": "zsh/site-functions/_gadei-ps",
@@ -101,7 +95,9 @@ def _page(name: str, command: Any, every: list[tuple[str, Any]]) -> str:
         "COMMANDS",
         [(one.removeprefix(f"{name} "), _paragraphs(other.help or "")[0]) for one, other in below],
     )
-    lines += _list("EXIT STATUS", EXIT)
+    word = name.removeprefix(f"{PROGRAM} ")
+    codes = [one for one in EXIT_CODES if word in one.commands or not one.commands]
+    lines += _list("EXIT STATUS", [(one.code, one.meaning) for one in codes])
     others = [one for one, _ in every if one != name and (name == PROGRAM or one == PROGRAM)]
     lines += [".SH SEE ALSO"]
     lines += [

@@ -25,6 +25,7 @@ from gadei_ps.benchmarks.reproduce import part
 from gadei_ps.benchmarks.reproduce.conclusions import CONCLUSIONS
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.machine import process
+from gadei_ps.show import plot_style
 
 PARTS = (
     "zipline_table",
@@ -94,6 +95,7 @@ def main() -> None:
 def _run(name: str, quick: bool) -> None:
     """Run one part in this process."""
     matplotlib.use("Agg")
+    matplotlib.rcParams.update(plot_style.STYLE)
     if quick:
         part.PLOTS = part.scratch()
     begin = time.monotonic()
@@ -115,7 +117,8 @@ def redraw(names: Iterable[str]) -> None:
     for name in names:
         module = importlib.import_module(f"gadei_ps.benchmarks.reproduce.{name}")
         if hasattr(module, "draw"):
-            module.draw(part.read(name)[0].data)
+            with matplotlib.rc_context(plot_style.STYLE):
+                module.draw(part.read(name)[0].data)
 
 
 def document() -> str:

@@ -226,9 +226,9 @@ def _plot(times: FloatArray, runs: dict[str, Driven]) -> None:
         axes = first = figure.add_subplot(grid[0, column], sharey=first)
         axes.plot(times[iteration - 1], ".", markersize=2, color="tab:gray")
         axes.set_title(f"iteration {iteration}", fontsize=8)
-        axes.tick_params(labelsize=7, labelleft=column == 0)
+        axes.tick_params(labelsize=8, labelleft=column == 0)
         if column == 0:
-            axes.set_ylabel("s, by learner", fontsize=8)
+            axes.set_ylabel("run time, s")
     iterations = np.arange(1, len(times) + 1)
     top = figure.add_subplot(grid[1, :])
     top.plot(
@@ -241,8 +241,8 @@ def _plot(times: FloatArray, runs: dict[str, Driven]) -> None:
         below.plot(iterations, runs[name].seconds, **style)
     top.set_ylabel("gradients/s")
     top.set_ylim(bottom=0)
-    top.legend(fontsize=7, ncols=5, loc="lower right")
-    below.set_ylabel("s per iteration")
+    top.legend(ncols=5, loc="lower right")
+    below.set_ylabel("iteration, s")
     below.set_ylim(bottom=0)
     below.set_xlabel("iteration")
     part.save(figure, "cutoff_throughput.svg")

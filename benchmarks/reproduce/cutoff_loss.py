@@ -128,7 +128,7 @@ def draw(data: dict[str, Any]) -> None:
         colour = SYNC[MODELS[name]]
         axes.plot(*zip(*points, strict=True), label=name, color=colour)
         axes.plot(*points[-1], marker="o", markersize=4, color=colour)
-    axes.set_xlabel("s of virtual time")
+    axes.set_xlabel("virtual time, s")
     axes.set_ylabel("loss of the test images")
     axes.set_yscale("log")
     axes.legend(fontsize=8)

@@ -134,8 +134,8 @@ def draw(data: dict[str, Any]) -> None:
         points = np.array(one["curve"])
         name = one["sync"]
         axes.plot(points[:, 0], points[:, 1], label=name, color=colour[name], linewidth=1)
-    axes.set_xlabel("seconds")
+    axes.set_xlabel("time, s")
     axes.set_ylabel("accuracy on the test images")
     axes.set_ylim(0.85, 1.0)
-    axes.legend(fontsize=7)
+    axes.legend()
     part.save(figure, "elastic_accuracy.svg")

@@ -190,7 +190,7 @@ def draw(data: dict[str, Any]) -> None:
     left.loglog(machines, speed_up, marker="o", color="tab:blue", label="groups of 4")
     left.set_xlabel("machines")
     left.set_ylabel("speed-up")
-    left.legend(fontsize=7)
+    left.legend()
     for label, one in [("one machine", alone), *((one["rule"], one) for one in runs)]:
         points = [(point["samples"], point["accuracy"]) for point in one["curve"]]
         # A machine alone is what all rules are compared with.
@@ -200,5 +200,5 @@ def draw(data: dict[str, Any]) -> None:
     right.set_ylim(max(0.0, top - 0.15), top + 0.005)
     right.set_xlabel("samples")
     right.set_ylabel("accuracy on the test images")
-    right.legend(fontsize=7)
+    right.legend()
     part.save(figure, "groups.svg")

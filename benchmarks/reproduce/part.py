@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gadei_ps.show import plot_style
+
 ROOT = Path(__file__).resolve().parents[2]
 PLOTS = ROOT / "docs" / "plots"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -15,11 +17,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def save(figure: Any, name: str) -> None:
     """Save a plot into the plots' directory. The same figures give the same file."""
-    import matplotlib
     from matplotlib import pyplot
 
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(PLOTS / name, metadata={"Date": None})
+    (PLOTS / name).write_text(plot_style.svg(figure, name))
     pyplot.close(figure)
 
 

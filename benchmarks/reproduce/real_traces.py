@@ -164,19 +164,19 @@ def _plot(tests: list[Tested]) -> None:
         ordered = np.sort(one.times, axis=1)[:, [0, one.times.shape[1] // 2, -2, -1]]
         for values, (name, colour) in zip(ordered.T, RANKS.items(), strict=True):
             above.plot(values, linewidth=0.6, color=colour, label=name)
-        above.set_title(one.name, fontsize=7)
-        above.set_xlabel("iteration", fontsize=7)
+        above.set_title(one.name)
+        above.set_xlabel("iteration")
         names = list(one.calibration)
         for name in names:
             ranks = np.arange(1, one.times.shape[1] + 1)
             error = 100 * one.calibration[name].error
             below.plot(ranks, error, ".-", color=COLOURS[name], linewidth=1, label=name)
         below.set_ylim(bottom=0)
-        below.set_xlabel("rank", fontsize=7)
+        below.set_xlabel("rank")
         for axes in (above, below):
-            axes.tick_params(labelsize=6)
-    grid[0][0].set_ylabel("run time, by rank", fontsize=7)
-    grid[0][0].legend(fontsize=6)
-    grid[1][0].set_ylabel("error, %", fontsize=7)
-    grid[1][0].legend(fontsize=6)
+            axes.tick_params(labelsize=8)
+    grid[0][0].set_ylabel("run time, s")
+    grid[0][0].legend(fontsize=8)
+    grid[1][0].set_ylabel("error, %")
+    grid[1][0].legend(fontsize=8)
     part.save(figure, "cutoff_real_traces.svg")

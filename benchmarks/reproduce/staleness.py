@@ -212,9 +212,9 @@ def draw(data: dict[str, Any]) -> None:
         kind = "simulated, " if name in growth else "measured, "
         left.plot(values, shares, color=COLOURS[name], label=kind + name)
     left.axvline(LEARNERS - 1, color="black", linewidth=0.5)
-    left.set_xlabel("staleness, 8 learners")
+    left.set_xlabel("staleness, gradients (8 learners)")
     left.set_ylabel("share of the gradients")
-    left.legend(fontsize=7)
+    left.legend()
     for kind, runs in growth.items():
         teams = [int(team) for team in runs]
         counted = [_counts(counts) for counts in runs.values()]
@@ -228,7 +228,8 @@ def draw(data: dict[str, Any]) -> None:
     right.set_xscale("log")
     right.set_yscale("log")
     right.set_xlabel("learners")
-    right.legend(fontsize=7)
+    right.set_ylabel("staleness, gradients")
+    right.legend()
     part.save(figure, "staleness.svg")
 
 

@@ -1,8 +1,7 @@
 """End of a command: exit codes, errors in one line, and JSON on stdout.
 
-0: done. 1: failed. 2: a mistake; another try would fail as well. 3: a job was stopped, but is not
-saved. 4: the job was stopped meanwhile. 128 + N: ended by signal N, after cleaning up. A traceback
-is shown only if GADEI_PS_TRACEBACK is 1. With --json-log, the error on stderr is JSON as well.
+A traceback is shown only if GADEI_PS_TRACEBACK is 1. With --json-log, the error on stderr is JSON
+as well.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -27,6 +26,37 @@ from gadei_ps.show.strict_json import finite
 TRACEBACK_VARIABLE = "GADEI_PS_TRACEBACK"
 # Set by gadei-ps-learner@.service: the file that its command line is made of.
 LEARNER_FILE_VARIABLE = "GADEI_PS_LEARNER_FILE"
+
+
+class ExitCode(NamedTuple):
+    """An exit code, as the manual pages and the documentation have it."""
+
+    code: str
+    meaning: str
+    commands: tuple[str, ...] = ()
+    """Commands that return it. None: all."""
+
+
+EXIT_CODES = (
+    ExitCode("0", "Done."),
+    ExitCode("1", "Failed; the reason is one line on standard error."),
+    ExitCode(
+        "2",
+        "A mistake in the request, a file, a directory or a checkpoint: nothing was changed, and "
+        "another try would fail as well.",
+    ),
+    ExitCode(
+        "3",
+        "The job has stopped, but its last checkpoint failed: its memory stays.",
+        ("serve", "restore", "stop"),
+    ),
+    ExitCode(
+        "4",
+        "The job was stopped meanwhile.",
+        ("run", "attach", "train", "group run"),
+    ),
+    ExitCode("128 + N", "Ended by signal N, after cleaning up."),
+)
 
 
 def execute(app: typer.Typer, args: Sequence[str]) -> int:

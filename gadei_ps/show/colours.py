@@ -17,7 +17,7 @@ SYNC = {
 """Colours by synchronization model, with or without its parameters."""
 _FURTHER = (
     "tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive",
-    "tab:cyan", "tab:gray", "navy", "gold", "darkgreen", "violet", "peru", "teal", "slategray",
+    "tab:cyan", "tab:gray", "navy", "goldenrod", "darkgreen", "violet", "peru", "teal", "slategray",
     "yellowgreen", "skyblue", "indigo", "black",
 )  # fmt: skip
 """No red: that is for gadei-ps beside other programs."""

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gadei_ps.errors import UsageError
-from gadei_ps.show import tables
+from gadei_ps.show import plot_style, tables
 from gadei_ps.show.colours import colours
 
 Result = Mapping[str, Any]
@@ -114,15 +114,18 @@ def plot(result: Result, path: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise UsageError("--plot needs matplotlib: pip install 'gadei-ps[plot]'") from None
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    if any(one["curve"] for one in result["models"]):
-        _draw_losses(result, figure)
-    else:
-        _draw_speeds(result, figure)
+    with matplotlib.rc_context(plot_style.STYLE):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        if any(one["curve"] for one in result["models"]):
+            _draw_losses(result, figure)
+        else:
+            _draw_speeds(result, figure)
     try:
-        # The same result gives the same file.
-        with matplotlib.rc_context({"svg.hashsalt": "gadei-ps"}):
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        if path.suffix == ".svg":
+            path.write_text(plot_style.svg(figure, "gadei-ps"))
+        else:
+            with matplotlib.rc_context(plot_style.STYLE):
+                figure.savefig(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; name another file for --plot") from None
     except ValueError as error:
@@ -135,10 +138,12 @@ def _draw_losses(result: Result, figure: Any) -> None:
     for one in result["models"]:
         points = [(point["seconds"], point["loss"]) for point in one["curve"]]
         axes.plot(*zip(*points, strict=True), label=one["model"], color=colour[one["model"]])
-    axes.set_xlabel("s of virtual time")
+    axes.set_xlabel("virtual time, s")
     axes.set_ylabel("held-out loss")
     axes.set_yscale("log")
-    axes.legend(fontsize=7)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.legend()
 
 
 def _draw_speeds(result: Result, figure: Any) -> None:
@@ -149,7 +154,7 @@ def _draw_speeds(result: Result, figure: Any) -> None:
     left.barh(names, [one["gradients_per_s"] for one in result["models"]], color=colour)
     left.axvline(result["oracle"]["gradients_per_s"], color="black", linestyle="--", label="oracle")
     left.set_xlabel("gradients/s")
-    left.legend(fontsize=7)
+    left.legend(fontsize=8)
     done = [0.0 for _ in names]
     for key, label, shade in (("waiting_share", "waiting", 1.0), ("lost_share", "lost", 0.45)):
         parts = [one[key] for one in result["models"]]
@@ -157,12 +162,12 @@ def _draw_speeds(result: Result, figure: Any) -> None:
         done = [a + b for a, b in zip(done, parts, strict=True)]
     middle.set_xlabel("share of the learners' time")
     middle.set_yticklabels([])
-    middle.legend(fontsize=7)
+    middle.legend(fontsize=8)
     for key, shade in (("p99", 0.35), ("p50", 1.0)):
         parts = [one["staleness"][key] for one in result["models"]]
         right.barh(names, parts, color=colour, alpha=shade, label=key)
     right.set_xlabel("staleness, gradients")
     right.set_yticklabels([])
-    right.legend(fontsize=7)
+    right.legend(fontsize=8)
     for axes in (left, middle, right):
         axes.invert_yaxis()

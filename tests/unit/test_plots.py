@@ -25,6 +25,7 @@ from gadei_ps.benchmarks.reproduce import (
 )
 from gadei_ps.benchmarks.reproduce.__main__ import PARTS, redraw
 from gadei_ps.cli.simulate import ProblemName, simulate
+from gadei_ps.show import plot_style
 from gadei_ps.show.colours import SYNC, colours
 
 DOCS = suite.RESULTS.parents[1] / "docs" / "plots"
@@ -44,13 +45,13 @@ def test_names_of_one_plot_have_colours_of_their_own() -> None:
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Figure]]:
     """The figures that are saved, by the name of their file."""
     found: dict[str, Figure] = {}
-    save = Figure.savefig
+    svg = plot_style.svg
 
-    def keep(self: Figure, path: Any, **how: Any) -> None:
-        found[Path(path).name] = self
-        save(self, path, **how)
+    def keep(figure: Figure, salt: str) -> str:
+        found[f"{Path(salt).stem}.svg"] = figure
+        return svg(figure, salt)
 
-    monkeypatch.setattr(Figure, "savefig", keep)
+    monkeypatch.setattr(plot_style, "svg", keep)
     monkeypatch.setattr(part, "PLOTS", tmp_path)
     yield found
     pyplot.close("all")
@@ -114,7 +115,8 @@ def test_benchmarks_and_the_reproduction(drawn: dict[str, Figure], tmp_path: Pat
     list(plots.draw(suite.RESULTS, tmp_path))
     redraw(PARTS)
     parts = [importlib.import_module(f"gadei_ps.benchmarks.reproduce.{one}") for one in PARTS]
-    assert len(drawn) == 6 + sum(hasattr(one, "draw") for one in parts)
+    measured = [name for name in plots.DRAWN if (suite.RESULTS / f"{name}.json").exists()]
+    assert len(drawn) == len(measured) + sum(hasattr(one, "draw") for one in parts)
     chance = np.random.default_rng(0)
     times = 1 + chance.random((200, 10))
     runs = {name: cutting.fixed(times, 8) for name in ("full", "best fixed", "order", "learned")}
@@ -142,6 +144,38 @@ def test_the_simulator(drawn: dict[str, Figure], tmp_path: Path, loss: ProblemNa
     assert all(not faults(figure) for figure in drawn.values())
     if loss:
         check(drawn)
+
+
+def test_dark_pages_have_readable_colours() -> None:
+    """Every colour is far from the paper behind it, on light and on dark pages."""
+    figure = Figure()
+    figure.subplots().plot([1, 2, 3], color="black")
+    light = plot_style.svg(figure, "x")
+    dark = plot_style.dark(light)
+    assert "@media" not in dark and plot_style.INK not in dark and "</style>" in dark
+    assert light == plot_style.svg(figure, "x")
+    shades = {*plots.COLOURS.values(), *SYNC.values(), plot_style.INK}
+    for paper, replaced in (
+        (plot_style.PAPER, {}),
+        (plot_style.DARK[plot_style.PAPER], plot_style.DARK),
+    ):
+        for shade in shades:
+            hexed = colors.to_hex(shade)
+            assert _contrast(paper, replaced.get(hexed, hexed)) > 1.6, (paper, shade)
+
+
+def _contrast(one: str, other: str) -> float:
+    """The ratio of luminances, as the Web Content Accessibility Guidelines define it."""
+
+    def luminance(shade: str) -> float:
+        parts = [
+            c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4
+            for c in colors.to_rgb(shade)
+        ]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def _shared(axes: Axes) -> None:
