@@ -37,11 +37,10 @@ from gadei_ps.benchmarks.machines import LOOK_S, Machines, job, needs_ray, place
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.benchmarks.worker_groups_tasks import Examples, Task
 from gadei_ps.errors import GadeiError
-from gadei_ps.groups.member import CLIENT as REPLICA
 from gadei_ps.job.faults import Processes
 from gadei_ps.machine import process
 from gadei_ps.memory import segment, weights
-from gadei_ps.memory.layout import SegmentKind
+from gadei_ps.memory.layout import REPLICA, SegmentKind
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.memory.totals import total
 from gadei_ps.memory.weights import FloatArray
@@ -78,12 +77,12 @@ class Job:
     def learners(self) -> int:
         """Number of learners that have pushed."""
         roster = self._control["roster"]
-        return int(((roster["applied"] > 0) & (roster["name"] != REPLICA.encode())).sum())
+        return int(((roster["applied"] > 0) & (roster["name"] != REPLICA)).sum())
 
     def look(self) -> bool:
         """Copy the weights if a round has just ended; return whether it has."""
         roster = self._control["roster"]
-        rounds = int(roster["applied"][roster["name"] == REPLICA.encode()].sum())
+        rounds = int(roster["applied"][roster["name"] == REPLICA].sum())
         if rounds == self._rounds:
             return False
         self._rounds, self._common = rounds, self._flat.copy()

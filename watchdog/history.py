@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from gadei_ps.errors import in_words
-from gadei_ps.groups.member import CLIENT
 from gadei_ps.job import sync_change
 from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
@@ -32,7 +31,6 @@ MOST_POINT_S = 60.0
 SHARE = 1 / 1000  # of the job's age: two points of an old job are further apart
 KEPT = 200  # lines that wait for the pipe
 WRITER_RETRY_S = 60.0  # before another writer is started
-REPLICA = CLIENT.encode()  # it attaches like a learner
 LEFT = {
     layout.Gone.DIED: "death",
     layout.Gone.HUNG: "eviction",
@@ -146,7 +144,7 @@ class History:
         return {
             (row, int(roster[row]["generation"])): int(roster[row]["pid"])
             for row in self._memory.rings
-            if roster[row]["name"] != REPLICA
+            if roster[row]["name"] != layout.REPLICA
         }
 
     def _note_learners(self) -> None:

@@ -359,7 +359,8 @@ def job_status(memory: JobMemory) -> dict[str, Any]:
     state = memory.state.view(layout.STATE) if memory.state is not None else None
     told = script.report(memory.config, memory.script, memory.changes, memory.model)
     in_force, wanted = sync_change.in_force(memory.control), sync_change.requested(memory.control)
-    learners = [_learner(memory, row) for row in sorted(memory.rings)]
+    attached = [_learner(memory, row) for row in sorted(memory.rings)]
+    learners = [one for one in attached if one["name"] != layout.REPLICA.decode()]
     return {
         "job": memory.config.name,
         "job_id": memory.job_id.hex(),
@@ -385,6 +386,7 @@ def job_status(memory: JobMemory) -> dict[str, Any]:
             "waits": owned.waits(control),
         },
         "learners": learners,
+        "replicas": [one for one in attached if one not in learners],
         "model": _model(memory),
         "watchdog_pid": int(control["watchdog_pid"]),
         "server_pid": int(control["lease_pid"]),

@@ -38,7 +38,7 @@ from gadei_ps.job.diagnosis import (
 from gadei_ps.job.lock_file import LockFile
 from gadei_ps.machine import command_line, process
 from gadei_ps.memory import holds, presence, segment, shm
-from gadei_ps.memory.layout import CONTROL, SegmentKind
+from gadei_ps.memory.layout import CONTROL, REPLICA, SegmentKind
 from gadei_ps.memory.totals import counts
 from gadei_ps.show.counts import counted
 from gadei_ps.storage import history_file
@@ -165,7 +165,7 @@ def _without_answer(job: Job) -> Job:
     if job.state not in ("orphaned", "silent"):
         return replace(job, started=started)
     roster = control_["roster"]
-    there = roster[roster["retired"] != roster["generation"]]
+    there = roster[(roster["retired"] != roster["generation"]) & (roster["name"] != REPLICA)]
     pids = [
         int(one["pid"]) for one in there if process.alive(int(one["pid"]), int(one["pid_start"]))
     ]

@@ -8,6 +8,7 @@ from collections.abc import Collection, Set
 import numpy as np
 
 from gadei_ps.machine import process
+from gadei_ps.memory.layout import REPLICA
 from gadei_ps.memory.totals import COUNTED, named
 
 
@@ -24,6 +25,7 @@ class OwnLearners:
         self._control = control
         self._past = self._past_counts()
         self._others: dict[int, np.ndarray] = {}  # counts by generation, as last seen
+        self._replicas: set[int] = set()  # generations of the job's replica
         self._own: dict[int, int] = {}  # by generation, the process that our command has started
         self._applied: set[int] = set()  # such processes
         self._seen = int(control["roster"]["generation"].max())
@@ -57,6 +59,7 @@ class OwnLearners:
             if generation not in self._own:
                 counts = self._counts_of(row)
                 self._others[generation] = np.maximum(counts, self._others.get(generation, 0))
+                self._replicas |= {generation} if row["name"] == REPLICA else set()
             elif row["applied"]:
                 self._applied.add(self._own[generation])
 
@@ -75,7 +78,7 @@ class OwnLearners:
     @property
     def others(self) -> int:
         """Number of attached learners of other commands."""
-        return self._count(self._others.keys())
+        return self._count(self._others.keys() - self._replicas)
 
     @property
     def alone(self) -> bool:

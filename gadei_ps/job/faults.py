@@ -21,7 +21,7 @@ from gadei_ps.job import control, paths
 from gadei_ps.job.control import Status
 from gadei_ps.machine import process
 from gadei_ps.memory import presence, segment, shm
-from gadei_ps.memory.layout import CONTROL, SegmentKind, ServerState
+from gadei_ps.memory.layout import CONTROL, REPLICA, SegmentKind, ServerState
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.shm import segment_name
 
@@ -124,6 +124,7 @@ class Processes:
         """Those that are attached and alive, by row."""
         roster = self.control["roster"]
         attached = (roster["wanted"] != 0) & (roster["wanted"] == roster["generation"])
+        attached &= roster["name"] != REPLICA
         found = []
         for row in np.flatnonzero(attached).tolist():
             entry = roster[row]

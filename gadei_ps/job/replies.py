@@ -316,6 +316,7 @@ class JobStatus(Reply):
     when_idle: Field_
     work: WorkStatus
     learners: list[LearnerStatus] = Field(max_length=layout.MAX_LEARNERS)
+    replicas: list[LearnerStatus] = Field([], max_length=layout.MAX_LEARNERS)
     model: ModelStatus | None
     watchdog_pid: Pid
     server_pid: Pid

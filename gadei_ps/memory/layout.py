@@ -46,6 +46,12 @@ ALL_APPLIED: Final = _NUMBERS["PS_ALL_APPLIED"]
 PAYLOAD_AT: Final = _NUMBERS["PS_PAYLOAD_AT"]
 PAGE: Final = 4096
 
+REPLICA: Final = b"replica"
+"""Name in the roster of the client that exchanges a job's weights with its group.
+
+It is attached like a learner, and is not one.
+"""
+
 
 class SegmentKind(IntEnum):
     """Content of a segment."""

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
-from gadei_ps.groups.member import CLIENT, Member
+from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats, is_finite
 from gadei_ps.groups.shares import Said, Span
 from gadei_ps.job.control import Status, ask
 from gadei_ps.learners.client import Client
-from gadei_ps.memory.layout import CONTROL
+from gadei_ps.memory.layout import CONTROL, REPLICA
 from gadei_ps.memory.totals import total
 
 LEAST_LOOK_S, MOST_LOOK_S = 0.005, 0.05
@@ -199,7 +199,7 @@ def _attached(job: str, patience_s: float) -> Client:
     until = time.monotonic() + patience_s
     while True:
         try:
-            client = Client(job, name=CLIENT)
+            client = Client(job, name=REPLICA.decode())
             break
         except (JobNotFound, ModelMismatch):
             if time.monotonic() > until:
@@ -215,7 +215,5 @@ def _attached(job: str, patience_s: float) -> Client:
 
 def _other(job: str) -> int | None:
     """Return the pid of another replica of the job that lives, or has frames not yet applied."""
-    for one in ask(job, Status())["learners"]:
-        if one["name"] == CLIENT and one["pid"] != os.getpid():
-            return int(one["pid"])
-    return None
+    pids = (int(one["pid"]) for one in ask(job, Status())["replicas"])
+    return next((pid for pid in pids if pid != os.getpid()), None)

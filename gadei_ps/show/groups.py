@@ -62,7 +62,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
         "exchange": exchange.get("state", ""),
         "rounds": f"{exchange['rounds']:,}" if exchange else "",
         "last round": _ago(exchange.get("last_round_s")),
-        "learners": str(_learners(job)) if job else "",
+        "learners": str(len(job["learners"])) if job else "",
         "gradients": f"{job['gradients_applied']:,}" if job else "",
         "samples": f"{job['samples']:,}" if job else "",
         "loss": _loss(job),
@@ -76,11 +76,6 @@ def _note(row: Mapping[str, Any]) -> str:
         return how_ended(row["ended"])
     why = exchange.get("why") or (exchange.get("state") != "member" and row.get("why"))
     return why or exchange.get("note") or ""
-
-
-def _learners(job: Mapping[str, Any]) -> int:
-    """Count the learners without the replica's own client, which is attached like one."""
-    return sum(one["name"] != "replica" for one in job["learners"])
 
 
 def _ago(seconds: float | None) -> str:

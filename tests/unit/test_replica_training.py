@@ -208,7 +208,7 @@ def test_a_replica_is_no_command_of_the_history(monkeypatch: pytest.MonkeyPatch)
         return Job()
 
     monkeypatch.setattr(training, "Client", client)
-    monkeypatch.setattr(training, "ask", lambda *_: {"learners": []})
+    monkeypatch.setattr(training, "ask", lambda *_: {"replicas": []})
     JobTraining("job", 1, True, 1.0, lambda _: None)
     control = np.zeros((), CONTROL)[()]
     for row, name in enumerate(names):

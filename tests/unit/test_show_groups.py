@@ -20,7 +20,7 @@ def row(number: int, group: int, **more: Any) -> dict[str, Any]:
     job = {
         "gradients_applied": 123_456_789,
         "samples": 3_950_617_248,
-        "learners": [{"name": "replica", "loss": None}, {"name": "learner 0", "loss": 0.25}],
+        "learners": [{"name": "learner 0", "loss": 0.25}],
     }
     told = {"machine": number, "group": group, "host": "192.168.100.200", "state": "training"}
     return told | {"exchange": exchange, "job": job, "why": None} | more

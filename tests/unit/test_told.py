@@ -23,7 +23,7 @@ from gadei_ps.job.control import memory_file
 from gadei_ps.learners import attach
 from gadei_ps.learners.attach import Place
 from gadei_ps.machine import log, process
-from gadei_ps.memory.layout import CONTROL, RING, Gone, Phase, ServerState, Stop
+from gadei_ps.memory.layout import CONTROL, REPLICA, RING, Gone, Phase, ServerState, Stop
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog import checkpoints, dead, requests, stopping, supervisor
 from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
@@ -172,6 +172,14 @@ def test_who_is_told_to_be_leaving(memory: JobMemory) -> None:
     assert [one["leaving"] for one in requests.job_status(memory)["learners"]] == [False]
     entry["wanted"] = 0
     assert [one["leaving"] for one in requests.job_status(memory)["learners"]] == [True]
+
+
+def test_a_replica_is_no_learner_of_the_status(memory: JobMemory) -> None:
+    entry = memory.control.view(CONTROL)["roster"][0]
+    entry["name"] = REPLICA
+    told = requests.job_status(memory)
+    assert (told["learners"], told["learners_attached"]) == ([], 0)
+    assert [one["row"] for one in told["replicas"]] == [0]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
