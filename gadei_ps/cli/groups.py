@@ -15,7 +15,7 @@ from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
 
-app = App(help="Groups of machines that train together.")
+app = App(help="Groups of replicas that train together.")
 
 
 app.command()(group_runs.run)
@@ -39,13 +39,13 @@ def simulate(
         int | None,
         typer.Option(
             metavar="N",
-            help="Number of machines, at most 100000.",
+            help="Number of replicas, at most 100000.",
             show_default="two in each group",
         ),
     ] = None,
     groups: Annotated[
         str,
-        typer.Option(metavar="P", help="Number of groups, or the machines of each group as 3,5,2."),
+        typer.Option(metavar="P", help="Number of groups, or the replicas of each group as 3,5,2."),
     ] = "4",
     neighbours: Annotated[
         str,
@@ -59,7 +59,7 @@ def simulate(
         typer.Option(
             "--k",
             metavar="K",
-            help="Mini-batches that each machine trains in a round, or epochs of its subset as "
+            help="Mini-batches that each replica trains in a round, or epochs of its subset as "
             "1epoch.",
         ),
     ] = "10",
@@ -82,7 +82,7 @@ def simulate(
         str,
         typer.Option(
             metavar="SIZE,...",
-            help="Bytes a second that a machine sends; several values are taken in turn. 1 Gbit/s "
+            help="Bytes a second that a replica sends; several values are taken in turn. 1 Gbit/s "
             "is 125MB.",
         ),
     ] = "125MB",
@@ -97,16 +97,16 @@ def simulate(
         str,
         typer.Option(
             metavar="HOW",
-            help="Each machine sends its counterpart in a neighbouring group a whole model, as the "
+            help="Each replica sends its counterpart in a neighbouring group a whole model, as the "
             "paper counts (whole), or the part that it has summed (parts).",
         ),
     ] = "whole",
     deaths: Annotated[
-        float, typer.Option(metavar="P", help="Probability that a machine dies in a round.")
+        float, typer.Option(metavar="P", help="Probability that a replica dies in a round.")
     ] = 0.0,
     die: Annotated[
         list[str] | None,
-        typer.Option(metavar="K@TIME", help="Machine K dies at this time; may be repeated."),
+        typer.Option(metavar="K@TIME", help="Replica K dies at this time; may be repeated."),
     ] = None,
     detect: Annotated[
         str, typer.Option(metavar="TIME", help="Time until others know of a death.")
@@ -114,7 +114,7 @@ def simulate(
     return_after: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Time after which a dead machine comes back.", show_default="never"
+            metavar="TIME", help="Time after which a dead replica comes back.", show_default="never"
         ),
     ] = None,
     train: Annotated[
@@ -142,7 +142,7 @@ def simulate(
     ] = 0,
     as_json: Json = False,
 ) -> int:
-    """Compare rules of exchange between groups of machines in virtual time."""
+    """Compare rules of exchange between groups of replicas in virtual time."""
     from gadei_ps.commands import quantities
     from gadei_ps.groups.compress import Wire
     from gadei_ps.show import tables
@@ -182,7 +182,7 @@ def simulate(
         ),
         deaths=Deaths(
             share=deaths,
-            die=tuple(moment("--die", one, "machine") for one in die or ()),
+            die=tuple(moment("--die", one, "replica") for one in die or ()),
             detect_s=_seconds("--detect", detect),
             return_s=None if return_after is None else _seconds("--return-after", return_after),
         ),

@@ -11,6 +11,9 @@ from gadei_ps.groups.parts import Floats
 from gadei_ps.groups.rules import Rule, blocks, mix, number
 from gadei_ps.sync.parameters import Parameter, whole_number
 
+MOST_RATE = 2
+"""With more, a step leads further from the aggregate than the weights were before the round."""
+
 
 class Outer(Rule):
     """DiLoCo's outer step (arXiv 2311.08105), and its delayed form for models that come late.
@@ -41,7 +44,7 @@ class Outer(Rule):
     forms = ("outer:0.7:0.9", "outer:rate=0.7,momentum=0.9,delay=4")
     parameters = MappingProxyType(
         {
-            "rate": Parameter(number(0, 10).convert, required=False),
+            "rate": Parameter(number(0, MOST_RATE).convert, required=False),
             "momentum": Parameter(number(0, 0.9999).convert, required=False),
             "delay": Parameter(whole_number(0, 10_000), required=False),
         }

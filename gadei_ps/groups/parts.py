@@ -66,7 +66,7 @@ def aggregate(models: Sequence[Floats], weights: Floats, out: Floats) -> None:
     weights: as from `shares`; a model with a weight of 0 is left out, whatever its values are. The
     mean is the first model that counts, moved by the weighted differences of the others to it. So
     values that are equal in all stay as they are, to the bit, though the sum of the weights is
-    rounded. Each operation is rounded to float32, in the members' order, so every machine gets the
+    rounded. Each operation is rounded to float32, in the members' order, so every replica gets the
     same bits. Two values whose difference is beyond float32 give an infinity.
     """
     if len(models) != len(weights) or not models:

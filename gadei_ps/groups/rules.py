@@ -1,14 +1,14 @@
 """Rules of exchange: with which weights a group continues after a round.
 
-A round is k local epochs or mini-batches of each machine of a group, then the aggregation, then the
+A round is k local epochs or mini-batches of each replica of a group, then the aggregation, then the
 broadcast to neighbouring groups, which waits for nobody. What has arrived from other groups lies in
 buffers. When a group has its own aggregate, its rule makes of both the weights for the next round.
 
-A rule works value by value, in float32 and in place. So a machine may keep the whole model, or the
+A rule works value by value, in float32 and in place. So a replica may keep the whole model, or the
 part that it sums alone: the result has the same bits. A rule holds arrays of the length that it was
 given, and no other memory that grows with the model.
 
-What each machine sends for a rule is in `gadei_ps.groups.traffic`.
+What each replica sends for a rule is in `gadei_ps.groups.traffic`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def mix(own: Floats, models: Sequence[Floats], weight: float) -> None:
 class Rule(ABC):
     """A rule of exchange, and its state for one model or for one part of it.
 
-    A rule begins without state. `begin` gives it the weights that all machines of the group have at
-    first; `restore` gives it what a checkpoint or another machine has kept.
+    A rule begins without state. `begin` gives it the weights that all replicas of the group have at
+    first; `restore` gives it what a checkpoint or another replica has kept.
     """
 
     name: ClassVar[str]
@@ -113,7 +113,7 @@ class Rule(ABC):
         """Turn the group's own aggregate, in place, into the weights of the next round.
 
         aggregate, arrived: float32 of the shape that the rule has begun with; the arrived models of
-        other groups from the oldest to the newest, in the same order on each machine of the group.
+        other groups from the oldest to the newest, in the same order on each replica of the group.
         """
 
     def state(self) -> tuple[dict[str, Floats], dict[str, int]]:

@@ -1,12 +1,12 @@
-"""Division of batches among the machines of a group: a part of the state that all members share.
+"""The batch ledger of a group: which batches each replica owns, and which are answered.
 
-After each round, all members know of each machine whose copy is in the aggregate which of its
-batches are in that copy. From that alone they make the same division: a machine that had one before
-and is not in the round has died or left, and what it had not answered in the last round that it was
-in is divided among those that are. What it has trained since is in nobody's weights. So each batch
-is in the group's weights once a pass.
+The coordinator keeps it as a part of the group's state. With each commit it learns of each replica
+whose copy is in the aggregate which of its batches are not in that copy. All others of its batches
+are answered. A replica that owned batches and is not in the round has died or left: the batches
+that it had not answered in its last round are divided among the replicas of this round. What it
+has trained since is in nobody's weights. So each batch is in the group's weights once a pass.
 
-A pass is divided when a machine is about to run out of batches, among the machines of that round.
+A pass is divided when a replica is about to run out of batches, among the replicas of that round.
 At most two passes are open. Of several groups each has an equal part of every pass.
 """
 
@@ -22,7 +22,7 @@ from gadei_ps.groups.subsets import Ranges, Subsets
 
 MOST_OPEN = 2
 AHEAD = 2
-"""A pass is divided when what a machine has left of the one before may last for so many rounds."""
+"""A pass is divided when what a replica has left of the one before may last for so many rounds."""
 
 
 class Span(NamedTuple):
@@ -47,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Said:
-    """A machine's description of its copy.
+    """A replica's description of its copy.
 
     unanswered: batches that it was given and that are not in the copy. done: passes that the group
     had answered, as its job knows it. counts: whether the copy is in the aggregate; a copy whose
@@ -62,7 +62,7 @@ class Said:
 
 
 class Shares:
-    """Batches that each machine owns and has not answered."""
+    """Batches that each replica owns and has not answered."""
 
     def __init__(self, group: int = 0, groups: int = 1) -> None:
         """Begin without work. group: number of this group, of those that divide each pass."""
@@ -75,11 +75,11 @@ class Shares:
         self._open: dict[int, Subsets[Member]] = {}
 
     def __str__(self) -> str:
-        """Return the name of the part of each pass; it is the same on all machines of the group."""
+        """Return the name of the part of each pass; it is the same on all replicas of the group."""
         return f"part {self.group} of {self.groups}"
 
     def of(self, member: Member) -> list[Span]:
-        """Return the batches that this machine owns and has not answered, the oldest pass first."""
+        """Return the batches that this replica owns and has not answered, the oldest pass first."""
         begin = self._bounds[0]
         return [
             Span(epoch, begin + low, begin + high)
@@ -92,8 +92,8 @@ class Shares:
 
         said: descriptions of the copies that are in it, in the members' order.
 
-        The first round takes the weights of the first machine, and begins the pass after those that
-        are in them. A machine whose job has other work gets nothing. One whose copy does not count
+        The first round takes the weights of the first replica, and begins the pass after those that
+        are in them. A replica whose job has other work gets nothing. One whose copy does not count
         has lost what it had trained, as if it had died.
         """
         begins = self.work is None
@@ -160,7 +160,7 @@ class Shares:
         return batches * self.group // self.groups, batches * (self.group + 1) // self.groups
 
     def _answer(self, one: Said) -> int:
-        """Record the batches that a machine has answered; return their number."""
+        """Record the batches that a replica has answered; return their number."""
         begin, count = self._bounds[0], 0
         for epoch, subsets in self._open.items():
             left = Ranges(
@@ -173,7 +173,7 @@ class Shares:
         return count
 
     def _begin_pass(self, answered: dict[Member, int]) -> None:
-        """Divide the next pass if a machine is about to have no batches."""
+        """Divide the next pass if a replica is about to have no batches."""
         assert self.work is not None
         following = self.done + len(self._open)
         if following >= self.work.epochs or len(self._open) == MOST_OPEN:

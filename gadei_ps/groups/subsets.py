@@ -1,12 +1,12 @@
-"""Ownership of the training set: each machine has a subset, and a dead machine's is divided.
+"""Ownership of the training set: each replica has a subset, and a dead replica's is divided.
 
-In a pass, every sample belongs to one machine until it is answered. A machine answers a sample when
-a gradient of it counts; what was handed out, and not answered, is still the machine's. If the
-machine dies, exactly what it had not answered is divided among the members of its group, so each
+In a pass, every sample belongs to one replica until it is answered. A replica answers a sample when
+a gradient of it counts; what was handed out, and not answered, is still the replica's. If the
+replica dies, exactly what it had not answered is divided among the members of its group, so each
 sample is seen once a pass (Yan and Shao, section 3: data repartition).
 
 Samples are numbered from 0. Sets of them are ranges, so the memory grows with the number of deaths
-and of batches in flight, not with that of samples. Machines agree on an order of the samples for
+and of batches in flight, not with that of samples. Replicas agree on an order of the samples for
 each pass by its number and a seed; the numbers here are places in that order.
 """
 
@@ -155,7 +155,7 @@ class Subsets(Generic[Owner]):
         """Divide the unanswered samples of an owner that has died or left; return their number.
 
         heirs: the members of its group that remain, in their order; owners, or they become some.
-        If there are none, the samples stay with the dead machine until another one takes its
+        If there are none, the samples stay with the dead replica until another one takes its
         place or the pass is abandoned: see `replace`.
         """
         left = Ranges([*self._waiting[owner], *self._handed[owner]])
@@ -169,7 +169,7 @@ class Subsets(Generic[Owner]):
         return len(left)
 
     def replace(self, owner: Owner, by: Owner) -> None:
-        """Give a joining machine all samples that a dead machine still owned."""
+        """Give a joining replica all samples that a dead replica still owned."""
         if by in self._waiting:
             raise ValueError(f"{by} owns samples already")
         self._waiting[by] = Ranges([*self._waiting.pop(owner), *self._handed.pop(owner)])

@@ -1,4 +1,4 @@
-"""Bytes that each machine of a group has to send in a round."""
+"""Bytes that each replica of a group has to send in a round."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Worker groups in virtual time, by the rules that replicas use.
 
-Every machine of a group trains k mini-batches. When the last one has ended, the group aggregates by
+Every replica of a group trains k mini-batches. When the last one has ended, the group aggregates by
 linear partition: all send at once, each as fast as its link, and the slowest ends the step. Then it
 takes what has arrived from its neighbours, broadcasts, and begins the next round at once.
 Broadcasts do not slow down training, aggregation or what arrives.
 
 A death is noticed `detect_s` later. The round then ends among those that remain: if the aggregation
-had begun, it is made again. What the dead machine has trained since the last round is lost.
+had begun, it is made again. What the dead replica has trained since the last round is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POINTS = 50
 
 
 class _Group:
-    """One group: its members, its machines by their numbers, and its current round."""
+    """One group: its members, its replicas by their numbers, and its current round."""
 
     def __init__(self, number: int, members: tuple[Member, ...]) -> None:
         self.number = number
@@ -113,7 +113,7 @@ class GroupSimulator:
                 self._training.look(now)
             self._begin(group, now)
         if done < wanted:
-            found.ended = "no machine is left"
+            found.ended = "no replica is left"
 
     # -- a round ----------------------------------------------------------------------------------
 
@@ -171,14 +171,14 @@ class GroupSimulator:
         self._broadcasts.send(group.number, now, group.rounds, times, weights)
 
     def _exchange(self, machines: np.ndarray) -> float:
-        """Return the duration (s) of an aggregation among these machines, in two steps."""
+        """Return the duration (s) of an aggregation among these replicas, in two steps."""
         if len(machines) < 2:
             return 0.0
         sent = self._aggregation(len(machines)) / self._speeds[machines]
         return 2 * self._setting.links.latency_s + float(sent.max())
 
     def _seconds(self, group: _Group) -> FloatArray:
-        """Return each machine's time (s) for the k mini-batches of the group's next round."""
+        """Return each replica's time (s) for the k mini-batches of the group's next round."""
         place = group.rounds - group.first_drawn
         if place >= group.drawn.shape[1]:
             k, size = self._setting.k, len(group.numbers)
@@ -207,7 +207,7 @@ class GroupSimulator:
     def _deaths(
         self, group: _Group, now: float, arrivals: FloatArray, end: float
     ) -> dict[int, float]:
-        """Return the machines that die in this round, and when."""
+        """Return the replicas that die in this round, and when."""
         deaths = self._setting.deaths
         dying: dict[int, float] = {}
         if deaths.share:
@@ -224,7 +224,7 @@ class GroupSimulator:
         return dying
 
     def _bury(self, group: _Group, dying: dict[int, float], now: float) -> None:
-        """The group continues without these machines, in the next generation."""
+        """The group continues without these replicas, in the next generation."""
         gone = [one for one in group.members if int(one.replica) in dying]
         staying = tuple(one for one in group.members if one not in gone)
         for one in gone:
@@ -242,7 +242,7 @@ class GroupSimulator:
                 self._training.gone(group.number, one, staying)
 
     def _join(self, group: _Group, now: float) -> None:
-        """Let the machines whose time has come join the group, between two rounds."""
+        """Let the replicas whose time has come join the group, between two rounds."""
         if not group.dead:
             return
         back = [one for when, one in group.dead if when <= now]
@@ -265,7 +265,7 @@ class GroupSimulator:
             heapq.heappush(self._events, (min(group.dead)[0], group.number))
 
     def _return(self, group: _Group, now: float) -> None:
-        """The first machines of a group that had none take up a neighbour's model."""
+        """The first replicas of a group that had none take up a neighbour's model."""
         self._join(group, now)
         taken: list[Taken] = self._broadcasts.take(group.number, now)
         self._outcome.take(taken, now, [self._groups[one.source].rounds for one in taken])
@@ -276,7 +276,7 @@ class GroupSimulator:
 
 
 def first_members(setting: GroupSetting) -> list[tuple[Member, ...]]:
-    """The members with which the groups begin. A machine's name is its number."""
+    """The members with which the groups begin. A replica's name is its number."""
     ends = np.cumsum([0, *setting.sizes]).tolist()
     return [
         tuple(Member(str(one), 0) for one in range(low, high))

@@ -25,11 +25,11 @@ class GroupOutcome:
         """Samples whose gradients are in an aggregate."""
         self.training_s = 0.0
         self.waiting_s = 0.0
-        """Time for which machines waited for others of their group, or until a death was known."""
+        """Time for which replicas waited for others of their group, or until a death was known."""
         self.exchange_s = 0.0
-        """Time for which machines aggregated."""
+        """Time for which replicas aggregated."""
         self.lost_s = 0.0
-        """Training that died with machines."""
+        """Training that died with replicas."""
         self.deaths = self.joins = self.views = self.redone = 0
         self.staleness = Histogram()
         """Staleness of taken models: rounds that the sender has ended since it sent them."""
@@ -46,7 +46,7 @@ class GroupOutcome:
         self._lost: dict[str, int] = {}
 
     def trained(self, seconds: FloatArray, waiting: FloatArray, exchange: float) -> None:
-        """A round of machines that live at its end. seconds, waiting: of each of them."""
+        """A round of replicas that live at its end. seconds, waiting: of each of them."""
         self.training_s += float(seconds.sum())
         self.waiting_s += float(waiting.sum())
         self.exchange_s += exchange * len(seconds)
@@ -61,7 +61,7 @@ class GroupOutcome:
         self._paper += 2 * (members - 1)
 
     def died(self, after_s: float) -> None:
-        """A machine has died so long after its round began."""
+        """A replica has died so long after its round began."""
         self.deaths += 1
         self.lost_s += after_s
 
@@ -82,19 +82,19 @@ class GroupOutcome:
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput of all machines together (samples/s)."""
+        """Throughput of all replicas together (samples/s)."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
     def speed_up(self) -> float:
-        """Speed-up over one machine of mean speed that exchanges nothing."""
+        """Speed-up over one replica of mean speed that exchanges nothing."""
         if not self.training_s:
             return 0.0
         alone = self._iterations * self._setting.batch / self.training_s
         return self.samples_per_s / alone
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON values. Bytes are the mean per machine and round; models are float32."""
+        """Return JSON values. Bytes are the mean per replica and round; models are float32."""
         rounds = self._machine_rounds or 1
         model = size(self._setting.values, Wire.FLOAT32)
         paid = self.training_s + self.waiting_s + self.exchange_s + self.lost_s

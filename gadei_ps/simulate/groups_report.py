@@ -1,4 +1,4 @@
-"""Runs several rules on the same machines, and the tables of `gadei-ps group simulate`."""
+"""Runs several rules on the same replicas, and the tables of `gadei-ps group simulate`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Learning:
-    """Problem that the machines train, and the learning rate."""
+    """Problem that the replicas train, and the learning rate."""
 
     problem: Problem
     lr: float
@@ -48,7 +48,7 @@ def run(text: str, setting: GroupSetting, learning: Learning | None = None) -> G
         samples = learning.problem.samples
         if samples < setting.machines:
             raise UsageError(
-                f"{samples:,} samples cannot be divided among {setting.machines:,} machines; give "
+                f"{samples:,} samples cannot be divided among {setting.machines:,} replicas; give "
                 "fewer --machines"
             )
         training = GroupTraining(
@@ -87,9 +87,9 @@ def compare(
 def shown(result: Result) -> RenderableType:
     """The result of compare(), with its setting, for people."""
     rows = {
-        "machines": f"{result['machines']:,} in {result['groups']:,} groups, "
+        "replicas": f"{result['machines']:,} in {result['groups']:,} groups, "
         f"neighbours: {result['neighbours']}",
-        "a round": f"{result['k']:,} mini-batches of {result['batch']:,} samples on each machine",
+        "a round": f"{result['k']:,} mini-batches of {result['batch']:,} samples on each replica",
         "run times": f"{result['times']}, seed {result['seed']}",
         "model": f"{result['values']:,} values of 4 bytes, sent in {result['wire']}, broadcast in "
         f"{result['broadcast']}",
@@ -127,7 +127,7 @@ def _traffic(result: Result) -> RenderableType:
         "aggregation", "2(m-1)/m", "broadcast", "taken", "lost in buffers", "abandoned",
         "rounds old", "at most", "s old",
     )  # fmt: skip
-    name = "models sent, each machine and round"
+    name = "models sent, each replica and round"
     made = tables.FittedTable(
         (name, *numbers), right=numbers, dispensable=("2(m-1)/m", "abandoned", "at most")
     )

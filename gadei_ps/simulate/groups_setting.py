@@ -1,4 +1,4 @@
-"""The setting of a simulation of worker groups: machines, links, neighbours, rounds, deaths."""
+"""The setting of a simulation of worker groups: replicas, links, neighbours, rounds, deaths."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MOST_BATCHES = 10_000_000
 
 @dataclass(frozen=True)
 class Links:
-    """The network. bandwidths: bytes a second that a machine sends, and receives at the same time;
-    machine n has the n-th of them, from the first again after the last. latency_s: of a message."""
+    """The network. bandwidths: bytes a second that a replica sends, and receives at the same time;
+    replica n has the n-th of them, from the first again after the last. latency_s: of a message."""
 
     bandwidths: tuple[float, ...] = (125e6,)
     latency_s: float = 0.0
@@ -26,11 +26,11 @@ class Links:
 
 @dataclass(frozen=True)
 class Deaths:
-    """Deaths of machines and their returns. Times are seconds of virtual time.
+    """Deaths of replicas and their returns. Times are seconds of virtual time.
 
-    share: probability that a machine dies in a round, at a random moment of it. die: (machine,
-    time) of single deaths; one of a machine that is dead has no effect. detect_s: time from a death
-    until the others know of it. return_s: time after which a dead machine comes back; None: never.
+    share: probability that a replica dies in a round, at a random moment of it. die: (replica,
+    time) of single deaths; one of a replica that is dead has no effect. detect_s: time from a death
+    until the others know of it. return_s: time after which a dead replica comes back; None: never.
     """
 
     share: float = 0.0
@@ -43,9 +43,9 @@ class Deaths:
 class GroupSetting:
     """One experiment, the same for every rule. Raises UsageError.
 
-    sizes: number of machines of each group; machines count through the groups. neighbours: for each
+    sizes: number of replicas of each group; replicas count through the groups. neighbours: for each
     group the groups to which it broadcasts. values: of the model that is exchanged. k: mini-batches
-    of `batch` samples that each machine trains in a round. rounds: the run ends when the groups
+    of `batch` samples that each replica trains in a round. rounds: the run ends when the groups
     have ended this many rounds on average. whole: see traffic.broadcast.
     """
 
@@ -64,8 +64,8 @@ class GroupSetting:
 
     def __post_init__(self) -> None:
         machines = sum(self.sizes)
-        _check(bool(self.sizes) and min(self.sizes) > 0, "each group needs at least 1 machine")
-        _check(machines <= MOST_MACHINES, f"at most {MOST_MACHINES:,} machines, not {machines:,}")
+        _check(bool(self.sizes) and min(self.sizes) > 0, "each group needs at least 1 replica")
+        _check(machines <= MOST_MACHINES, f"at most {MOST_MACHINES:,} replicas, not {machines:,}")
         links = sum(map(len, self.neighbours))
         _check(
             links <= MOST_LINKS,
@@ -81,16 +81,16 @@ class GroupSetting:
         _check(0 <= self.links.latency_s < math.inf, "the latency must be at least 0")
         _check(0 <= self.deaths.share < 1, "deaths must be a probability from 0, below 1")
         for machine, _ in self.deaths.die:
-            _check(machine < machines, f"die: there is no machine {machine} of {machines}")
+            _check(machine < machines, f"die: there is no replica {machine} of {machines}")
 
     @property
     def machines(self) -> int:
-        """Number of machines in all groups."""
+        """Number of replicas in all groups."""
         return sum(self.sizes)
 
 
 def sizes(text: str, machines: int | None) -> tuple[int, ...]:
-    """Parse groups given as `4`, over which the machines are divided, or as sizes, `3,5,2`.
+    """Parse groups given as `4`, over which the replicas are divided, or as sizes, `3,5,2`.
 
     machines: None: two in each group. Raises UsageError.
     """
@@ -98,7 +98,7 @@ def sizes(text: str, machines: int | None) -> tuple[int, ...]:
     if len(numbers) > 1:
         if machines is not None and machines != sum(numbers):
             raise UsageError(
-                f"--groups {text!r} has {sum(numbers)} machines; leave out --machines {machines}"
+                f"--groups {text!r} has {sum(numbers)} replicas; leave out --machines {machines}"
             )
         return numbers
     count = numbers[0]
@@ -106,7 +106,7 @@ def sizes(text: str, machines: int | None) -> tuple[int, ...]:
         raise UsageError("--groups 0: use 1 or more")
     machines = 2 * count if machines is None else machines
     if not 1 <= count <= machines:
-        raise UsageError(f"{machines} machines cannot be divided into {count} groups")
+        raise UsageError(f"{machines} replicas cannot be divided into {count} groups")
     whole, more = divmod(machines, count)
     return tuple(whole + (place < more) for place in range(count))
 
@@ -149,7 +149,7 @@ def neighbours(text: str, groups: int) -> tuple[tuple[int, ...], ...]:
 
 
 def batches(text: str, samples: int | None, machines: int, batch: int) -> int:
-    """k as mini-batches, `100`, or as epochs of a machine's subset, `2epochs`.
+    """k as mini-batches, `100`, or as epochs of a replica's subset, `2epochs`.
 
     samples: those of the training set, None if unknown. Raises UsageError.
     """

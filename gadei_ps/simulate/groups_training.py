@@ -1,7 +1,7 @@
-"""Trains the weights of all machines of all groups, in the order of virtual time.
+"""Trains the weights of all replicas of all groups, in the order of virtual time.
 
-Each machine descends from its group's weights, by mini-batches of its own subset of the training
-set. A group's subset is divided among its machines and divided again when one dies. What a machine
+Each replica descends from its group's weights, by mini-batches of its own subset of the training
+set. A group's subset is divided among its replicas and divided again when one dies. What a replica
 has trained since the last aggregation dies with it, so those samples go to the others.
 
 What is sent within a group in fewer bits than float32 is the difference to the last common weights,
@@ -33,7 +33,7 @@ def _finite(values: Floats) -> Floats:
 
 
 class _Group:
-    """The weights of one group, and what its machines have left to train."""
+    """The weights of one group, and what its replicas have left to train."""
 
     def __init__(self, weights: Floats, rule: str, span: range, members: Sequence[Member]) -> None:
         self.weights = weights.copy()
@@ -51,7 +51,7 @@ class _Group:
 class GroupTraining:
     """Weights and data of one run.
 
-    lr: rate of the machines' plain gradient descent. batch: samples of a mini-batch; the last one
+    lr: rate of the replicas' plain gradient descent. batch: samples of a mini-batch; the last one
     of a pass may be smaller.
     """
 
@@ -128,7 +128,7 @@ class GroupTraining:
         return self._sent(one.between, told)
 
     def gone(self, group: int, member: Member, heirs: Sequence[Member]) -> None:
-        """A machine has died: the others of its group take over what it has not answered."""
+        """A replica has died: the others of its group take over what it has not answered."""
         one = self._groups[group]
         one.within.pop(member, None)
         if member in one.subsets.owners:

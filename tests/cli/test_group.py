@@ -27,7 +27,7 @@ def test_json(cli: Cli) -> None:
     [
         (["swap"], "unknown rule 'swap'; write one of replace, mix:0.5, outer:0.7:0.9"),
         (["mix:2"], "mix: weight must be a number from 0 to 1, not '2'"),
-        (["replace", "--groups", "9", "--machines", "4"], "4 machines cannot be divided into 9"),
+        (["replace", "--groups", "9", "--machines", "4"], "4 replicas cannot be divided into 9"),
         (["replace", "--wire", "int4"], "--wire 'int4': write one of float32, bfloat16, int8"),
         (["replace", "--broadcast", "half"], "--broadcast 'half': write whole or parts"),
         (["replace", "--groups", "0"], "--groups 0: use 1 or more"),
@@ -36,8 +36,8 @@ def test_json(cli: Cli) -> None:
         (["replace", "--die", "3@x"], "--die '3@x': duration 'x': write it like 500ms"),
         (["replace", "--lr", "1"], "--lr needs --train"),
         (["replace", "--k", "1epoch"], "give --samples of the training set, or --train"),
-        (["replace", "--die", "9@1"], "die: there is no machine 9 of 8"),
-        (["replace", "--die", "x"], "write machine and time like 3@12.5"),
+        (["replace", "--die", "9@1"], "die: there is no replica 9 of 8"),
+        (["replace", "--die", "x"], "write replica and time like 3@12.5"),
         (["replace", "--train", "convex", "--machines", "9999"], "cannot be divided among"),
     ],
 )

@@ -395,6 +395,7 @@ def test_rules_are_read_from_text() -> None:
         ("outer:0.7:", "outer: cannot read ''"),
         ("outer:rate=1,rate=1", "outer: rate is given twice"),
         ("outer:speed=1", "outer: unknown parameter 'speed'"),
+        ("outer:9", "outer: rate must be a number from 0 to 2, not '9'"),
         ("outer:1:0:x", "outer: delay must be a whole number"),
     ],
 )
