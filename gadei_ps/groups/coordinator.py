@@ -42,8 +42,8 @@ State = dict[str, Any]
 class Report:
     """The state of a replica, as it reports it.
 
-    process: when its process began; of two processes with one number, the later one stays.
-    number: of the report; reports may arrive in another order.
+    process: random number of its process. number: of the report; reports of a process may arrive
+    in another order.
     facts: settings that must be equal in a group, by name. generation: that it has entered.
     rounds: that it has applied; None: it has no state of the group. lineage: of that state, see
     Group. connected: generation whose
@@ -157,7 +157,11 @@ class Group:
         self._connects = self._renews = False
         self._reports: dict[Member, Report] = {}
         self._seen: dict[Member, float] = {}
-        self._processes: dict[str, int] = {}
+        self._processes: dict[str, tuple[int, int]] = {}
+        """The last process of each replica, and how many there have been."""
+        self._fresh: dict[str, int] = {}
+        """Processes that had no state of the group when they reported here first."""
+        self._replaced: set[int] = set()
         self._left: set[Member] = set()
         self._gone: set[str] = set()
         """Replicas whose processes have ended."""
@@ -167,26 +171,46 @@ class Group:
     def report(self, report: Report, now: float) -> None:
         """Take a report of a replica."""
         member = report.member
-        if report.process < self._processes.get(member.replica, 0):
-            return
-        if report.process > self._processes.get(member.replica, report.process):
-            self.lost(member.replica)
-        self._processes[member.replica] = report.process
-        self._gone.discard(member.replica)
         if report.state and not self.is_settled:
             self.load(report.state)
             self._settles_at = min(self._settles_at, now + self._recover_s)
-        if member in self._left or self._is_older(member):
+        if not self._is_last_process(report):
             return
-        known = self._reports.get(member)
-        if known is None or known.number <= report.number:
-            self._reports[member] = report
+        self._gone.discard(member.replica)
+        known = [one for one in self._reports if one.replica == member.replica]
+        if member in self._left or any(self._reports[one].number > report.number for one in known):
+            return
+        for one in known:
+            if one != member:
+                self._forget(one)
+        self._reports[member] = report
         self._seen[member] = now
 
-    def _is_older(self, member: Member) -> bool:
-        """Return whether a later incarnation of the replica has reported."""
-        known = (one for one in self._reports if one.replica == member.replica)
-        return any(one.incarnation > member.incarnation for one in known)
+    def _last_process(self, replica: str, default: int) -> int:
+        return self._processes.get(replica, (0, default))[1]
+
+    def _is_last_process(self, report: Report) -> bool:
+        """Return whether no later process of the replica has reported.
+
+        No clock orders them: hosts disagree. A process that has a state of the group has its count
+        there; one that has none is new.
+        """
+        replica, process = report.member.replica, report.process
+        count, last = self._processes.get(replica, (0, None))
+        if process == last:
+            return True
+        theirs, known = (report.state or {}).get("processes", {}).get(replica, (0, None))
+        if known != process:
+            self._fresh[replica] = process
+        if process in self._replaced or (known == process and theirs <= count):
+            self._replaced.add(process)
+            return False
+        if last is not None:
+            self._replaced.add(last)
+            self.lost(replica)
+        self._processes[replica] = max(theirs, count + 1), process
+        self._changed()
+        return True
 
     def lost(self, replica: str) -> None:
         """Forget a replica whose process has ended."""
@@ -421,21 +445,17 @@ class Group:
         is_member = self.is_settled and member in self.members
         unequal = None if is_member else self._unequal(report)
         mistake = self.mistake if is_member else None
-        if (
-            unequal is not None
-            and self.members
-            and report.process == self._processes.get(member.replica)
-        ):
+        is_replaced = self._last_process(member.replica, report.process) != report.process
+        if unequal is not None and self.members and not is_replaced:
             theirs, ours = report.facts.get(unequal), self.facts[unequal]
             mistake = f"this replica has {unequal} {theirs}, and its group has {ours}: use the same"
-        is_replaced = report.process < self._processes.get(member.replica, 0)
         has_left = member in self._left
         is_known = member in self._reports and (is_member or report.rounds is None)
         spans: tuple[tuple[int, int, int], ...] = ()
         if is_member and self.shares is not None:
             spans = tuple((one.epoch, one.begin, one.end) for one in self.shares.of(member))
         return Reply(
-            state=self.state() if self.is_settled else {},
+            state=self.state() if self.is_settled and not is_replaced else {},
             generation=self.generation,
             members=self.members,
             newcomers=self.newcomers,
@@ -469,6 +489,7 @@ class Group:
             "committed": None if self.committed is None else list(self.committed),
             "taken": [list(one) for one in self.taken.items()],
             "facts": dict(self.facts),
+            "processes": {name: list(one) for name, one in self._processes.items()},
             "shares": None if self.shares is None else self.shares.told(),
         }
 
@@ -486,6 +507,15 @@ class Group:
         self.committed = None if committed is None else (committed[0], committed[1])
         self.taken = {int(group): int(version) for group, version in state["taken"]}
         self.facts = state["facts"]
+        before = self._processes
+        self._processes = {name: (one[0], one[1]) for name, one in state["processes"].items()}
+        for name, process in self._fresh.items():  # they began after this state
+            count, last = self._processes.get(name, (0, None))
+            if last != process:
+                self._processes[name] = count + 1, process
+        for name, (_, last) in before.items():
+            if self._last_process(name, last) != last:
+                self.lost(name)
         self.shares = None if state["shares"] is None else Shares.heard(state["shares"])
 
 

@@ -7,7 +7,9 @@ members of a generation find each other, the run's settings, and references to t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import secrets
 import time
 from typing import Any
 
@@ -24,6 +26,8 @@ BEGIN_S = 600.0
 RECOVER_S = 10.0
 """The same, where a coordinator has died, for the members of the last state."""
 TICK_S, WAIT_S = 0.2, 0.3
+STORE_AGAIN_S = 1.0
+"""Time between two tries to make the store (s)."""
 FOLLOWED_S = 5.0
 """Time limit between two heartbeats of the command that follows a run (s)."""
 CALLS = 10_000
@@ -51,7 +55,7 @@ class Coordinator:
         self._plan = plan
         self._run: Run = from_mapping(plan["run"], "run")
         self._gcs, self._host = context.gcs_address, ray.util.get_node_ip_address()
-        self._began = time.time_ns()
+        self._began = secrets.randbits(48)
         again = context.was_current_actor_reconstructed
         rule = reading.parse(self._run.rule)
         until = time.monotonic() + (RECOVER_S if again else BEGIN_S)
@@ -72,15 +76,32 @@ class Coordinator:
         """Whether Ray's head was reached at the last try: only then, anything is decided."""
         self._changes = 0
         self._changed = asyncio.Condition()
-        self._store: asyncio.Task[Any] | None = None
+        self._store: Any = None
+        self._tried = asyncio.Event()
+        """Set once the store is there, or could not be made."""
+        self._why = ""
+        self._storing: asyncio.Task[None] | None = None
         self._follower: tuple[str, str, float] | None = None
         self._ticking: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Begin to decide, once the actor is there."""
+        """Begin to decide, and wait for the store. Raises ControlError if it cannot be made."""
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick())
-            self._store = asyncio.create_task(asyncio.to_thread(_store, self._host))
+            self._storing = asyncio.create_task(self._make_store())
+        await self._tried.wait()
+        if self._store is None:
+            raise ControlError(f"the store of the coordinator cannot be made: {self._why}")
+
+    async def _make_store(self) -> None:
+        """Make the store, and try again after a failure, such as one file too many."""
+        while self._store is None:
+            try:
+                self._store = await asyncio.to_thread(_store, self._host)
+            except Exception as error:
+                self._why = rays.described(error)
+            self._tried.set()
+            await asyncio.sleep(STORE_AGAIN_S)
 
     async def _tick(self) -> None:
         before = time.monotonic()
@@ -119,7 +140,6 @@ class Coordinator:
         await self.ready()
         if not self._reached:
             raise ControlError("the coordinator does not reach Ray's head")
-        assert self._store is not None
         one = self._groups[group]
         one.report(report, time.monotonic())
         await self._step()
@@ -134,7 +154,7 @@ class Coordinator:
             "reply": one.reply(report),
             "changes": self._changes,
             "began": self._began,
-            "store": (self._host, (await self._store).port),
+            "store": (self._host, self._store.port),
         }
 
     async def lost(self, group: int, number: int) -> None:
@@ -144,7 +164,9 @@ class Coordinator:
 
     async def publish(self, group: int, references: list[Any]) -> None:
         """Publish a model, which other groups may take."""
-        version = max(time.time_ns(), max(self._published.values(), default=0) + 1)
+        # After those that a group has taken from a coordinator before this one.
+        taken = (one.taken.values() for one in self._groups.values())
+        version = 1 + max(itertools.chain(self._published.values(), *taken), default=0)
         kept = self._references[group]
         kept[version] = references
         self._published[group] = version

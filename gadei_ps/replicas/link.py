@@ -34,7 +34,9 @@ class Link:
         """Address of the coordinator's store."""
         self.host = ""
         """Address of this host in Ray's cluster."""
-        self._answered, self._began = time.monotonic(), 0
+        self.began = 0
+        """Random number of the coordinator."""
+        self._answered = time.monotonic()
 
     def silent_s(self) -> float:
         """Return the time since the coordinator has answered (s)."""
@@ -67,8 +69,8 @@ class Link:
         except (JobNotFound, ControlError):
             return False
         with self._lock:
-            if told["began"] != self._began:  # another coordinator counts from 0
-                self._began, self.changes = told["began"], 0
+            if told["began"] != self.began:  # another coordinator counts from 0
+                self.began, self.changes = told["began"], 0
             if report.member == self._report.member and told["changes"] >= self.changes:
                 self.reply, self.changes = told["reply"], told["changes"]
                 self.store, self.host = told["store"], told["host"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import threading
 import time
 import zlib
@@ -48,6 +49,7 @@ AWAY_S = 2.0
 AGAIN_S = 0.1
 MOST_KEPT = 2
 """Number of models of another group that are kept."""
+_RANDOM_BITS = 48  # so that programs that read the status as JSON keep all of them
 
 Model = tuple[int, int]
 """A model of another group: the group and its version."""
@@ -127,10 +129,8 @@ class Rounds:
         self.facts = Facts()
         self._rule = reading.parse(settings.rule)
         self._wire = Wire(settings.wire)
-        self._process = time.time_ns()
-        self._link = Link(
-            settings.run, settings.number, settings.group, Report(self._member(), self._process)
-        )
+        report = Report(self._member(), secrets.randbits(_RANDOM_BITS))
+        self._link = Link(settings.run, settings.number, settings.group, report)
         self._training: JobTraining | None = None
         self._transport: Transport | None = None
         self._copied: Copied | None = None
@@ -143,7 +143,7 @@ class Rounds:
         self._feedback: Feedback | None = None
 
     def _member(self) -> Member:
-        return Member(str(self.settings.number), time.time_ns())
+        return Member(str(self.settings.number), secrets.randbits(_RANDOM_BITS))
 
     def start(self, failed: Callable[[str], None]) -> None:
         """Begin. failed: is called with the reason if the replica cannot continue."""
@@ -180,8 +180,11 @@ class Rounds:
                 self._training = OwningTraining(*self._job(), self._is_over.is_set)
             else:
                 self._training = JobTraining(*self._job())
-            self._link.set(facts=self._same(self._training))
+            # PyTorch loads for seconds, in which others would wait for a member.
+            import gadei_ps.replicas.transport  # noqa: F401
+
             self._enroll(self._link.report.member)
+            self._link.set(facts=self._same(self._training))
             while not self._is_over.is_set():
                 try:
                     self._act()
@@ -482,6 +485,7 @@ class Rounds:
         self._copied = self._held = self._state = self._transport = None
         report = self._link.report
         member = self._member()
+        self._enroll(member)  # before others wait for it
         self._link.set(
             member=member,
             generation=0,
@@ -494,7 +498,6 @@ class Rounds:
             state=report.state,
         )
         self._link.forget()
-        self._enroll(member)
         self._link.sync()
 
     def _enroll(self, member: Member) -> None:
@@ -502,14 +505,20 @@ class Rounds:
         assert self._training is not None
         self.facts.incarnation = member.incarnation
         self._training.rejoin(member)
+        self._training.begin()
 
     # -- models between groups -------------------------------------------------------------------
 
     def _carry(self) -> None:
         """Publish the newest model of the group, and fetch those of its neighbours."""
+        began = 0
         while not self._is_over.is_set():
             self._has_models.wait(self.settings.silence_s / 6)
             self._has_models.clear()
+            if began != self._link.began:  # another coordinator counts versions anew
+                began = self._link.began
+                self._models.clear()
+                self._link.set(models=(), lost=())
             try:
                 if self._publishing:
                     self._link.publish(self._encoded(self._publishing.pop()))

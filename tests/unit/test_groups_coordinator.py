@@ -410,6 +410,42 @@ def test_of_two_processes_with_one_number_the_later_one_stays() -> None:
     assert world.group.members == (first.member, third.member)
 
 
+def test_clocks_of_hosts_order_no_processes() -> None:
+    """The host of the later process is behind; and a coordinator has been started again."""
+    world, (first, second) = begun()
+    for _ in range(40):
+        world.step(disturbs=False)
+    third = Replica(1, -(10**6), world.work)
+    world.replicas = [first, third]
+    for _ in range(60):
+        world.step(disturbs=False)
+    assert world.group.members == (first.member, third.member)
+    before = world.group.generation
+    for order in ((second, third, first), (third, second, first), (first, second, third)):
+        world.group = world.coordinator([], 5.0)
+        for one in order:
+            world.group.report(one.report(), world.now)
+        assert world.group.reply(second.report()).replaced
+        world.settle()
+        assert world.group.members == (first.member, third.member)
+        assert world.group.generation > before
+
+
+def test_a_process_that_began_while_there_was_no_coordinator() -> None:
+    """The state that others have names the one before it."""
+    world, (first, second) = begun()
+    for _ in range(40):
+        world.step(disturbs=False)
+    third = Replica(1, -(10**6), world.work)
+    for order in ((third, first, second), (first, third, second), (second, first, third)):
+        world.group = world.coordinator([], 5.0)
+        for one in order:
+            world.group.report(one.report(), world.now)
+        assert world.group.reply(second.report()).replaced
+        assert not world.group.reply(third.report()).replaced
+        assert not world.group.reply(first.report()).replaced
+
+
 def test_models_of_other_groups() -> None:
     """All members get one, then the next; a round takes what all have, once."""
     group = Group(None, False, (1, 2), ["0", "1"], 0.0)

@@ -73,6 +73,46 @@ def test_nothing_is_decided_without_the_head(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(decide())
 
 
+def test_a_store_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    Head(monkeypatch)
+    stores: list[Any] = [OSError("too many open files"), SimpleNamespace(port=3)]
+
+    def store(_: str) -> Any:
+        one = stores.pop(0)
+        if isinstance(one, OSError):
+            raise one
+        return one
+
+    monkeypatch.setattr(coordinator, "_store", store)
+    monkeypatch.setattr(coordinator, "STORE_AGAIN_S", 0.01)
+
+    async def report_twice() -> None:
+        made = coordinator.Coordinator({"run": RUN}, {0: ["0", "1"]})
+        with pytest.raises(ControlError, match="cannot be made: too many open files"):
+            await made.report(0, report(0), None)
+        await until(lambda: not stores)
+        await until(lambda: made._store is not None)
+        assert (await made.report(0, report(0), None))["store"] == ("h", 3)
+
+    asyncio.run(report_twice())
+
+
+def test_versions_of_models_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another coordinator publishes what groups have not taken yet, whatever its clock shows."""
+    Head(monkeypatch)
+    monkeypatch.setattr(coordinator.time, "time_ns", lambda: 0)
+
+    async def publish() -> None:
+        two = RUN | {"groups": [{"machines": 1}, {"machines": 1}]}
+        made = coordinator.Coordinator({"run": two}, {0: ["0"], 1: ["1"]})
+        made._groups[1].taken = {0: 500}
+        for _ in range(2):
+            await made.publish(0, [])
+        assert made._published[0] == 502
+
+    asyncio.run(publish())
+
+
 def test_the_coordinator_is_not_looked_for_while_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -119,6 +119,29 @@ def test_a_replica_reports_once_its_job_has_a_model(run: Run) -> None:
     assert not run.failed
 
 
+def test_a_replica_reports_once_it_could_begin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait until its learners have answered their batches."""
+    is_idle = threading.Event()
+    monkeypatch.setattr(Training, "begin", lambda _: is_idle.wait() and None)
+    run.group = Group(None, True, (), ["0"], time.monotonic() + 600)
+    Training.has_model["0"].set()
+    one = run.start(0)
+    time.sleep(1.2)  # longer than a beat
+    assert not run.group.members
+    is_idle.set()
+    eventually(lambda: one.facts.state == "member")
+    is_idle.clear()
+    assert one._link.reply is not None
+    one._link.reply = replace(one._link.reply, rejoin=True)
+    one._link.changes += 1
+    before = run.group.members
+    eventually(lambda: run.noted)
+    time.sleep(1.2)
+    assert run.group.members == before
+    is_idle.set()
+    eventually(lambda: run.group.members not in ((), before))
+
+
 def test_an_unexpected_error_ends_the_replica(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its group would wait for it, which reports that it lives."""
 
