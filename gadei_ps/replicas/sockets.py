@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
+import struct
 import threading
+import time
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,10 @@ from gadei_ps.job.lock_file import LockFile
 from gadei_ps.replicas.config import job_name
 
 ANSWER_S = 5.0
+PART_S = 5
+"""Time limit of a process for each part of a message (s)."""
+FULL_S = 0.1
+"""Time until a server that has no free file accepts connections again (s)."""
 MOST_WAITING = 64
 _NAME = re.compile(r"(?P<run>[A-Za-z0-9_-]+)-(?P<number>\d+)\.replica\.sock")
 
@@ -61,12 +68,14 @@ class Peer:
         name = self._path.name
         try:
             if self._connection is None:
-                self._connection = Client(str(self._path), "AF_UNIX")
+                self._connection = _connected(self._path)
             self._connection.send((what, how))
             if not self._connection.poll(timeout_s):
-                self.close()
-                raise NoAnswer(f"{name}: no answer within {timeout_s:g} s: kill its process")
+                raise BlockingIOError
             answer, error = self._connection.recv()
+        except BlockingIOError:  # of a connection, a send, a poll or a receipt
+            self.close()
+            raise NoAnswer(f"{name}: no answer in time: kill its process") from None
         except (FileNotFoundError, ConnectionRefusedError):
             raise JobNotFound(f"no process listens at {name}") from None
         except (EOFError, OSError) as error:
@@ -81,6 +90,15 @@ class Peer:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+
+def _connected(path: Path) -> Connection:
+    """Connect, with a time limit for each part of a message that is sent or received."""
+    with socket.socket(socket.AF_UNIX) as made:
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the kernel's: also of a connect
+            made.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", int(PART_S), 0))
+        made.connect(str(path))
+        return Connection(made.detach())
 
 
 def ask(run: str, number: int, what: str, timeout_s: float | None = ANSWER_S, **how: Any) -> Any:
@@ -130,16 +148,17 @@ class Server:
         path.unlink(missing_ok=True)
         self._path, self._answer = path, answer
         self._listener = Listener(str(path), "AF_UNIX", MOST_WAITING)
-        self._busy = threading.Semaphore(0)
         self._is_closed = False
         threading.Thread(target=self._accept, name="requests", daemon=True).start()
 
     def _accept(self) -> None:
         while not self._is_closed:
-            with contextlib.suppress(OSError, EOFError):
+            try:
                 connection = self._listener.accept()
                 serve = threading.Thread(target=self._serve, args=(connection,), daemon=True)
                 serve.start()
+            except (OSError, EOFError, RuntimeError):  # too many files, or threads
+                time.sleep(FULL_S)
 
     def _serve(self, connection: Connection) -> None:
         with contextlib.suppress(OSError, EOFError), connection:
