@@ -11,11 +11,13 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+TRIES, END_S = 3, 1.0
 NODE: dict[str, Any] = {
     "num_cpus": 1,
     "node_ip_address": "127.0.0.2",  # nobody outside reaches it; 127.0.0.1 Ray takes for another
@@ -34,6 +36,7 @@ def main(count: int, directory: Path) -> None:
     os.environ["RAY_TMPDIR"] = str(directory)  # other programs do not take it for theirs
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    threading.Thread(target=_end_with_input, args=(directory,), daemon=True).start()
     try:
         from ray.cluster_utils import Cluster
 
@@ -42,16 +45,27 @@ def main(count: int, directory: Path) -> None:
             made.add_node(wait=False, **NODE)
         made.wait_for_nodes()
         print(made.address, file=out, flush=True)
-        sys.stdin.read()
+        threading.Event().wait()
     except Exception as error:  # of Ray; its messages have many lines
         with contextlib.suppress(OSError):
             print(" ".join(str(error).split())[:300] or type(error).__name__, file=out, flush=True)
-    finally:
-        for one in psutil.Process().children(recursive=True):
+    _end(directory)
+
+
+def _end_with_input(directory: Path) -> None:
+    """End everything with the input, even while Ray is starting."""
+    sys.stdin.read()
+    _end(directory)
+
+
+def _end(directory: Path) -> None:
+    for _ in range(TRIES):  # another one may just begin
+        for one in (children := psutil.Process().children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        shutil.rmtree(directory, ignore_errors=True)  # the command may have been killed
-        os._exit(0)
+        psutil.wait_procs(children, END_S)
+    shutil.rmtree(directory, ignore_errors=True)  # the command may have been killed
+    os._exit(0)
 
 
 if __name__ == "__main__":
