@@ -9,12 +9,15 @@ is for one piece, however large the model is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
@@ -30,6 +33,7 @@ Array = npt.NDArray[Any]
 
 PIECE = 1 << 20
 """Values of a piece: 4 MB."""
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _STATE, _PART, _SUM = 1, 2, 3
 _HEADER = 3
 
@@ -49,10 +53,10 @@ class Transport:
         """sent: bytes so far."""
         self._limit = timedelta(seconds=timeout_s)
         try:
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = self._limit
-            options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-            group: Any = ProcessGroupGloo(PrefixStore(prefix, store), place, members, options)
+            with _listening(host):
+                group: Any = ProcessGroupGloo(
+                    PrefixStore(prefix, store), place, members, timeout=self._limit
+                )
             self._group = group
         except RuntimeError as error:
             raise ExchangeFailed(_line(error)) from None
@@ -139,6 +143,28 @@ class Transport:
         for one in works:
             if one.work.wait(self._limit) is False:
                 raise RuntimeError("aborted")
+
+
+@contextlib.contextmanager
+def _listening(host: str) -> Iterator[None]:
+    """Have gloo listen at this address, unless the user has chosen an interface.
+
+    Its public names take no address, but the name of an interface, in the environment.
+    """
+    addresses = {host, "127.0.0.1"} if host.startswith("127.") else {host}
+    names = [
+        name
+        for name, found in psutil.net_if_addrs().items()
+        if not addresses.isdisjoint(one.address.partition("%")[0] for one in found)
+    ]
+    if INTERFACE_VARIABLE in os.environ or not names:
+        yield
+        return
+    os.environ[INTERFACE_VARIABLE] = names[0]
+    try:
+        yield
+    finally:
+        del os.environ[INTERFACE_VARIABLE]
 
 
 class _Work:
