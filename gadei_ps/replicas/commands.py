@@ -116,7 +116,8 @@ def _connected(address: str, token: str | None) -> Iterator[Any]:
     ray = rays.connect(address, token)
     interrupts.install()  # Ray has handlers of its own
     try:
-        yield ray
+        with contextlib.redirect_stdout(None):  # Ray prints a line there when an actor dies
+            yield ray
     finally:
         ended = threading.Thread(target=ray.shutdown, name=process.FOREIGN, daemon=True)
         ended.start()
@@ -228,16 +229,22 @@ def _stop_own(name: str, address: str) -> Told:
     numbers = [number for _, number in sockets.here(name)]
     if not numbers:
         raise JobNotFound(f"run {name!r} begins or ends just now: try again in a moment")
+    _stop_here(name, lambda: rays.answers(address))
+    sockets.clear(name)
+    return {"run": name, "machines": [{"machine": one, "host": None} for one in numbers]}
+
+
+def _stop_here(name: str, waits: Callable[[], bool] = bool) -> None:
+    """End all replicas of this host; wait for them, and while `waits()`. Raises ClusterError."""
     until = time.monotonic() + END_S
-    while rays.answers(address) or sockets.here(name):
-        for _, number in sockets.here(name):
+    while (left := sockets.here(name)) or waits():
+        for _, number in left:
             with contextlib.suppress(JobNotFound, ControlError):
                 sockets.ask(name, number, "stop")
         if time.monotonic() > until:
-            raise ClusterError(f"run {name} has not ended in {END_S:g} s")
+            which = "".join(f": replica {number}" for _, number in left[:1])
+            raise ClusterError(f"run {name} has not ended in {END_S:g} s{which}")
         time.sleep(POLL_S)
-    sockets.clear(name)
-    return {"run": name, "machines": [{"machine": one, "host": None} for one in numbers]}
 
 
 def _found(name: str, address: str) -> Any:
@@ -331,8 +338,10 @@ def _end(name: str, address: str, what: str, number: int | None) -> Told:
     begin = time.monotonic()
     while True:
         rows = following.statuses(wanted)
-        late = [row for row in rows if row["ended"] is None]
-        passed_s = time.monotonic() - begin
+        # Ray keeps what it has lost: the command that follows the run has ended all others.
+        there = following.actors(name)
+        missed = [row for row in rows if row["ended"] is None and row["machine"] in there]
+        late, passed_s = missed, time.monotonic() - begin
         if passed_s > AWAY_S:
             late = [row for row in late if row["state"] != "away"]
         if not late:
@@ -345,13 +354,12 @@ def _end(name: str, address: str, what: str, number: int | None) -> Told:
                 wanted[row["machine"]].ask.remote(what)
         time.sleep(POLL_S)
     _clean_up(name, wanted, is_whole=number is None)
-    missed = [row["machine"] for row in rows if row["ended"] is None]
     if missed:
-        which = ", ".join(map(str, missed))
-        there = ", ".join(f"gadei-ps stop {job_name(name, one)}" for one in missed)
+        numbers = [row["machine"] for row in missed]
+        commands = ", ".join(f"gadei-ps stop {job_name(name, one)}" for one in numbers)
         raise ClusterError(
-            f"run {name}: replica {which} could not be asked to {what}, for Ray does not reach it: "
-            f"if it lives, end its job on its host ({there})"
+            f"run {name}: replica {', '.join(map(str, numbers))} could not be asked to {what}, for "
+            f"Ray does not reach it: if it lives, end its job on its host ({commands})"
         )
     hosts = [{"machine": row["machine"], "host": row.get("host")} for row in rows]
     return {"run": name, "machines": hosts}
@@ -389,14 +397,7 @@ def _here(order: str, name: str, what: str, say: Say) -> Told:
     say(f"{what}: these are the replicas on this host", False)
     rows = [row for number in numbers if (row := _row(name, number))]
     if order == "stop":
-        for number in numbers:
-            with contextlib.suppress(JobNotFound):
-                sockets.ask(name, number, "stop")
-        until = time.monotonic() + END_S
-        while late := [number for _, number in sockets.here(name)]:
-            if time.monotonic() > until:
-                raise ClusterError(f"run {name}: replica {late[0]} has not ended in {END_S:g} s")
-            time.sleep(POLL_S)
+        _stop_here(name)
         _sweep(name)
     return {"run": name, "address": None, "machines": rows}
 

@@ -328,7 +328,7 @@ class Following:
         self._tell_progress(rows)
         self._found = now
         if time.monotonic() - self._signed > 1.0:
-            self._take_again()
+            self._sign()  # through the coordinator that is there now
         if all(row["ended"] is not None for row in self.rows.values()):
             end_run(self.run.name, now)
             return True
@@ -336,11 +336,6 @@ class Following:
             if row["ended"] is None and row["state"] not in ENDING:
                 now[row["machine"]].ask.remote("stop")
         return False
-
-    def _take_again(self) -> None:
-        """Follow through the coordinator that is there now."""
-        with contextlib.suppress(ClusterError):
-            self._sign()
 
     def _check_cluster(self) -> None:
         if rays.answers(self._address):

@@ -127,7 +127,9 @@ class Replica:
             self._summary |= {"exit_code": 1, "error": self._error, "interrupted": None}
         elif self._summary["exit_code"] and "error" not in self._summary:
             killed = _killed(self._summary)
-            self._summary |= {"said": killed or _last_words(self.settings.log)}
+            failed = any(one["exit_code"] for one in self._summary.get("ended", ()))
+            said = killed or _last_words(self.settings.log, theirs=failed)
+            self._summary |= {"said": said}
         self._summary |= {"log": self.settings.log}
         self._ended.set()
         self._answered.wait(ANSWERED_S)
@@ -257,16 +259,19 @@ def _killed(summary: dict[str, Any]) -> str:
     return ""
 
 
-def _last_words(log: str) -> str:
-    """Return the last line that learners have printed; empty if there is none."""
+def _last_words(log: str, *, theirs: bool) -> str:
+    """Return the last line of learners, or of `run`, which knows why none has trained."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    theirs = [one for one in lines if one.strip() and not _OURS.match(one)]
-    return theirs[-1].strip()[:300] if theirs else ""
+    if theirs:
+        found = [one for one in lines if one.strip() and not _OURS.match(one)]
+    else:
+        found = [one.removeprefix("gadei-ps: ") for one in lines if one.startswith("gadei-ps: ")]
+    return found[-1].strip()[:300] if found else ""
 
 
 def main() -> None:

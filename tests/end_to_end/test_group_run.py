@@ -13,7 +13,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ import pytest
 import support
 from shell import Cli, Running
 
+from gadei_ps.benchmarks import group_deaths
+from gadei_ps.benchmarks.group_deaths_counts import AGAIN, FINISHED, MISSING
+from gadei_ps.benchmarks.group_deaths_learner import BATCHES
 from gadei_ps.errors import GadeiError
 from gadei_ps.replicas import sockets
 
@@ -152,6 +155,9 @@ class Run:
         found += [job["standby_pid"], *(one["pid"] for one in job["learners"])]
         return [pid for pid in found if pid]
 
+    def await_rounds(self, numbers: Iterable[int], least: int) -> None:
+        eventually(lambda: all(self.has_trained(one, least) for one in numbers))
+
     def status(self) -> dict[str, Any]:
         told: dict[str, Any] = self.cli("group", "status", self.name, "--json", **self.env).json
         return told
@@ -245,6 +251,30 @@ def test_a_command_that_is_killed(run: Run, place: Path) -> None:
     ended = command.wait()
     assert (ended.code, ended.json["exit_code"], ended.json["stopped"]) == (4, 4, True)
     assert not [one.name for one in place.iterdir() if one.name != "state"]
+
+
+def test_each_batch_is_in_the_weights_once(run: Run, nodes: Nodes) -> None:
+    """Replicas divide the batches of a pass; one of them is killed, and comes back."""
+    run.machines = 2
+    settings = "every = 20\nrule = 'outer:1:0'\noptimizer = 'sgd'\nlr = 1.0\ndivide = true\n"
+    run.file.write_text(settings + "[[groups]]\nmachines = 2\n")
+    words = ("group", "run", run.file, "--address", nodes.address, "--", sys.executable, "-P", "-m")
+    learner = "gadei_ps.benchmarks.group_deaths_learner", run.cli.directory
+    command = run.cli.start(*words, *learner, **run.env)
+
+    def passes() -> int:
+        assert command.process.poll() is None, command.err
+        jobs = [run.facts(number)["job"] for number in range(2)]
+        return min(job["work"]["epochs_done"] if job else 0 for job in jobs)
+
+    eventually(lambda: passes() >= 0 and run.has_trained(1, 3), what=lambda: command.err)
+    kill(run.pids(1))
+    eventually(lambda: passes() >= 2, what=lambda: command.err)
+    found = group_deaths.audit(run, 2, run.cli.directory)
+    assert found[FINISHED] >= 2 * BATCHES
+    assert (found[MISSING], found[AGAIN]) == (0, 0)
+    assert run.cli("group", "stop", run.name, **run.env).code == 0
+    assert command.wait().code == 4
 
 
 def kill(pids: list[int]) -> None:
