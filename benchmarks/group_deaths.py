@@ -1,20 +1,25 @@
-"""Cost of a machine's death for its group, and a check that nothing is lost or counted twice.
+"""Cost of a death for its group, and a check that nothing is lost or counted twice.
 
-Machines train in one group, as jobs that Ray has placed (benchmarks/machines.py). All processes of
-a machine are killed (SIGKILL) at random instants, and so is the head of Ray. Times begin at the
-kill and end when a survivor's job has the weights of the next finished round.
+Replicas train in one group, as jobs that Ray has placed (benchmarks/machines.py). Processes are
+killed (SIGKILL) at random instants. Times begin at the kill and end when a survivor's job has the
+weights of the next finished round.
 
     no death       the same wait from instants without a kill: mostly the rest of a round
-    machine        beyond it is the price of the death
+    machine        all processes of a replica; what is beyond `no death` is the price of the death
+    agent          the actor of Ray beside a replica
+    learner        a learner of a replica
+    coordinator    the actor of Ray that commits rounds
     head of Ray    all replicas must train on; the same command is run again, which adopts them, and
                    the wait is for the next round then
-    all are back   until all machines are members again and have made two rounds
+    all are back   until all replicas are members again and have made two rounds
+    longest pause  the longest time between two rounds meanwhile; after a death of the head, no
+                   rounds are made until the command is run again, so these are left out
 
 What must not happen is counted (group_deaths_counts.py): a survivor that goes back, whose job has
-got a round twice, or that has other weights than others after the same round; a batch of a finished
-pass that is not in the weights, or twice (`divided` alone: the machines divide the batches of each
-pass, and each copy of the weights costs a pause of all servers and a process); anything that is
-left behind.
+got a round twice, or that has other weights than others after the same round; a survivor without a
+new gradient for STOPPED_S (`whole` alone); a batch of a finished pass that is not in the weights,
+or twice (`divided` alone: the replicas divide the batches of each pass, and each copy of the
+weights costs a pause of all servers and a process); anything that is left behind.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ from gadei_ps.benchmarks.group_deaths_counts import (
     FINISHED,
     LEFT,
     MISSING,
+    STOPPED,
     Rounds,
     Sight,
     batches,
@@ -53,9 +59,13 @@ from gadei_ps.memory import segment, weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.shm import segment_name
 
-NONE, MACHINE, HEAD, AWAY = "no death", "machine", "head of Ray", "machine, without Ray"
-BACK = "all are back"
-REACH_S = 1.5
+NONE, MACHINE, AGENT, LEARNER = "no death", "machine", "agent", "learner"
+COORDINATOR, HEAD, BACK = "coordinator", "head of Ray", "all are back"
+PAUSE = "longest pause"
+REACH_S = 3.0
+STOPPED_S = 15.0
+"""Time without a gradient after which a survivor counts as stopped (s)."""
+ACTORS = {AGENT: "ray::ReplicaActor", COORDINATOR: "ray::Coordinator"}
 SETTLED = 2
 """Rounds that each machine makes before the next kill."""
 
@@ -70,6 +80,11 @@ class Storm:
         self.counts: Counter[str] = Counter()
         self._rounds = Rounds(self.counts)
         self._round_s = 0.5
+        self._newest, self._pause_s = (0, time.monotonic()), 0.0
+        """The last round and when it was seen, and the longest time between two since a kill."""
+        self._killed = ""
+        self._moved: dict[int, tuple[int, float]] = {}
+        """Gradients of each survivor's job, and when their number was last another one."""
 
     def _look(self, numbers: Sequence[int]) -> dict[int, tuple[int, float]]:
         """Return rounds and time of the last round of machines that are members; count faults."""
@@ -77,11 +92,27 @@ class Storm:
         for number in numbers:
             facts = self.run.facts(number)
             sight = Sight.of(number, facts)
+            self._note_training(number, facts)
             if sight is not None and facts is not None:
                 self._rounds.saw(sight)
                 ago = facts["exchange"]["last_round_s"]
                 found[number] = sight.rounds, time.monotonic() - (math.inf if ago is None else ago)
+        rounds, now = max((one for one, _ in found.values()), default=0), time.monotonic()
+        if rounds > self._newest[0]:
+            self._pause_s = max(self._pause_s, now - self._newest[1])
+            self._newest = rounds, now
         return found
+
+    def _note_training(self, number: int, facts: dict[str, Any] | None) -> None:
+        """Count a survivor that has stopped to train."""
+        now, job = time.monotonic(), (facts or {}).get("job")
+        gradients = int(job["gradients_applied"]) if job else -1
+        before, since = self._moved.setdefault(number, (gradients, now))
+        if before != gradients:
+            self._moved[number] = gradients, now
+        elif now - since > STOPPED_S and not self._divided:
+            self.counts[STOPPED] += 1
+            self._moved[number] = gradients, now
 
     def settle(self) -> None:
         """Wait until all are members and have made SETTLED rounds more, then a random time."""
@@ -97,8 +128,12 @@ class Storm:
 
         until(settled, "all machines in their group", self.run.said)
         self._rounds.settle()
+        self._moved.clear()
         if self.times:  # not at the start
             self.times.setdefault(BACK, []).append(time.monotonic() - begin)
+            if self._killed != HEAD:
+                self.times.setdefault(PAUSE, []).append(self._pause_s)
+            self._pause_s = 0.0
         time.sleep(2 * self._round_s * self._chance.random())
 
     def _next_round(self, what: str, survivors: Sequence[int], begin: float, had: int) -> None:
@@ -122,14 +157,24 @@ class Storm:
     def _most(self, numbers: Sequence[int]) -> int:
         return max((rounds for rounds, _ in self._look(numbers).values()), default=0)
 
-    def kill(self, what: str = MACHINE) -> None:
-        """A machine dies."""
-        victim = self._chance.choice(self._numbers)
-        survivors = [number for number in self._numbers if number != victim]
+    def kill(self, what: str) -> None:
+        """Kill a replica or a part of it, the coordinator, or the head of Ray."""
+        self._killed, self._pause_s = what, 0.0
+        if what == HEAD:
+            self._kill_head()
+            return
+        target = None if what in (COORDINATOR, AGENT) else self._chance.choice(self._numbers)
+        survivors = [number for number in self._numbers if number != target]
         had = self._most(survivors)
-        self._next_round(what, survivors, self.run.kill(victim, self._chance), had)
+        if target is None:
+            begin = self.run.kill_actor(ACTORS[what], self._chance)
+        elif what == LEARNER:
+            begin = self.run.kill_learner(target, self._chance)
+        else:
+            begin = self.run.kill(target, self._chance)
+        self._next_round(what, survivors, begin, had)
 
-    def kill_head(self) -> None:
+    def _kill_head(self) -> None:
         """The head of Ray dies; all replicas train on, and the command is run again."""
         had, begin = self._most(self._numbers), self.run.kill_head()
         self.run.await_loss()
@@ -166,9 +211,12 @@ def audit(run: Machines, machines: int, directory: Path) -> dict[str, int]:
 
 
 def storm(
-    report: Report, size: dict[str, Any], divided: bool, kills: int, heads: int, most_s: float
+    report: Report, size: dict[str, Any], divided: bool, kills: dict[str, int], most_s: float
 ) -> None:
-    """One run with its kills, as many as there is time for; adds rows."""
+    """One run with its kills, as many as there is time for; adds rows.
+
+    kills: number of each kind.
+    """
     kind = "divided" if divided else "whole"
     with place() as directory:
         name = f"deaths-{kind}-{os.getpid()}"
@@ -185,18 +233,16 @@ def storm(
         with closing(Machines(directory, name, given, command)) as run:
             seen = Storm(run, size["machines"], size["seed"], divided)
             run.start()
-            every = max(1, kills // max(1, heads))
+            order = [what for what, count in kills.items() for _ in range(count)]
+            random.Random(size["seed"]).shuffle(order)
             end = time.monotonic() + most_s
-            for number in range(max(kills, heads)):
+            for number, what in enumerate(order):
                 if time.monotonic() > end:
-                    report.notes.append(f"{kind}: {number} of {kills} kills in {most_s:g} s")
+                    report.notes.append(f"{kind}: {number} of {len(order)} kills in {most_s:g} s")
                     break
                 seen.settle()
                 seen.wait()
-                if number % every == 0 and number // every < heads:
-                    seen.kill_head()
-                elif number < kills:
-                    seen.kill()
+                seen.kill(what)
             for _ in range(2):  # the second one has seen nothing from before the first
                 seen.settle()
             if divided:
@@ -205,7 +251,7 @@ def storm(
             left = _left(run)
             seen.counts[LEFT] = len(left)
             report.notes += [f"left behind: {', '.join(left[:9])}"] if left else []
-    _tell(report, seen, kind)
+    _tell(report, seen, divided)
 
 
 def _left(run: Machines) -> list[str]:
@@ -216,7 +262,8 @@ def _left(run: Machines) -> list[str]:
     return run.left()
 
 
-def _tell(report: Report, seen: Storm, kind: str) -> None:
+def _tell(report: Report, seen: Storm, divided: bool) -> None:
+    kind = "divided" if divided else "whole"
     for what, seconds in seen.times.items():
         p50, p99 = (float(one) for one in np.quantile(seconds, [0.5, 0.99]))
         told = {"contender": "gadei-ps", "batches": kind, "what": what} | summary(seconds)
@@ -227,7 +274,7 @@ def _tell(report: Report, seen: Storm, kind: str) -> None:
         shown = [f"{one:.2f}" for one in (p50, p99, max(seconds))]
         report.lines.append([f"{kind}: {what}", *shown, str(len(seconds))])
     for what in (COMPARED, FINISHED, *FAULTS):
-        if what in (FINISHED, MISSING, AGAIN) and kind != "divided":
+        if what in ((STOPPED,) if divided else (FINISHED, MISSING, AGAIN)):
             continue
         count = seen.counts[what]
         row: dict[str, Any] = {"contender": "gadei-ps", "batches": kind, "what": what}
@@ -246,11 +293,11 @@ def measure(quick: bool) -> Report:
     needs_ray("group_deaths")
     size = sizes("group_deaths", quick)
     report = Report(["until the next round, s", "p50", "p99", "most", "number"])
-    for kind, (kills, heads, most_s) in size["kills"].items():
-        storm(report, size, kind == "divided", kills, heads, most_s)
+    for kind, (kills, most_s) in size["kills"].items():
+        storm(report, size, kind == "divided", kills, most_s)
     machines = size["machines"]
     report.notes.append(
-        f"{machines} machines on one host, Ray by ray.cluster_utils.Cluster; learners wait "
+        f"{machines} replicas on one host, Ray by ray.cluster_utils.Cluster; learners wait "
         "10 ms after each gradient"
     )
     return report

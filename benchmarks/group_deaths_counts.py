@@ -20,8 +20,8 @@ from gadei_ps.memory.weights import FloatArray
 
 LOST, TWICE, DIFFER = "rounds lost", "rounds applied twice", "rounds that differ"
 MISSING, AGAIN = "batches that are missing", "batches counted twice"
-LEFT = "left behind"
-FAULTS = (LOST, TWICE, DIFFER, MISSING, AGAIN, LEFT)
+LEFT, STOPPED = "left behind", "survivors that stopped"
+FAULTS = (LOST, TWICE, DIFFER, STOPPED, MISSING, AGAIN, LEFT)
 COMPARED, FINISHED = "rounds compared", "batches of finished passes"
 NONE_BELOW, ONCE_BELOW, SAME_WITHIN = 1e-3, 1 + 1e-2, 1e-2
 
@@ -45,8 +45,8 @@ class Sight:
         """Read a machine's status; None if it is not a member of its group."""
         if facts is None or facts["exchange"]["state"] != "member":
             return None
-        exchange, job = facts["exchange"], facts["job"] or {"learners": []}
-        frames = [one["applied"] for one in job["learners"] if one["pid"] == facts["pid"]]
+        exchange, job = facts["exchange"], facts["job"] or {"replicas": []}
+        frames = [one["applied"] for one in job["replicas"] if one["pid"] == facts["pid"]]
         told = int(exchange["rounds"]), int(exchange["checksum"]), (frames or [None])[0]
         return cls(machine, int(exchange["incarnation"]), *told)
 

@@ -10,17 +10,29 @@ from __future__ import annotations
 from typing import Any
 
 from gadei_ps.benchmarks.aggregate import OURS, REACH
-from gadei_ps.benchmarks.group_deaths import AWAY, BACK, HEAD, MACHINE, NONE
+from gadei_ps.benchmarks.group_deaths import (
+    AGENT,
+    BACK,
+    COORDINATOR,
+    HEAD,
+    LEARNER,
+    MACHINE,
+    NONE,
+    PAUSE,
+)
 from gadei_ps.benchmarks.group_deaths_counts import COMPARED, FAULTS, FINISHED
 from gadei_ps.benchmarks.idle_agent import ALONE, BESIDE
 from gadei_ps.benchmarks.tables import Table
 
 WAITS = {
     NONE: "a round without a death",
-    MACHINE: "a machine is killed",
+    MACHINE: "a replica is killed",
+    AGENT: "the actor of a replica is killed",
+    LEARNER: "a learner is killed",
+    COORDINATOR: "the coordinator is killed",
     HEAD: "the head of Ray is killed",
-    AWAY: "a machine is killed, Ray is gone",
-    BACK: "until all machines have made two rounds again",
+    BACK: "until all replicas have made two rounds again",
+    PAUSE: "the longest pause of rounds until then",
 }
 COUNTS = (COMPARED, FINISHED, *FAULTS)
 

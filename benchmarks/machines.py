@@ -150,6 +150,32 @@ class Machines:
                 os.kill(pid, signal.SIGKILL)
         return begin
 
+    def kill_learner(self, number: int, chance: random.Random) -> float:
+        """SIGKILL to a learner of a machine; returns when (time.monotonic())."""
+        facts = self.facts(number)
+        if facts is None or facts["job"] is None or not facts["job"]["learners"]:
+            raise Failed(f"machine {number} has no learner to be killed")
+        begin = time.monotonic()
+        os.kill(chance.choice(facts["job"]["learners"])["pid"], signal.SIGKILL)
+        return begin
+
+    def kill_actor(self, title: str, chance: random.Random) -> float:
+        """SIGKILL to an actor of Ray whose process has this title; returns when."""
+        found = self._of_ray(lambda one: one.cmdline()[:1] == [title])
+        if not found:
+            raise Failed(f"no process {title} was found")
+        begin = time.monotonic()
+        chance.choice(found).kill()
+        return begin
+
+    def _of_ray(self, wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+        assert self._process is not None
+        found = []
+        for one in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                found += [one] if wanted(one) else []
+        return found
+
     def _pids(self, number: int) -> set[int]:
         facts = self.facts(number)
         if facts is None or facts["job"] is None:
@@ -164,12 +190,7 @@ class Machines:
 
     def kill_head(self) -> float:
         """SIGKILL to the head of Ray; returns when (time.monotonic())."""
-        assert self._process is not None
-        found = [
-            one
-            for one in psutil.Process(self._process.pid).children(recursive=True)
-            if one.name().startswith("gcs_server")
-        ]
+        found = self._of_ray(lambda one: one.name().startswith("gcs_server"))
         if len(found) != 1:
             raise Failed(f"{len(found)} heads of Ray were found, not 1")
         begin = time.monotonic()

@@ -97,7 +97,16 @@ FULL: dict[str, dict[str, Any]] = {
     "group_deaths": {
         "machines": 3,
         "every": 30,
-        "kills": {"whole": (80, 15, 400.0), "divided": (20, 5, 240.0)},
+        "kills": {
+            "whole": (
+                {"machine": 30, "agent": 20, "learner": 20, "coordinator": 14, "head of Ray": 7},
+                1200.0,
+            ),
+            "divided": (
+                {"machine": 14, "agent": 8, "learner": 8, "coordinator": 6, "head of Ray": 3},
+                600.0,
+            ),
+        },
         "seed": 0,
     },
     "asynchrony": {
@@ -194,7 +203,12 @@ QUICK: dict[str, dict[str, Any]] = {
         "rule": "mix:0.5",
         "share": 0.02,
     },
-    "group_deaths": {"machines": 2, "every": 10, "kills": {"whole": (1, 0, 60.0)}, "seed": 0},
+    "group_deaths": {
+        "machines": 2,
+        "every": 10,
+        "kills": {"whole": ({"machine": 1}, 60.0)},
+        "seed": 0,
+    },
     "asynchrony": {
         "tasks": ["text"],
         "steps": {"text": 80},

@@ -88,8 +88,8 @@ def test_rounds_that_are_lost_and_that_differ() -> None:
 
 def test_what_is_told_of_a_machine() -> None:
     exchange = {"state": "member", "incarnation": 5, "rounds": 3, "checksum": 9}
-    learners = [{"pid": 8, "applied": 70}, {"pid": 7, "applied": 4}]
-    facts = {"pid": 7, "exchange": exchange, "job": {"learners": learners}}
+    replicas = [{"pid": 8, "applied": 70}, {"pid": 7, "applied": 4}]
+    facts = {"pid": 7, "exchange": exchange, "job": {"replicas": replicas}}
     assert Sight.of(1, facts) == Sight(1, 5, 3, 9, 4)
     assert Sight.of(1, facts | {"job": None}) == Sight(1, 5, 3, 9, None)
     assert Sight.of(1, facts | {"exchange": exchange | {"state": "joining"}}) is None
