@@ -12,7 +12,7 @@ from gadei_ps.groups.rules import Rule, blocks, mix, number
 from gadei_ps.sync.parameters import Parameter, whole_number
 
 MOST_RATE = 2
-"""With more, a step leads further from the aggregate than the weights were before the round."""
+"""Greatest rate: a step with more leads away from the aggregate, further than before the round."""
 
 
 class Outer(Rule):

@@ -515,7 +515,7 @@ class Rounds:
         while not self._is_over.is_set():
             self._has_models.wait(self.settings.silence_s / 6)
             self._has_models.clear()
-            if began != self._link.began:  # another coordinator counts versions anew
+            if began != self._link.began:  # versions are those of one coordinator
                 began = self._link.began
                 self._models.clear()
                 self._link.set(models=(), lost=())
