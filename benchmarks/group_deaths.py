@@ -106,7 +106,10 @@ class Storm:
     def _note_training(self, number: int, facts: dict[str, Any] | None) -> None:
         """Count a survivor that has stopped to train."""
         now, job = time.monotonic(), (facts or {}).get("job")
-        gradients = int(job["gradients_applied"]) if job else -1
+        if not job or not job["gradients_applied"]:  # it has not begun, or not again
+            self._moved.pop(number, None)
+            return
+        gradients = int(job["gradients_applied"])
         before, since = self._moved.setdefault(number, (gradients, now))
         if before != gradients:
             self._moved[number] = gradients, now

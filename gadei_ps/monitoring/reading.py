@@ -404,7 +404,8 @@ def _learners(files: _Files, control: np.void) -> tuple[tuple[Learner, ...], int
     made, size = [], 0
     for row in np.flatnonzero(roster["generation"] != roster["retired"]).tolist():
         ring, ring_bytes = files.ring(row, int(control["ring_inode"][row]))
-        made.append(_learner(row, roster[row], ring, shards))
+        if roster[row]["name"] != layout.REPLICA:
+            made.append(_learner(row, roster[row], ring, shards))
         size += ring_bytes
     return tuple(made), size
 

@@ -180,6 +180,7 @@ class Rounds:
                 self._training = OwningTraining(*self._job(), self._is_over.is_set)
             else:
                 self._training = JobTraining(*self._job())
+            self.facts.note = None  # that its job had no model
             # PyTorch loads for seconds, in which others would wait for a member.
             import gadei_ps.replicas.transport  # noqa: F401
 

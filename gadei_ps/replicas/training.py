@@ -34,6 +34,8 @@ from gadei_ps.memory.totals import total
 
 LEAST_LOOK_S, MOST_LOOK_S = 0.005, 0.05
 _AGAIN_S = 0.05
+SILENT_S = 60.0
+"""Time without a model of the job after which it is noted (s)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class JobTraining:
         the job has a model.
         """
         self._every, self._overlap, self._noted = every, overlap, noted
-        self._client = _attached(job, patience_s)
+        self._client = _attached(job, patience_s, noted)
         self._control = self._client.place.control.view(CONTROL)
         self.values = self._client.model.elements
         self._copied: Copied | None = None
@@ -194,10 +196,17 @@ class JobTraining:
         )
 
 
-def _attached(job: str, patience_s: float) -> Client:
+def _attached(job: str, patience_s: float, noted: Callable[[str], None]) -> Client:
     """Return a client of the job, once it has a model, and no other replica."""
-    until = time.monotonic() + patience_s
+    begin, has_noted = time.monotonic(), False
+    until = begin + patience_s
     while True:
+        if not has_noted and time.monotonic() > begin + SILENT_S:
+            has_noted = True
+            noted(
+                f"no learner has joined job {job!r} yet: the script makes a gadei_ps Optimizer or "
+                "Client"
+            )
         try:
             client = Client(job, name=REPLICA.decode())
             break

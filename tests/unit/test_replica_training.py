@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gadei_ps.errors import ModelMismatch
 from gadei_ps.groups.member import Member
 from gadei_ps.memory.layout import CONTROL, Role
 from gadei_ps.memory.weights import FloatArray, Tensor, place
@@ -197,6 +198,24 @@ def test_a_replica_that_owns_batches(
     one.write(of_group(w=5))
     assert len(notes) == 1 and "do not count" in notes[0]
     assert batches.back == backs + 1 and job.weights[0] == 5
+
+
+def test_a_job_that_no_learner_joins_is_noted_once(
+    notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def client(job: str, *, name: str) -> Any:
+        tries.append(job)
+        if len(tries) < 4:
+            raise ModelMismatch("the job has no model yet")
+        return Job()
+
+    monkeypatch.setattr(training, "Client", client)
+    monkeypatch.setattr(training, "SILENT_S", 0.06)
+    monkeypatch.setattr(training, "ask", lambda *_: {"replicas": []})
+    JobTraining("job", 1, True, 60.0, notes.append)
+    assert len(notes) == 1 and notes[0].startswith("no learner has joined job 'job' yet")
 
 
 def test_a_replica_is_no_command_of_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
