@@ -47,7 +47,7 @@ from gadei_ps.watchdog.restart import USEFUL_S, Policy
 LEARNERS = 2
 LOOK_S = 1.0
 POLL_S = 0.01
-EVERY_S = 2.0  # between two kills, in the mean
+EVERY_S = 4.0  # between two kills, in the mean
 PATIENCE_S = 120.0  # without a gradient
 MATURE_S = {Role.LEARNER: USEFUL_S + 1.0, Role.WATCHDOG: 2.0, Role.SERVER: 0.0}
 """Age from which a process is killed (s): a job fails after early deaths."""
@@ -92,7 +92,7 @@ class Run:
     seconds: float = field(default=0.0, init=False)
     gradients: int = field(default=0, init=False)
     counts: list[int] = field(default_factory=list, init=False)
-    """How often each mini-batch is in the weights."""
+    """Number of times that each mini-batch is in the weights."""
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)  # the cores are the learners'
