@@ -95,8 +95,11 @@ class Ensemble(torch.nn.Module):
         hidden = functional.relu(summed(self.bag, value) + self.bag_bias)
         hidden = functional.dropout(hidden, HIDDEN_DROPOUT, self.training)
         bag = functional.linear(hidden, self.output_weight, self.output_bias)
-        tokens = torch.from_numpy(texts.tokens(rows)).to(device, non_blocking=True)
-        return wide, bag, self.cnn(tokens)
+        tokens, lengths = (
+            torch.from_numpy(one).to(device, non_blocking=True)
+            for one in texts.packed(rows, self.cnn.widest - 1)
+        )
+        return wide, bag, self.cnn.packed(tokens, lengths)
 
 
 def loss(parts: Parts, labels: torch.Tensor) -> torch.Tensor:

@@ -278,6 +278,16 @@ class Rows:
         at, starts = _gathered(self.starts, rows)
         return self.features[at], starts[:-1], self.values[at].astype(np.float32)
 
+    def packed(
+        self, rows: NDArray[np.int64], gap: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the words of these texts, each followed by so many PADDING, and its length."""
+        at, starts = _gathered(self.word_starts, rows)
+        lengths = np.diff(starts)
+        found = np.full(len(at) + gap * len(rows), PADDING, np.int32)
+        found[np.arange(len(at)) + gap * np.repeat(np.arange(len(rows)), lengths)] = self.words[at]
+        return found, lengths + gap
+
     def tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the words of these texts, each followed by PADDING: int32, (rows, width >= 1)."""
         at, starts = _gathered(self.word_starts, rows)

@@ -34,7 +34,7 @@ from gadei_ps.show import view
 from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 
-POLL_S = 0.1
+POLL_S = 0.25
 STALLED_S = 120.0
 MAX_REFUSED = 20
 

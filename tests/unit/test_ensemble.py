@@ -146,6 +146,22 @@ def test_networks_without_torch_are_the_same(tmp_path: Path) -> None:
         load_result(tmp_path / "m")
 
 
+def test_packed_sentences_have_the_logits_and_gradients_of_padded_ones() -> None:
+    _, rows, of = sizes()
+    model = moved(ensemble.Ensemble(of)).cnn.eval()
+    some = np.array([3, 0, 4])  # the first has no word
+    tokens, lengths = rows.packed(some, model.widest - 1)
+    found = model.packed(torch.from_numpy(tokens), torch.from_numpy(lengths))
+    expected = model(torch.from_numpy(rows.tokens(some)))
+    torch.testing.assert_close(found, expected)
+    gradients = [
+        torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+        for logits in (found, expected)
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours.to_dense(), theirs.to_dense())
+
+
 def test_a_calibration_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     known, _, of = sizes()
     model = in_numpy(ensemble.Ensemble(of))
