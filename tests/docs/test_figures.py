@@ -18,6 +18,7 @@ import pytest
 
 from gadei_ps.benchmarks import (
     asynchrony_tables,
+    classifier,
     group_tables,
     result_tables,
     script_tables,
@@ -325,6 +326,7 @@ def test_the_tables_of_virtual_workers_are_those_of_the_results() -> None:
 
 
 TABLES = (
+    classifier.TABLE,
     script_tables.TABLE,
     asynchrony_tables.TABLE,
     *group_tables.TABLES,
