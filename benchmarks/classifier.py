@@ -207,7 +207,8 @@ def main() -> None:
                     found = run(
                         contender, train_file, test_file, outside, seed, Path(scratch) / "model"
                     )
-                    rows.append({"contender": contender, "set": name, "seed": seed, **found})
+                    row = {"contender": contender, "set": name, "seed": seed, **found}
+                    rows.append(row | {"commit": suite.commit()})  # --resume may mix several
                     report = Report(HEADER, rows=rows)
                     result = suite.result_of("classifier", report, suite.command("classifier"))
                     suite.write(result, options.out)
