@@ -1,9 +1,11 @@
 """Accuracy of `gadei-ps train` on real data: one learner, two, and two with kills.
 
     python -m gadei_ps.benchmarks.accuracy [--data DIR] [--sets trec6 mr] [--kill-every 10]
+        [--model ensemble] [--out DIR]
 
 DIR contains trec6/{train,test}.csv and mr/all.csv. A tenth of mr becomes its test file. Writes
-results/accuracy.json. Takes minutes to hours, because it uses the defaults of the CNN.
+accuracy.json into the directory of --out (results/), which has figures of the CNN. Takes minutes to
+hours, because it uses the defaults of the model.
 """
 
 from __future__ import annotations
@@ -87,24 +89,23 @@ def train(
     seed: int,
     out: Path,
     more: Sequence[str],
+    model: str = "cnn",
 ) -> dict[str, Any]:
-    """Run the command once with its defaults. Returns its summary and the number of kills."""
+    """Run the command once with the defaults. Returns its summary and the number of kills."""
     job = f"accuracy-{os.getpid()}"
     command = process.module_command("gadei_ps", "train", str(train_file), "--json")
     command += ["--test", str(test_file), "--learners", str(learners), "--seed", str(seed)]
-    command += ["--out", str(out), "--overwrite", "--job", job, *more]
+    command += ["--out", str(out), "--overwrite", "--job", job, "--model", model, *more]
     with Killer(job, kill_every_s) as killer:
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found | {"kills": killer.kills}
 
 
-def keep(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> Path:
-    """Write the rows and ratios so far."""
+def keep(rows: list[dict[str, Any]], ratios: list[dict[str, Any]], out: Path) -> Path:
+    """Write the rows and ratios so far into the directory `out`."""
     report = Report([], rows=rows, ratios=ratios)
-    return suite.write(
-        suite.result_of("accuracy", report, suite.command("accuracy")), suite.RESULTS
-    )
+    return suite.write(suite.result_of("accuracy", report, suite.command("accuracy")), out)
 
 
 def main() -> None:
@@ -114,11 +115,14 @@ def main() -> None:
     parser.add_argument("--kill-every", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--cases", nargs="+", default=[], help="run only these cases")
+    parser.add_argument("--model", default="cnn", choices=["cnn", "ensemble"])
+    parser.add_argument("--out", type=Path, default=suite.RESULTS)
     parser.add_argument("--resume", action="store_true", help="keep the rows of the existing file")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    if options.resume and (suite.RESULTS / "accuracy.json").exists():
-        rows = json.loads((suite.RESULTS / "accuracy.json").read_text())["rows"]
+    suite.prepare(options.out)
+    if options.resume and (options.out / "accuracy.json").exists():
+        rows = json.loads((options.out / "accuracy.json").read_text())["rows"]
     ratios: list[dict[str, Any]] = []
     killed = f"2 learners, one killed every {options.kill_every:g} s"
     feedback = ["--wire", "float16", "--error-feedback"]
@@ -147,11 +151,12 @@ def main() -> None:
                         seed,
                         Path(scratch) / "model",
                         more,
+                        options.model,
                     )
                     found.pop("model_dir")
                     rows.append(told | found)
                     print(json.dumps(rows[-1]), flush=True)
-                    keep(rows, ratios)
+                    keep(rows, ratios, options.out)
             mine = [row for row in rows if row["set"] == name]
             one = next(row for row in mine if row["learners"] == 1)
             ratios += [
@@ -179,7 +184,7 @@ def main() -> None:
         for row in rows
     ]
     print(table(header, lines))
-    print(keep(rows, ratios))
+    print(keep(rows, ratios, options.out))
 
 
 if __name__ == "__main__":
