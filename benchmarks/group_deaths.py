@@ -272,7 +272,7 @@ def _tell(report: Report, seen: Storm, divided: bool) -> None:
         told = {"contender": "gadei-ps", "batches": kind, "what": what} | summary(seconds)
         told |= {"p50": p50, "p99": p99, "most": max(seconds)}
         if what == MACHINE:
-            told |= {"reach_s": REACH_S, "reached": max(seconds) <= REACH_S}
+            told |= {"reach_s": REACH_S, "reached": p50 <= REACH_S}
         report.rows.append(told)
         shown = [f"{one:.2f}" for one in (p50, p99, max(seconds))]
         report.lines.append([f"{kind}: {what}", *shown, str(len(seconds))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -163,6 +164,24 @@ def test_newcomers_receive_the_state_of_the_group() -> None:
         assert made.results(3) == {0: None, 1: (b"text", True), 2: (b"text", True)}
     finally:
         made.close()
+
+
+def test_gloo_listens_at_the_address_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.2, where a cluster of one host has its nodes, is of the loopback interface, too."""
+    name = transport.INTERFACE_VARIABLE
+    monkeypatch.delenv(name, raising=False)
+    for host, wanted in ((HOST, "lo"), ("127.0.0.2", "lo"), ("192.0.2.1", None)):
+        with transport._listening(host):
+            assert os.environ.get(name) == wanted
+        assert name not in os.environ
+    monkeypatch.setenv(name, "eth7")
+    with transport._listening(HOST):
+        assert os.environ[name] == "eth7"
+    assert os.environ[name] == "eth7"
+
+
+def test_no_private_name_of_a_process_group_is_used() -> None:
+    assert not re.findall(r"ProcessGroup\w*\._|options\._", Path(transport.__file__).read_text())
 
 
 # -- a network that is gone for a while, in a namespace of its own ---------------------------------
