@@ -264,7 +264,9 @@ def _predictor(directory: Path, choice: Choice) -> Predictor:
 
     predictor = Predictor(directory, choice)
     if choice.none and choice.threshold is None and not predictor.threshold:
-        raise UsageError(f"{directory} has no threshold, as its release had none: give --threshold")
+        raise UsageError(
+            f"{directory} is of an earlier release and has no threshold: give --threshold"
+        )
     return predictor
 
 
