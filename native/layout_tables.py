@@ -1,4 +1,4 @@
-"""Draws the structs of ps_layout.h above their lists, and writes the tables of memory-layout.md.
+"""Draws the structs of ps_layout.h above their lists, and writes the tables of two pages.
 
 Run it after a change of the layout, with the extension built from it:
 
@@ -16,7 +16,7 @@ from gadei_ps import _native
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = ROOT / "native" / "ps_layout.h"
-PAGE = ROOT / "docs" / "memory-layout.md"
+PAGES = [ROOT / "docs" / name for name in ("memory-layout.md", "memory-layout-data.md")]
 
 LINE = 64  # bytes of a cache line
 WIDTH = 96  # characters of a drawing
@@ -101,7 +101,7 @@ def struct_table(tag: str) -> list[str]:
     for name, (at, width, kind, dims, writer, meaning) in STRUCTS[tag][1].items():
         counts = [f"{int(one):,}" for one in re.findall(r"\d+", dims)]
         if f"ps_{kind}" in STRUCTS:
-            kind = f"[{kind}](#{_anchor(kind)})"
+            kind = f"[{kind}]({_anchor(kind)})"
         typed = f"{width} bytes" if kind in ("char", "u8") and len(counts) == 1 else kind
         if counts and typed == kind:
             typed = f"{kind} × {' × '.join(counts)}"
@@ -111,7 +111,8 @@ def struct_table(tag: str) -> list[str]:
 
 
 def _anchor(kind: str) -> str:
-    return {"entry": "a-row-of-the-roster", "header": "header-of-every-segment"}.get(kind, kind)
+    named = {"entry": "#a-row-of-the-roster", "header": "memory-layout.md#header-of-every-segment"}
+    return named.get(kind, f"#{kind}")
 
 
 def code_table(tag: str) -> list[str]:
@@ -142,7 +143,7 @@ def page(text: str) -> str:
 
 
 def main() -> None:
-    for path, renew in ((HEADER, header), (PAGE, page)):
+    for path, renew in ((HEADER, header), *((path, page) for path in PAGES)):
         text = path.read_text()
         if renew(text) != text:
             path.write_text(renew(text))

@@ -63,7 +63,7 @@ typedef double ps_f64;
 #define PS_FRAME_KINDS(X)                                                  \
   X(PS_DENSE, 1, "a value for each element, in the layout of the weights") \
   X(PS_ROWS, 2, "of some tensors only some rows")                          \
-  X(PS_EMPTY, 3, "no gradient: the learner has given the iteration up")    \
+  X(PS_EMPTY, 3, "no gradient: the learner has abandoned it")              \
   X(PS_ASSIGN, 4, "values that replace those of the job; blocks as in PS_ROWS")
 
 #define PS_WIRE_TYPES(X)       \
@@ -86,7 +86,7 @@ typedef double ps_f64;
   X(PS_PHASE_STARTING, 0, "no server serves yet")                                           \
   X(PS_PHASE_SERVING, 1, "")                                                                \
   X(PS_PHASE_DRAINING, 2, "learners are asked to end; what they publish is applied")        \
-  X(PS_PHASE_KEPT, 3, "stopped, but the last checkpoint failed: the next watchdog goes on") \
+  X(PS_PHASE_KEPT, 3, "stopped, but the last checkpoint failed: the next one resumes")      \
   X(PS_PHASE_STOPPED, 4, "")                                                                \
   X(PS_PHASE_FAILED, 5, "no server can be kept alive")
 
@@ -96,8 +96,8 @@ typedef double ps_f64;
   X(PS_SERVER_READY, 2, "it serves, or can take over at once")
 
 #define PS_STOPS(X)                             \
-  X(PS_GO, 0, "go on")                          \
-  X(PS_STOP_DRAIN, 1, "finish what is in hand") \
+  X(PS_GO, 0, "none")                           \
+  X(PS_STOP_DRAIN, 1, "finish the iteration")   \
   X(PS_STOP_NOW, 2, "at once")                  \
   X(PS_STOP_CLOSED, 3, "nothing is published any more")
 
@@ -142,7 +142,7 @@ typedef double ps_f64;
   X(PS_NOT_FINITE, 7, "holds a NaN or an infinity")                                  \
   X(PS_BAD_SCALE, 8, "scale of the learning rate, or momentum, that cannot be")          \
   X(PS_BAD_ROWS, 9, "a row out of range, or tensors or rows not in ascending order") \
-  X(PS_GIVEN_UP, 10, "given up by its learner")                                      \
+  X(PS_GIVEN_UP, 10, "abandoned by it")                                              \
   X(PS_TORN, 11, "could not be read to its end: the ring was damaged")               \
   X(PS_BAD_ASSIGN, 12, "assigns a slot or a step that the optimizer cannot have")
 

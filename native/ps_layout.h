@@ -57,11 +57,11 @@
   F(T, 0, u64, heartbeat, , s, "passes of its loop; moves at least every 0.1 s")                 \
   F(T, 8, u64, sequence, , s, "sequence lock over its part of the weights: odd while it writes") \
   F(T, 16, u64, frames, , s, "optimizer steps finished")                                         \
-  F(T, 24, u64, parked, , s, "the `pause` that it obeys; 0: none")                               \
+  F(T, 24, u64, parked, , s, "the `pause` it is in; 0: none")                                    \
   F(T, 32, u32, tid, , s, "thread that serves")                                                  \
   F(T, 36, u32, recovered, , s, "gradients of a dead server that the next one finished")         \
   F(T, 40, u32, cpu, , s, "core, plus 1, where the thread last began to wait; 0: not known")     \
-  F(T, 44, u32, mode, , s, "control's `mode` that it obeys") P(48, 16)                           \
+  F(T, 44, u32, mode, , s, "control's `mode`, as adopted") P(48, 16)                             \
   F(T, 64, u64, lease, [8], kernel, "robust mutex (ps_lease.h): its holder writes the part")
 
 /* One for each of the two server processes.
@@ -174,10 +174,10 @@
   F(T, 132, u32, slots, , W, "of each ring")                                                     \
   F(T, 136, u32, ahead, , W, "batches handed out ahead, at most PS_AHEAD")                       \
   F(T, 140, u32, mode, , S, "enum ps_mode | number of the change of model << 2")                 \
-  F(T, 144, u32, report, , S, "1: the synchronization model hears of every push")                \
+  F(T, 144, u32, report, , S, "1: every push is reported to the model")                          \
   F(T, 148, u32, refuse_nonfinite, , W, "") F(T, 152, u32, staleness_aware, , W, "") \
   F(T, 156, u32, optimizer, , W, "Kind of kernels/optimizers.py")                                \
-  F(T, 160, u64, spin_ns, , W, "time that a shard spins; a learner spins at most 8 us")          \
+  F(T, 160, u64, spin_ns, , W, "time that a shard spins; a learner spins at most 8 µs")          \
   F(T, 168, u64, build, , W, "of the C sources (ps_build.h); attaching refuses another one")     \
   F(T, 176, u64, server_build, , W, "what servers run; one of another build ends") P(184, 8)     \
   F(T, 192, u32, groups, , W, "of parameters; written before `model_ready`") P(196, 4)           \
@@ -233,7 +233,7 @@
   F(T, 1080, u64, started, , W, "when the memory was made: CLOCK_REALTIME, seconds")             \
   F(T, 1088, u32, config, [8], W, "CRC-32 of settings that adoption compares")                   \
   F(T, 1120, u64, finished, [PS_FINISHED_WORDS], W, "a bit for each learner of the job file")    \
-  F(T, 1152, server, server, [2], W/server, "`lease_pid` tells which one is active")             \
+  F(T, 1152, server, server, [2], W/server, "`lease_pid` names the active one")                  \
   F(T, 1280, shard, shard, [PS_MAX_SHARDS], s, "")                                               \
   F(T, 9472, entry, roster, [PS_MAX_LEARNERS], W/S/0, "")                                        \
   F(T, 222464, u32, superstep_action, [PS_MAX_LEARNERS], S, "enum ps_action, oldest frame")      \
@@ -309,21 +309,21 @@
  */
 #define PS_RECORD_FIELDS(F, P, T)                                                               \
   F(T, 0, u64, cursor, , s, "PS_IDLE, PS_ALL_APPLIED or chunk << 1 | open; stored last, release") \
-  F(T, 8, u64, ring, , s, "row of the gradient in hand; PS_MAX_LEARNERS: a superstep")          \
+  F(T, 8, u64, ring, , s, "row of the open gradient; PS_MAX_LEARNERS: a superstep")             \
   F(T, 16, u64, generation, , s, "of that frame's ring")                                        \
   F(T, 24, u64, sequence, , s, "of that frame, or number of the superstep")                     \
   F(T, 32, u64, step, , s, "optimizer steps finished before it")                                \
-  F(T, 40, u64, staleness, , s, "of the gradient in hand: the updates that it missed")          \
+  F(T, 40, u64, staleness, , s, "of the open gradient: the updates that it missed")             \
   F(T, 48, u64, version, , s, "gradients that the shard has applied before it")                 \
   F(T, 56, u64, applies, , s, "gradients in it: 1, or those in a superstep's mean")             \
   F(T, 64, u64, steps, , s, "optimizer steps finished")                                         \
   F(T, 72, u64, supersteps, , s, "number of the last one finished")                             \
-  F(T, 80, u64, booked, , 0, "rows of the gradient in hand that statistics and ledger know of") \
+  F(T, 80, u64, booked, , 0, "rows of the open gradient that statistics and ledger know of")    \
   F(T, 88, u64, torn, , s, "parts of gradients that it could not read to their end")            \
-  F(T, 96, u64, tear, , s, "the same, before the gradient in hand")                              \
+  F(T, 96, u64, tear, , s, "the same, before the open gradient")                                 \
   F(T, 104, u64, next_step, , s, "optimizer steps finished after it")                             \
   F(T, 112, u64, gradients, , s, "that the shard has applied")                                    \
-  F(T, 120, f64, momentum, , s, "of all groups, for the gradient in hand; NaN: each group's own") \
+  F(T, 120, f64, momentum, , s, "of all groups, for the open gradient; NaN: each group's own")    \
   F(T, 128, span, span, [2], s, "the last two stretches of chunks, in turn") P(176, 16)          \
   F(T, 192, f64, rate, [PS_MAX_GROUPS], s, "each group's rate that the gradient is applied with")
 
@@ -334,7 +334,7 @@
  * || used | || words[248] ||
  */
 #define PS_JOURNAL_FIELDS(F, P, T)                                                        \
-  F(T, 0, u64, used, , 0, "words in use, release; 0: no transaction is in hand") P(8, 56) \
+  F(T, 0, u64, used, , 0, "words in use, release; 0: no open transaction") P(8, 56)       \
   F(T, 64, u64, words, [PS_JOURNAL], 0, "blocks: old words, then where they belong")
 
 /* One iteration of a learner.
@@ -365,7 +365,7 @@
   F(T, 176, u64, loaded, [2], W, "digests of what was loaded; 0: nothing")                 \
   F(T, 192, record, record, [PS_MAX_SHARDS], s, "what a shard is doing")                   \
   F(T, 20672, u64, applied, [PS_MAX_SHARDS][PS_MAX_LEARNERS], s/S, "frames consumed")       \
-  F(T, 151744, journal, journal, , 0, "old values of the transaction in hand")             \
+  F(T, 151744, journal, journal, , 0, "old values of the open transaction")                \
   F(T, 153792, run, runs, [PS_MAX_LEARNERS][PS_RUNS], 0, "frame n at n % PS_RUNS")
 
 /* A frame: this header, and its payload PS_PAYLOAD_AT bytes after the slot's begin.
@@ -387,7 +387,7 @@
   F(T, 52, u32, blocks, , L, "blocks of a rows frame; of an empty one: 1 if it was computed") \
   F(T, 56, u64, batch, , L, "epoch << 32 | index, or PS_NO_BATCH") F(T, 64, u32, samples, , L, "") \
   F(T, 68, f32, momentum, , L, "or first beta, of all groups; NaN: each group's own")         \
-  F(T, 72, f64, loss, , L, "NaN: not told")                                                   \
+  F(T, 72, f64, loss, , L, "NaN: none")                                                       \
   F(T, 80, f64, started, , L, "CLOCK_MONOTONIC, seconds") F(T, 88, f64, finished, , L, "") \
   F(T, 96, f64, squares, , L, "sum of squares of parameters; infinite if a value is not finite") \
   F(T, 104, u64, stream, , L, "of an assignment: 0 weights, 1 or 2 a slot of the optimizer")  \
@@ -437,7 +437,7 @@
   F(T, 272, u64, heartbeat, , L, "slots claimed and batches taken")                               \
   F(T, 280, u64, pulled, , L, "version that the last frame was computed from")                    \
   F(T, 288, u64, work_tail, , L, "batches taken")                                                 \
-  F(T, 296, u64, detached, , L, "1: it has detached, though perhaps no watchdog has heard it")    \
+  F(T, 296, u64, detached, , L, "1: it has detached, perhaps unknown to a watchdog")              \
   F(T, 304, u32, publishing, , L, "1 while `head` is moved, if rings are not closed") P(308, 4)  \
   F(T, 312, u64, exclusive, , L, "requests so far << 32 | low half of `generation` while it asks, or 0") \
   F(T, 320, u32, released, , s, "futex of the learner, bumped when a slot may be free") P(324, 60) \
