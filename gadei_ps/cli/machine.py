@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pydoc
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -30,6 +31,32 @@ def doctor(as_json: Json = False) -> int:
     rows = [check.as_dict() for check in checks]
     print_result(as_json, {"ok": healthy, "checks": rows}, lambda: view.checks(rows))
     return 0 if healthy else 1
+
+
+def docs(
+    words: Annotated[
+        list[str] | None, argument("PAGE|WORD", "A page, or words to look for.", "list all pages")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show a page of the documentation, or list the pages that have all of these words."""
+    from gadei_ps.commands import pages
+    from gadei_ps.show import tables
+
+    every = pages.every()
+    found = pages.search(every, words) if words else every
+    if not found:
+        raise UsageError(f"no page has {' '.join(words or ())!r}; gadei-ps docs lists the pages")
+    whole = len(found) == 1 and bool(words)
+    rows = [{"page": one.name, "title": one.title} for one in found]
+    result = rows[0] | {"text": found[0].text} if whole else {"pages": rows}
+    if as_json or not whole:
+        print_result(as_json, result, lambda: tables.facts({one.name: one.title for one in found}))
+    elif sys.stdout.isatty():
+        pydoc.pager(found[0].text)
+    else:
+        print_text(found[0].text, sys.stdout, end="")
+    return 0
 
 
 def bench(

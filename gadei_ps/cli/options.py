@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MODELS = (
     "asp, ssp:S, bsp, elastic-bsp:R, cutoff:C, cutoff:by=order, cutoff:by=sampled, "
-    "cutoff:file=FILE or wsp:D=N,s_local=N; docs/sync-models.md compares them."
+    "cutoff:file=FILE or wsp:D=N,s_local=N; gadei-ps docs sync-models compares them."
 )
 SERVED = "Only if this command starts the job."
 

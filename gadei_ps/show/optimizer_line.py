@@ -87,7 +87,7 @@ def advice(status: Mapping[str, Any], learners: int) -> str:
         return ""
     return (
         f"with {learners} learners and {kind}, bsp comes further than asp on the same samples: "
-        "--sync bsp (figures: docs/sync-models.md)"
+        "--sync bsp (figures: gadei-ps docs momentum-and-staleness)"
     )
 
 

@@ -1,0 +1,67 @@
+"""gadei-ps docs: pages by name and by words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from shell import Cli
+
+from gadei_ps.commands import pages
+from gadei_ps.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_pages_are_listed(cli: Cli) -> None:
+    listed = cli("docs", "--json").json["pages"]
+    assert {"page": "exit-codes", "title": "Exit codes"} in listed
+    assert {"page": "scripts/data", "title": "Which data a learner sees"} in listed
+    assert "glossary" in cli("docs").out
+
+
+def test_a_page_is_shown(cli: Cli) -> None:
+    text = (ROOT / "docs" / "memory.md").read_text()
+    assert cli("docs", "memory").out == text
+    assert cli("docs", "memory", "--json").json["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("network partition", "faq"),
+        ("exit code 4", "exit-codes"),
+        ("status --json", "status"),
+        ("memory much", "memory"),
+        ("reboot resume", "starting"),
+        ("many learners", "tuning"),
+        ("learning rate change", "set"),
+        ("GPU", "gpu"),
+        ("hyperparameter", "set"),
+        ("quorum", "faq"),
+        ("out of memory", "memory"),
+        ("macOS", "faq"),
+        ("Docker", "containers"),
+        ("Kubernetes", "containers"),
+        ("split brain", "faq"),
+    ],
+)
+def test_words_of_users_are_found(words: str, page: str) -> None:
+    assert page in [one.name for one in pages.search(pages.every(), words.split())]
+
+
+def test_pages_with_the_words_in_their_title_come_first() -> None:
+    found = pages.search(pages.every(), ["exit", "codes"])
+    assert found[0].name == "exit-codes"
+
+
+def test_what_no_page_has_is_an_error(cli: Cli) -> None:
+    done = cli("docs", "nosuchword")
+    assert done.code == 2
+    assert done.err == "gadei-ps: no page has 'nosuchword'; gadei-ps docs lists the pages\n"
+
+
+def test_a_missing_documentation_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pages, "PLACES", (tmp_path,))
+    with pytest.raises(UsageError, match=r"no documentation in .*; reinstall gadei-ps"):
+        pages.every()
