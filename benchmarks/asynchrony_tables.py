@@ -1,4 +1,4 @@
-"""Writes the table of docs/sync-models.md from results/asynchrony.json.
+"""Writes the table of docs/momentum-and-staleness.md from results/asynchrony.json.
 
     python -m gadei_ps.benchmarks.asynchrony_tables
 
@@ -39,7 +39,7 @@ def _figure(row: dict[str, Any]) -> str:
     return f"{row['figure']:.{places}f} ± {half:.{places}f}"
 
 
-TABLE = Table("asynchrony", "sync-models.md", _lines)
+TABLE = Table("asynchrony", "momentum-and-staleness.md", _lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/virtual-workers.md from results/virtual.json.
+"""Writes the tables of docs/virtual-workers-measured.md from results/virtual.json.
 
     python -m gadei_ps.benchmarks.virtual_tables
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from gadei_ps.benchmarks import suite
 
-PAGE = suite.RESULTS.parents[1] / "docs" / "virtual-workers.md"
+PAGE = suite.RESULTS.parents[1] / "docs" / "virtual-workers-measured.md"
 RESULT = suite.RESULTS / "virtual.json"
 MARK = re.compile(r"(<!-- virtual\.json: (\w+) -->\n).*?(?=\n\n|\Z)", re.S)
 MISSING = "Not measured yet."

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, Final
 
 project = "gadei-ps"
 author = "the authors of gadei-ps"
@@ -15,7 +17,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"gadei-ps {release}"
 
-myst_heading_anchors = 4  # as GitHub makes them, for links such as operations.md#memory
+myst_heading_anchors = 4  # as GitHub makes them, for links such as memory.md#out-of-memory
 
 default_role = "code"  # docstrings write `name` as in Markdown
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
@@ -42,5 +44,32 @@ def _literal_blocks(
     lines[:] = made
 
 
+ROOT: Final = Path(__file__).parents[1]
+# Pages that are files of the repository's root.
+ROOT_PAGES: Final = {
+    "readme": "README.md",
+    "contributing": "CONTRIBUTING.md",
+    "changelog": "CHANGELOG.md",
+}
+
+
+def _root_page(app: Any, name: str, source: list[str]) -> None:
+    """Replace the text of such a page; its links are written for the root."""
+    if name in ROOT_PAGES:
+        text = (ROOT / ROOT_PAGES[name]).read_text()
+        source[0] = re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)", _moved, text)
+
+
+def _moved(link: re.Match[str]) -> str:
+    text, target = link.groups()
+    for name, file in ROOT_PAGES.items():
+        if target == file:
+            return f"[{text}]({name}.md)"
+    if target.startswith("docs/"):
+        return f"[{text}]({target.removeprefix('docs/')})"
+    return text if target.endswith(".md") else f"[{text}](../{target})"  # no page of the site
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", _root_page)
     app.connect("autodoc-process-docstring", _literal_blocks)

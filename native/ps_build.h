@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x5d530bc250d67d92ull
+#define PS_BUILD 0xca992da78bda211full
 
 #endif

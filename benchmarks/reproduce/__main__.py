@@ -1,10 +1,10 @@
-"""`make reproduce`: repeats what the papers report, and writes docs/reproduction.md.
+"""`make reproduce`: repeats what the papers report, and writes docs/reproduction*.md.
 
     python -m gadei_ps.benchmarks.reproduce [--quick] [--write] [--redraw] [PART]...
 
-Each part runs in its own process and writes a result file. The document is made of all result
-files. `--write`: only writes the document. `--redraw`: only draws the plots again whose figures are
-in the result files. `--quick`: small sizes for a trial; writes nothing.
+Each part runs in its own process and writes a result file. The pages are made of all
+result files. `--write`: only writes the pages. `--redraw`: only draws the plots again whose figures
+are in the result files. `--quick`: small sizes for a trial; writes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import textwrap
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import matplotlib
 
@@ -27,32 +28,34 @@ from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.machine import process
 from gadei_ps.show import plot_style
 
-PARTS = (
-    "zipline_table",
-    "elastic_accuracy",
-    "elastic_loss",
-    "cutoff_cluster",
-    "order_statistics",
-    "real_traces",
-    "prediction_cost",
-    "cutoff_loss",
-    "staleness",
-    "wsp_staleness",
-    "virtual_accuracy",
-    "sync_accuracy",
-    "groups",
-    "validation",
-)
-DOCUMENT = part.ROOT / "docs" / "reproduction.md"
-HEAD = """# Reproduction
+PAGES = {
+    "reproduction": ("staleness", "sync_accuracy", "groups", "validation"),
+    "reproduction-elastic": ("zipline_table", "elastic_accuracy", "elastic_loss"),
+    "reproduction-cutoff": (
+        "cutoff_cluster",
+        "order_statistics",
+        "real_traces",
+        "prediction_cost",
+        "cutoff_loss",
+    ),
+    "reproduction-hetpipe": ("wsp_staleness", "virtual_accuracy"),
+}
+PARTS = tuple(name for names in PAGES.values() for name in names)
+DOCS = part.ROOT / "docs"
+HEADS = {
+    "reproduction": """# Reproduction of the papers
 
-This page repeats what the papers on synchronization models and worker groups report. Of GaDei it
-has the staleness only: GaDei's accuracies, speed-ups and bandwidths (Tables 1 to 8, Figures 3 to
-9) have not been repeated. `make reproduce` measures all parts and writes this page; `python -m
-gadei_ps.benchmarks.reproduce PART` measures one part. All figures behind a table are in
-`benchmarks/results/reproduce_PART.json`, with the machine and the command. The parts were
-measured on different machines, named below each. Most of them name a commit that ends in
-`-dirty`: the tree had changes that no commit has. The history has no commit cb91166.
+Measurements of what the papers on synchronization models and worker groups report:
+[ElasticBSP](reproduction-elastic.md), [Cutoff SGD](reproduction-cutoff.md),
+[HetPipe](reproduction-hetpipe.md); GaDei's staleness, all models beside each other, worker groups
+and the simulator are on this page. GaDei's accuracies, speed-ups and bandwidths (Tables 1 to 8,
+Figures 3 to 9) have not been repeated.
+
+`make reproduce` measures all parts and writes these pages; `python -m gadei_ps.benchmarks.reproduce
+PART` measures one part. All figures behind a table are in `benchmarks/results/reproduce_PART.json`,
+with the machine and the command. The parts were measured on different machines, named below each.
+Most of them name a commit that ends in `-dirty`: the tree had changes that no commit has. The
+history has no commit cb91166.
 
 The column "paper, or target" has a figure or a statement of the paper, or where the paper has
 none, a target of this project.
@@ -62,13 +65,26 @@ Learning*; Teng and Wood 2018, *High Throughput Synchronous Distributed Stochast
 Descent*; Park et al. 2020, *HetPipe*, after the thesis *Efficient Distributed DNN Training*; Zhang
 et al. 2016, *GaDei*; Yan and Shao, *Asynchronous Distributed Data Parallelism for Machine
 Learning*.
-"""
+""",
+    "reproduction-elastic": """# Reproduction: ElasticBSP
+
+What Zhao et al. 2019 report, measured here. [Reproduction](reproduction.md) explains the tables.
+""",
+    "reproduction-cutoff": """# Reproduction: Cutoff SGD
+
+What Teng and Wood 2018 report, measured here. [Reproduction](reproduction.md) explains the tables.
+""",
+    "reproduction-hetpipe": """# Reproduction: HetPipe
+
+What Park et al. 2020 report, measured here. [Reproduction](reproduction.md) explains the tables.
+""",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Repeats what the papers report.")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--write", action="store_true", help="the document only")
+    parser.add_argument("--write", action="store_true", help="the pages only")
     parser.add_argument("--redraw", action="store_true", help="plots from stored results only")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
@@ -88,8 +104,9 @@ def main() -> None:
             command = process.module_command("gadei_ps.benchmarks.reproduce", "--here", name)
             subprocess.run(command + ["--quick"] * options.quick, check=True)
     if not options.quick:
-        DOCUMENT.write_text(document())
-        print(DOCUMENT)
+        for path, text in documents().items():
+            path.write_text(text)
+            print(path)
 
 
 def _run(name: str, quick: bool) -> None:
@@ -121,16 +138,18 @@ def redraw(names: Iterable[str]) -> None:
                 module.draw(part.read(name)[0].data)
 
 
-def document() -> str:
-    """The text of docs/reproduction.md, from the result files."""
-    sections = [HEAD]
-    for name in PARTS:
-        if not (part.RESULTS / f"reproduce_{name}.json").exists():
-            sections.append(f"## {name}\n\nNot measured yet.\n")
-            continue
-        found, facts = part.read(name)
-        sections.append(_section(name, found, facts))
-    return "\n".join(sections)
+def documents() -> dict[Path, str]:
+    """Return the text of each page, from the result files."""
+    return {
+        DOCS / f"{page}.md": "\n".join([HEADS[page], *map(_measured, names)])
+        for page, names in PAGES.items()
+    }
+
+
+def _measured(name: str) -> str:
+    if not (part.RESULTS / f"reproduce_{name}.json").exists():
+        return f"## {name}\n\nNot measured yet.\n"
+    return _section(name, *part.read(name))
 
 
 def _section(name: str, found: Part, facts: dict[str, object]) -> str:

@@ -40,7 +40,7 @@ class Row:
 
 @dataclass
 class Part:
-    """A section of docs/reproduction.md.
+    """A section of docs/reproduction.md or of the pages beside it.
 
     text: Markdown before the table; says what was done. plots: names of SVG files in docs/plots.
     data: all figures behind the rows.

@@ -188,7 +188,8 @@ STAGES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "changed": lambda words: words[0] == "group" and words[1] in ("join", "leave"),
     "ungrouped": lambda words: words[0] == "group" and words[1] in ("status", "stop"),
     "alone": lambda words: (
-        words[0] in ("doctor", "group", "ls", "install-unit", "uninstall-unit", "bench", "chaos")
+        words[0]
+        in ("doctor", "docs", "group", "ls", "install-unit", "uninstall-unit", "bench", "chaos")
     ),
     "trained": lambda words: words[0] == "train",
     "predicted": lambda words: words[0] == "predict",

@@ -29,6 +29,11 @@ VARIES = re.compile(r"\.\.\.|'?\b(?:[A-Z]+|\d+)\b'?")
 
 
 @cache
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+@cache
 def section(page: str, heading: str) -> str:
     """The text below a heading, up to the next one of the same rank or a higher one."""
     text = (ROOT / page).read_text()
@@ -104,7 +109,7 @@ def requests() -> dict[str, set[str]]:
 
 
 def test_every_message_of_the_control_socket_is_listed() -> None:
-    rows = tables(section("docs/protocol.md", "Control socket"))[0]
+    rows = tables(section("docs/control-socket.md", "Control socket"))[0]
     assert {code(row[0])[0] for row in rows} == requests().keys()
     for row in rows:
         assert requests()[code(row[0])[0]] <= set(code(row[1])), row[0]
@@ -116,13 +121,14 @@ def test_environment_variables_are_listed() -> None:
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".c", ".h"):
                 used |= set(re.findall(r"\bGADEI_PS_[A-Z]+(?:_[A-Z]+)*\b", path.read_text()))
-    rows = tables(section("docs/operations.md", "Environment variables"))[0]
+    rows = tables(section("docs/environment.md", "Environment variables"))[0]
     listed = {name for row in rows for name in code(row[0])}
     assert {name for name in listed if name.startswith("GADEI_PS_")} == used - INTERNAL
 
 
 def test_every_command_is_listed() -> None:
-    rows = tables(section("docs/commands.md", "Commands"))[1]
+    made = re.findall(r"<!-- commands: .*?<!-- end of table -->", read("docs/commands.md"), re.S)
+    rows = [row for text in made for table in tables(text) for row in table]
     listed = {code(row[0])[0].split()[0] for row in rows}
     commands = {
         one.name or one.callback.__name__ for one in app.registered_commands if one.callback
@@ -136,7 +142,9 @@ def test_what_adoption_compares_is_said() -> None:
     found = re.search(r"and the\s+same\s+((?:`\w+`(?:,\s+|\s+and\s+)?)+)", text)
     assert found
     assert set(code(found[1])) == set(settings.ADOPTED)
-    step = re.search(r"^2\. .*?\((.*?)\)", section("docs/protocol.md", "Adoption"), re.M | re.S)
+    step = re.search(
+        r"^2\. .*?\((.*?)\)", section("docs/protocol-jobs.md", "Adoption"), re.M | re.S
+    )
     assert step
     assert set(code(step[1])) == set(settings.ADOPTED)
 
@@ -175,7 +183,7 @@ def test_messages_are_those_of_the_code() -> None:
     assert unknown_messages(table) == ["no job 'X' was running"]
 
 
-def rooms() -> set[str]:
+def packages() -> set[str]:
     inside = {path.parent.name for path in (ROOT / "gadei_ps").glob("*/__init__.py")}
     return inside | {"learners", "watchdog", "systemd", "benchmarks"}
 
@@ -190,12 +198,12 @@ def layers() -> list[set[str]]:
     raise AssertionError("tests/unit/test_house.py has no LAYERS")
 
 
-def test_architecture_has_every_room() -> None:
-    rows = tables(section("docs/architecture.md", "Rooms"))[0]
-    assert {code(row[0])[0].strip("/").removeprefix("gadei_ps/") for row in rows} == rooms()
+def test_architecture_has_every_package() -> None:
+    rows = tables(section("docs/architecture.md", "Packages"))[0]
+    assert {code(row[0])[0].strip("/").removeprefix("gadei_ps/") for row in rows} == packages()
 
 
-@pytest.mark.parametrize("way", ["A gradient's way", "A pull's way"])
+@pytest.mark.parametrize("way", ["Data path of a push", "Data path of a pull"])
 def test_each_file_is_on_a_way_once(way: str) -> None:
     drawn = re.findall(r"```\n(.*?)```", section("docs/architecture.md", way), re.S)
     files = re.findall(r"^([\w/]+\.\w+) ", "".join(drawn), re.M)

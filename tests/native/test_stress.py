@@ -22,6 +22,13 @@ PLAIN = ["-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", f"-I{NATIVE}", "-pthread
 TSAN = ["gcc", *PLAIN, "-fno-strict-aliasing", "-fsanitize=thread", "-Wno-tsan"]
 
 
+def argued() -> set[str]:
+    """Return the names of all pairs that the two pages argue."""
+    pages = ("memory-order.md", "memory-order-jobs.md")
+    text = "".join((ROOT / "docs" / page).read_text() for page in pages)
+    return set(re.findall(r"^### (.+)$", text, re.M))
+
+
 def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     options = f"suppressions={STRESS / 'races.supp'} history_size=7 exitcode={RACED}"
     command = [str(part) for part in (program, *arguments)]
@@ -131,7 +138,7 @@ def marked_lines() -> list[str]:
 
 def test_every_sync_point_is_argued_and_marked_at_both_ends() -> None:
     """Each pair has a heading in the document, and its name at the release and at the acquire."""
-    headings = set(re.findall(r"^### (.+)$", (ROOT / "docs/memory-order.md").read_text(), re.M))
+    headings = argued()
     lines = marked_lines()
     assert not unpaired(lines, headings)
     for name in headings - NO_PAIR:
@@ -148,6 +155,6 @@ def test_every_sync_point_is_argued_and_marked_at_both_ends() -> None:
 
 
 def test_every_litmus_test_is_argued() -> None:
-    headings = set(re.findall(r"^### (.+)$", (ROOT / "docs/memory-order.md").read_text(), re.M))
+    headings = argued()
     litmus = re.findall(r'^    \{"[^"]+", "([^"]+)"', (STRESS / "litmus.c").read_text(), re.M)
     assert len(litmus) == 16 and set(litmus) <= headings

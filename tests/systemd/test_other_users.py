@@ -90,7 +90,7 @@ def test_another_user_goes_on_with_the_job(moving: Moving) -> None:
     assert f"memory of job {service.name}" in [what for what, _ in done["left"]]
     manager.do("bash", "-c", f"rm {directory}; mv {directory}.away {directory}")
     moving.is_refused(USER)
-    text = (ROOT / "docs/operations.md").read_text()
+    text = (ROOT / "docs/administration.md").read_text()
     (save,) = re.findall(r"^sudo -u gadei-ps (env .* gadei-ps serve --finish .*)$", text, re.M)
     save = save.replace("gadei-ps serve", f"{PROGRAM} serve").replace("demo", service.name)
     manager.do(*become(OTHER), "env", "-u", "GADEI_PS_STATE_DIR", *save.split())

@@ -342,8 +342,7 @@ def test_the_documented_commands(service: Service) -> None:
 
 def test_the_administrators_page(service: Service) -> None:
     """Its commands see the job, with the variable that it begins with."""
-    text = (ROOT / "docs/operations.md").read_text()
-    page = text[text.index("## For administrators") :]
+    page = (ROOT / "docs/administration.md").read_text()
     (variable,) = re.findall(r"^export (\w+=\S+)$", page, re.M)
     (tidy,) = re.findall(r"`(sudo -u gadei-ps env [^`]* gc)`", page)
     commands = re.findall(r"`gadei-ps ((?:status demo|ls|checkpoint demo)[^`]*)`", page)

@@ -1,4 +1,4 @@
-"""Where things lie: the directories that docs/operations.md names."""
+"""Where things lie: the directories that docs/environment.md names."""
 
 from __future__ import annotations
 
