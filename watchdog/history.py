@@ -99,14 +99,16 @@ class History:
         if self._memory.config.history:
             self._add({"measured": values}, int(self._control["version"]))
 
-    def end(self, finished: bool) -> None:
+    def end(self, finished: bool, failovers: Sequence[Failover] = ()) -> None:
         """Write the rest, as the job leaves this process. Waits a second at most.
 
-        finished: whether training was done when the job was stopped.
+        finished: whether training was done when the job was stopped. failovers: those since the
+        last look().
         """
         now = time.monotonic()
         if self._begun and self._memory.config.history:
             self._note_changes()
+            self._note_events(failovers)
             if self._writer is not None or self._waiting:
                 self._point(now)
                 phase = int(self._control["phase"])
@@ -208,7 +210,7 @@ class History:
                 "loss_sum": self._losses[1],
                 "loss": (self._losses[1] - summed) / losses if losses > 0 else None,
                 "staleness": staleness,
-                "learners": len(self._memory.rings),
+                "learners": len(self._there()),
             },
             version,
         )

@@ -67,7 +67,7 @@ class Writer:
 
 def _is_event(raw: bytes) -> bool:
     """Return whether the line is about processes of the job or its checkpoints."""
-    return b'"event":' in raw
+    return b'"event":' in raw and "event" in json.loads(raw)
 
 
 def main() -> None:

@@ -452,7 +452,7 @@ class Supervisor:
         if self._learners is not None and not self._leave:
             self._learners.end()
         self._checkpoints.end()
-        self._history.end(finished=self._stopping.finished)
+        self._history.end(self._stopping.finished, self._servers.take_failovers())
         self._servers.end(leave=self._leave)
         if self._requests is not None:
             self._requests.end(self._failed)

@@ -22,6 +22,7 @@ from gadei_ps.commands import change, history, jobs
 from gadei_ps.job.config import state_directory
 from gadei_ps.job.control import Measured, SetSync, ask
 from gadei_ps.learners.client import Client
+from gadei_ps.memory.layout import REPLICA
 
 TENSORS = [{"name": "w", "shape": [8]}]
 FILE = """\
@@ -137,6 +138,15 @@ def test_events(job_name: str) -> None:
         assert [(one["learner"], one["pid"]) for one in events("death")] == [(0, killed.child.pid)]
         assert [one["pid"] for one in events("detach")] == [pid]
         assert events("checkpoint")[0]["checkpoint_version"] > 0
+        path = status(job_name)["history"]
+        before = len(lines(path))
+        with Client(job_name, name=REPLICA.decode()) as replica:
+            eventually(lambda: push(replica) or len(lines(path)) > before + 1)
+            assert lines(path)[-1]["learners"] == 0, "a replica is no learner"
+            push(replica)
+            version = replica.current_version
+    last = [one for one in history.read(path)["lines"] if one.get("event") == "checkpoint"][-1]
+    assert last["checkpoint_version"] == version, "the one of the stop"
 
 
 def test_it_goes_on_after_deaths(cli: Cli, job_name: str) -> None:
