@@ -25,6 +25,7 @@ PRIOR: Final = 1.2
 REFUSED: Final = 0.05
 """Share of held-out texts that the threshold refuses."""
 STEPS: Final = 50
+HALVINGS = 60  # at most, of a step that does not go downhill
 BINS: Final = 15
 
 
@@ -124,7 +125,7 @@ def _fitted(loss_at: LossAt, count: int) -> tuple[float, ...]:
         matrix = np.outer(shares, shares) * hessian + 2 * np.eye(count)
         step = np.linalg.solve(matrix, shares * gradient + 2 * (theta - prior))
         now = loss + ((theta - prior) ** 2).sum()
-        while True:
+        for _ in range(HALVINGS):
             tried = theta - step
             loss, gradient, hessian = loss_at(np.exp(tried))
             gained = now - loss - ((tried - prior) ** 2).sum()

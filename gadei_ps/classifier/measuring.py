@@ -116,12 +116,13 @@ class Measuring:
         if self._running.measures:
             corpus = self._plan.corpus
             parts = self._parts(tensors, corpus.held_out_encoded)
-            calibration = self._calibrated(parts)
-            scored = Calibration() if is_cnn else calibration
-            accuracy, loss = self._scores(scored, parts, corpus.held_out)
-            better = self.best.offer(accuracy, loss, epoch, tensors, always=not is_cnn)
-            if better:
-                self._note_quality(calibration, parts)
+            if np.isfinite(parts).all():  # else training has diverged: nothing can be fitted
+                calibration = self._calibrated(parts)
+                scored = Calibration() if is_cnn else calibration
+                accuracy, loss = self._scores(scored, parts, corpus.held_out)
+                better = self.best.offer(accuracy, loss, epoch, tensors, always=not is_cnn)
+                if better:
+                    self._note_quality(calibration, parts)
         else:
             self._last = tensors
         self.history.append(
@@ -184,7 +185,13 @@ class Measuring:
         self._running = plan
 
     def complete_second(self) -> None:
-        """Take the last weights of the run on all rows for the best ones."""
+        """Take the last weights of the run on all rows for the best ones, if they are finite."""
+        assert self._last is not None
+        if not all(np.isfinite(one).all() for one in self._last.values()):
+            self._display.event(
+                "warning: training on all rows has diverged; the run before it is kept"
+            )
+            return
         self._plan = self._running
         self.best.tensors = self._last
         self.best.epoch = self.history[-1]["epoch"]

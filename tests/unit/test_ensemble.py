@@ -206,6 +206,12 @@ def test_a_perfect_part_does_not_break_the_fit() -> None:
     assert 0 < found.shares[0] < 10
 
 
+def test_a_fit_of_values_that_are_not_finite_ends() -> None:
+    parts = np.full((2, 6, 3), -1, np.float32)
+    parts[0, 3] = np.nan
+    assert len(calibration.fit(parts, np.arange(6) % 3).shares) == 2
+
+
 def test_shares_and_threshold_of_texts_with_several_labels() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(3000, 4)) * 2 - 1
