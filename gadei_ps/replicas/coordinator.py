@@ -11,6 +11,7 @@ import itertools
 import os
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -86,12 +87,15 @@ class Coordinator:
 
     async def ready(self) -> None:
         """Begin to decide, and wait for the store. Raises ControlError if it cannot be made."""
-        if self._ticking is None:
-            self._ticking = asyncio.create_task(self._tick())
-            self._storing = asyncio.create_task(self._make_store())
+        self._begin()
         await self._tried.wait()
         if self._store is None:
             raise ControlError(f"the store of the coordinator cannot be made: {self._why}")
+
+    def _begin(self) -> None:
+        if self._ticking is None:
+            self._ticking = asyncio.create_task(self._tick())
+            self._storing = asyncio.create_task(self._make_store())
 
     async def _make_store(self) -> None:
         """Make the store, and try again after a failure, such as one file too many."""
@@ -101,6 +105,7 @@ class Coordinator:
             except Exception as error:
                 self._why = rays.described(error)
             self._tried.set()
+            await self._note_change()
             await asyncio.sleep(STORE_AGAIN_S)
 
     async def _tick(self) -> None:
@@ -127,9 +132,12 @@ class Coordinator:
             while group.step(time.monotonic(), self._published):
                 changed = True
         if changed:
-            self._changes += 1
-            async with self._changed:
-                self._changed.notify_all()
+            await self._note_change()
+
+    async def _note_change(self) -> None:
+        self._changes += 1
+        async with self._changed:
+            self._changed.notify_all()
 
     async def report(self, group: int, report: Report, seen: int | None) -> Told:
         """Take a report of a replica; return the answer to it.
@@ -137,7 +145,7 @@ class Coordinator:
         seen: number of the state that it knows: the reply waits a moment for another one. Raises
         ControlError while Ray's head is not reached.
         """
-        await self.ready()
+        self._begin()
         if not self._reached:
             raise ControlError("the coordinator does not reach Ray's head")
         one = self._groups[group]
@@ -150,11 +158,14 @@ class Coordinator:
                         await self._changed.wait_for(lambda: self._changes != seen)
                 except TimeoutError:
                     pass
+        reply = one.reply(report)
+        if self._store is None:  # PyTorch loads for seconds; decisions do not wait for it
+            reply = replace(reply, connects=False)
         return {
-            "reply": one.reply(report),
+            "reply": reply,
             "changes": self._changes,
             "began": self._began,
-            "store": (self._host, self._store.port),
+            "store": (self._host, 0 if self._store is None else self._store.port),
         }
 
     async def lost(self, group: int, number: int) -> None:

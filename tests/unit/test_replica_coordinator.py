@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,12 +91,41 @@ def test_a_store_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPa
     async def report_twice() -> None:
         made = coordinator.Coordinator({"run": RUN}, {0: ["0", "1"]})
         with pytest.raises(ControlError, match="cannot be made: too many open files"):
-            await made.report(0, report(0), None)
-        await until(lambda: not stores)
+            await made.ready()
         await until(lambda: made._store is not None)
+        await made.ready()
         assert (await made.report(0, report(0), None))["store"] == ("h", 3)
 
     asyncio.run(report_twice())
+
+
+def test_decisions_do_not_wait_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch may load for longer than a coordinator waits for the members of the last state."""
+    Head(monkeypatch)
+    is_there = threading.Event()
+
+    def store(_: str) -> Any:
+        is_there.wait()
+        return SimpleNamespace(port=3)
+
+    monkeypatch.setattr(coordinator, "_store", store)
+
+    async def decide() -> None:
+        made = coordinator.Coordinator({"run": RUN}, {0: ["0", "1"]})
+        for number in (0, 1):
+            await made.report(0, report(number), None)
+        group = made._groups[0]
+        assert len(group.members) == 2
+        entered = [replace(report(one), number=1, generation=group.generation) for one in (0, 1)]
+        for one in entered:
+            told = await made.report(0, one, None)
+        assert group._connects and not told["reply"].connects
+        is_there.set()
+        await made.ready()
+        told = await made.report(0, entered[0], told["changes"])
+        assert told["reply"].connects and told["store"] == ("h", 3)
+
+    asyncio.run(decide())
 
 
 def test_versions_of_models_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
