@@ -160,8 +160,11 @@ class Machines:
         return begin
 
     def kill_actor(self, title: str, chance: random.Random) -> float:
-        """SIGKILL to an actor of Ray whose process has this title; returns when."""
-        found = self._of_ray(lambda one: one.cmdline()[:1] == [title])
+        """SIGKILL to an actor of Ray whose process has this title; returns when.
+
+        During a call, the name of the method follows.
+        """
+        found = self._of_ray(lambda one: "".join(one.cmdline()[:1]).partition(".")[0] == title)
         if not found:
             raise Failed(f"no process {title} was found")
         begin = time.monotonic()
