@@ -31,7 +31,7 @@ MOST_POINT_S = 60.0
 SHARE = 1 / 1000  # of the job's age: two points of an old job are further apart
 KEPT = 200  # lines that wait for the pipe
 WRITER_RETRY_S = 60.0  # before another writer is started
-LEFT = {
+LEFT: dict[int, str] = {
     layout.Gone.DIED: "death",
     layout.Gone.HUNG: "eviction",
     layout.Gone.DAMAGED: "eviction",

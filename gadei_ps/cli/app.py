@@ -26,6 +26,7 @@ from gadei_ps.cli import (
     serving,
     sync,
     training,
+    watching,
 )
 from gadei_ps.cli import simulate as simulation
 from gadei_ps.cli.switches import App
@@ -52,6 +53,8 @@ app.add_typer(groups.app, name="group", rich_help_panel=TRAIN)
 app.command(rich_help_panel=TRAIN)(partition.partition)
 app.command(rich_help_panel=JOBS)(serving.serve)
 app.command(rich_help_panel=JOBS)(jobs.status)
+app.command(rich_help_panel=JOBS)(watching.top)
+app.command(rich_help_panel=JOBS)(watching.dashboard)
 app.command("ls", rich_help_panel=JOBS)(jobs.list_jobs)
 app.command(rich_help_panel=JOBS)(history.history)
 app.command(rich_help_panel=JOBS)(history.plot)

@@ -41,6 +41,7 @@ INSTALLED = {
     "benchmarks": "benchmarks",
 }
 DOCUMENTS = {".md", ".svg", ".csv", ".json"}
+UNREAD = (".png", ".min.js", ".min.css")  # pictures, and what others have written
 FILES = DOCUMENTS | {".py", ".c", ".h", ".cu", ".pml", ".toml", ".safetensors"}
 FOREIGN = {
     *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"),
@@ -189,7 +190,8 @@ def words() -> frozenset[str]:
     found: set[str] = set()
     for name in tracked():
         path = ROOT / name
-        if path.is_file() and not name.startswith("tests/docs/") and path.suffix not in DOCUMENTS:
+        is_read = not name.startswith("tests/docs/") and not name.endswith(UNREAD)
+        if path.is_file() and is_read and path.suffix not in DOCUMENTS:
             found |= set(re.findall(r"\w+", path.read_text()))
     return frozenset(found)
 

@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("watchdog",),
     ("commands",),
     ("replicas",),
-    ("chaos", "classifier"),
+    ("chaos", "classifier", "dashboard"),
     ("benchmarks",),
     ("cli",),
     ("__main__",),

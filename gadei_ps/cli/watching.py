@@ -1,0 +1,83 @@
+"""Commands that show jobs live: full screen in a terminal, and in a browser."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from gadei_ps.cli.exits import print_json
+from gadei_ps.cli.options import Json, argument, option, running_jobs, switch
+from gadei_ps.errors import UsageError
+from gadei_ps.show.plain import print_text
+
+if TYPE_CHECKING:
+    from gadei_ps.dashboard.access import Access
+
+NEEDED = "dashboard needs starlette, uvicorn and jinja2: pip install 'gadei-ps[dashboard]'"
+
+
+def top(
+    job: Annotated[
+        str | None,
+        argument("JOB", "Show only the job of this name.", "all jobs", autocompletion=running_jobs),
+    ] = None,
+) -> int:
+    """Show jobs and their processes, full screen, with keys to act.
+
+    Root sees the jobs of all users, and acts on its own. Tab changes between jobs and processes.
+    """
+    from gadei_ps.dashboard import top as display
+    from gadei_ps.job import paths
+    from gadei_ps.memory import shm
+
+    if job is not None:
+        shm.check_job_name(job)
+    is_root = os.geteuid() == 0 and paths.owner() == 0
+    display.run(None if is_root and job is None else paths.owner(), job, alone=not is_root)
+    return 0
+
+
+def dashboard(
+    host: Annotated[
+        str, option("ADDRESS", "Address to listen at. Others than 127.0.0.1 are not encrypted.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, option("PORT", "Port to listen at; 0: a free one.", min=0, max=65535)
+    ] = 8470,
+    read_only: Annotated[bool, switch("--read-only", "Only show; refuse all actions.")] = False,
+    no_token: Annotated[
+        bool,
+        switch(
+            "--no-token",
+            "Need no token: every user of this machine sees the jobs. Implies --read-only.",
+        ),
+    ] = False,
+    allow_host: Annotated[
+        list[str] | None,
+        option("NAME", "Another host name by which browsers reach the dashboard.", "none"),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Serve a page with all jobs: live curves, processes, events, and actions.
+
+    It prints a link with a token once; a user who has it may act as you. No job depends on the
+    dashboard.
+    """
+    try:
+        from gadei_ps.dashboard import serving
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "gadei_ps":
+            raise
+        raise UsageError(NEEDED) from None
+
+    def started(link: str, access: Access) -> None:
+        if as_json:
+            print_json({"url": link, "read_only": access.read_only})
+        else:
+            print_text(f"dashboard: {link}", sys.stdout)
+            print_text("gadei-ps: Ctrl-C ends it; jobs continue")
+        sys.stdout.flush()
+
+    serving.serve(serving.Options(host, port, read_only, not no_token, allow_host or ()), started)
+    return 0

@@ -1,0 +1,72 @@
+"""Actions of top and the dashboard on a job, each by the code of its command."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Mapping
+
+from gadei_ps.commands import change, jobs
+from gadei_ps.errors import ControlError, UsageError
+from gadei_ps.job import changes, faults
+from gadei_ps.job.faults import Role
+from gadei_ps.memory import shm
+from gadei_ps.show import view
+from gadei_ps.show.optimizer_line import changed
+
+CHANGE_S = 10.0  # until new settings are in force
+DRAIN_S = 30.0  # that learners have to finish their batches
+ACTIONS = ("checkpoint", "set", "stop", "kill")
+
+
+def perform(job: str, action: str, values: Mapping[str, str]) -> str:
+    """Do one of ACTIONS and describe the outcome in one line. Raises GadeiError.
+
+    values: of `set`: settings, as on the command line. Of `stop`: drain. Of `kill`: role, pid, and
+    row of a learner.
+    """
+    shm.check_job_name(job)
+    match action:
+        case "checkpoint":
+            return view.checkpointed(jobs.checkpoint(job))
+        case "set":
+            return set_values(job, values.get("settings", ""))
+        case "stop":
+            drain = bool(values.get("drain"))
+            return view.stopped(jobs.stop(job, drain=drain, timeout_s=DRAIN_S))
+        case "kill":
+            return kill(job, values.get("role", ""), values.get("row"), values.get("pid", ""))
+    raise UsageError(f"there is no action {action!r}")
+
+
+def set_values(job: str, text: str) -> str:
+    """Change hyperparameters, or the synchronization model: `lr=0.01 momentum=0.9`, `sync=bsp`."""
+    try:
+        settings = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r}: {error}") from None
+    if not settings:
+        raise UsageError("no setting is given; write FIELD=VALUE, such as lr=0.01")
+    models = [one.removeprefix("sync=") for one in settings if one.startswith("sync=")]
+    if not models:
+        return changed(change.set_optimizer(job, changes.parse(settings), CHANGE_S))
+    if len(settings) > 1:
+        raise UsageError("sync is changed at a barrier, the rest at once: give sync=MODEL alone")
+    result = change.set_sync(job, models[0], CHANGE_S)
+    if not result["changed"]:
+        return f"already has {result['sync']}"
+    return f"{result['before']} -> {result['sync']}"
+
+
+def kill(job: str, role: str, row: str | None, pid: str) -> str:
+    """Kill a process of the job, if the role still belongs to this pid. Raises ControlError."""
+    if role not in list(Role) or not pid.isdecimal() or (row is not None and not row.isdecimal()):
+        raise UsageError("name a process by its role and pid, a learner also by its row")
+    processes = faults.Processes(job)
+    target = processes.find(Role(role), None if row is None else int(row))
+    if target.pid != int(pid):
+        raise ControlError(f"the {role} is another process by now (pid {target.pid}): look again")
+    sent = faults.send(target, signal.SIGKILL, owner=processes.owner)
+    if sent is None:
+        raise ControlError(f"process {pid} has already ended")
+    return view.killed({"job": processes.job} | sent.as_dict())

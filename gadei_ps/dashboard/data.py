@@ -1,0 +1,222 @@
+"""Jobs as they are now, with rates since the last look, and the processes of each."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from gadei_ps.job.faults import Role
+from gadei_ps.monitoring.reading import Job, Learner, Reader, State
+from gadei_ps.show.counts import counted
+from gadei_ps.show.status import counters
+from gadei_ps.show.tables import age, size, when
+
+RATE_S = 0.9  # shortest time over which a rate is taken
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a job. row: a learner's, else None."""
+
+    role: Role
+    pid: int
+    row: int | None = None
+    cpu_percent: float | None = None
+    """Share of one core since the last look; None if it is unknown."""
+    memory_bytes: int | None = None
+    """Resident memory, shared memory included; None if it is unknown."""
+
+    @property
+    def name(self) -> str:
+        return self.role.value if self.row is None else f"learner {self.row}"
+
+
+@dataclass(frozen=True)
+class View:
+    """A job at one time.
+
+    speed: samples/s, or gradients/s if no samples are reported. rates: the same of each learner, by
+    row. loss: mean of the gradients applied since the last look. staleness: theirs. Each is None or
+    absent until two looks have been taken.
+    """
+
+    job: Job
+    time: float
+    unit: str
+    speed: float | None = None
+    loss: float | None = None
+    staleness: float | None = None
+    rates: Mapping[int, float] | None = None
+    processes: Sequence[Process] = ()
+
+    @property
+    def name(self) -> str:
+        return self.job.name
+
+    @property
+    def state(self) -> str:
+        return self.job.state.value
+
+    @property
+    def queue(self) -> int:
+        """Gradients in all rings."""
+        return sum(int(one.metrics["queue"] or 0) for one in self.job.learners)
+
+    @property
+    def histogram(self) -> list[int]:
+        """Gradients by bins of staleness; empty without learners."""
+        found = [one.staleness_histogram for one in self.job.learners]
+        return [sum(column) for column in zip(*found, strict=True)]
+
+    def learner(self, row: int) -> Learner:
+        """Return a learner by its row."""
+        return next(one for one in self.job.learners if one.row == row)
+
+    def facts(self) -> dict[str, str]:
+        """Describe the job in lines, by their names."""
+        job, values = self.job, self.job.metrics
+        if job.problem:
+            return {"problem": job.problem}
+        lines = counters({name: value for name, value in values.items() if value is not None})
+        model, work = job.model, job.work
+        settings = ", ".join(f"{name} {value:g}" for name, value in job.hyperparameters.items())
+        rows = {
+            "state": self.state,
+            "synchronization": job.sync
+            + (f" (changing to {job.sync_wanted})" if job.sync_wanted else ""),
+            "optimizer": f"{job.optimizer}, {settings}" if settings else job.optimizer,
+            "model": f"{counted(model.values, 'value')}, {size(model.bytes)}" if model else "",
+            "speed": f"{self.speed:,.0f} {self.unit}" if self.speed is not None else "",
+            "loss": f"{self.loss:.6g}" if self.loss is not None else "",
+            "samples": f"{values['samples']:,}" if values["samples"] else "",
+            "version": f"{values['version']:,}",
+            "epochs": f"{work['epochs_done']} of {work['epochs']}" if work else "",
+            "started": f"{when(values['started'] or 0)}, {age(values['started'] or 0)} ago",
+            "memory": f"{size(int(values['shared_bytes'] or 0))} shared",
+        }
+        return {name: text for name, text in (rows | lines | self._checkpoint()).items() if text}
+
+    def _checkpoint(self) -> dict[str, str]:
+        values = self.job.metrics
+        if not values["checkpoints"] and not values["checkpoint_failures"]:
+            return {}
+        failed = f", {values['checkpoint_failures']:,} failed"
+        return {
+            "checkpoints": f"{values['checkpoints']:,} written, the newest of version "
+            f"{values['checkpoint_version']:,}" + (failed if values["checkpoint_failures"] else "")
+        }
+
+
+class Watcher:
+    """Looks at jobs again and again; for one thread at a time."""
+
+    def __init__(self, uid: int | None = None) -> None:
+        """uid: whose jobs; by default ours, and for root those of all users."""
+        self._reader = Reader(uid)
+        self._before: dict[tuple[str, int], tuple[float, Job]] = {}
+        self._last: dict[tuple[str, int], View] = {}
+        self._processes: dict[int, psutil.Process] = {}
+
+    def look(self) -> list[View]:
+        """Look at all jobs, by name."""
+        views = [self._view(job) for job in self._reader.jobs()]
+        self._forget(views)
+        return views
+
+    def look_at(self, job: str) -> View | None:
+        """Look at one job; None if there is no memory of it."""
+        found = self._reader.job(job)
+        views = [self._view(found)] if found else []
+        self._forget(views)
+        return views[0] if views else None
+
+    def _view(self, job: Job) -> View:
+        key, now = (job.name, job.uid), time.monotonic()
+        if job.state is State.UNREADABLE:
+            return View(job, time.time(), "")
+        at, before = self._before.get(key, (now, job))
+        if before.job_id != job.job_id:
+            at, before = now, job
+            self._last.pop(key, None)
+        counter = "samples" if job.metrics["samples"] else "gradients_applied"
+        unit = "samples/s" if counter == "samples" else "gradients/s"
+        view = View(job, time.time(), unit)
+        if now - at >= RATE_S:
+            self._before[key] = now, job
+            view = _with_rates(view, before, now - at, counter)
+        else:
+            self._before[key] = at, before
+            if (last := self._last.get(key)) is not None:
+                view = replace(last, job=job, time=view.time)
+        self._last[key] = view
+        return replace(view, processes=[self._measured(one) for one in _processes(job)])
+
+    def _measured(self, one: Process) -> Process:
+        """Add processor time and memory; a process that has ended has none."""
+        with contextlib.suppress(psutil.Error):
+            known = self._processes.get(one.pid)
+            if known is None or not known.is_running():
+                known = self._processes[one.pid] = psutil.Process(one.pid)
+                known.cpu_percent()  # begins to measure
+                return replace(one, memory_bytes=known.memory_info().rss)
+            with known.oneshot():
+                memory = known.memory_info().rss
+                return replace(one, cpu_percent=known.cpu_percent(), memory_bytes=memory)
+        return one
+
+    def _forget(self, views: Iterable[View]) -> None:
+        there = {(view.name, view.job.uid) for view in views}
+        pids = {one.pid for view in views for one in view.processes}
+        self._before = {key: one for key, one in self._before.items() if key in there}
+        self._last = {key: one for key, one in self._last.items() if key in there}
+        self._processes = {pid: one for pid, one in self._processes.items() if pid in pids}
+
+
+def _with_rates(view: View, before: Job, took: float, counter: str) -> View:
+    """Add what has happened in the time since the job was `before`."""
+    now = view.job.metrics
+    losses = _grown(before.metrics, now, "loss_count")
+    loss = _grown(before.metrics, now, "loss_sum") / losses if losses > 0 else None
+    name = "samples" if counter == "samples" else "applied"
+    known = {(one.row, one.generation): one.metrics for one in before.learners}
+    rates, stale, applied = {}, 0.0, 0.0
+    for one in view.job.learners:
+        past = known.get((one.row, one.generation), {})
+        rates[one.row] = _grown(past, one.metrics, name) / took
+        applied += _grown(past, one.metrics, "applied")
+        stale += _staleness(one.metrics) - _staleness(past)
+    return replace(
+        view,
+        speed=_grown(before.metrics, now, counter) / took,
+        loss=loss,
+        staleness=max(0.0, stale) / applied if applied > 0 else None,
+        rates=rates,
+    )
+
+
+def _grown(before: Values, now: Values, name: str) -> float:
+    return float(now.get(name) or 0) - float(before.get(name) or 0)
+
+
+def _staleness(learner: Values) -> float:
+    """Return the sum over the gradients of a learner."""
+    return float(learner.get("staleness_mean") or 0) * float(learner.get("applied") or 0)
+
+
+def _processes(job: Job) -> list[Process]:
+    """List the processes of a job, in the order in which they are shown."""
+    roles = {
+        Role.WATCHDOG: job.watchdog_pid,
+        Role.SERVER: job.server_pid,
+        Role.STANDBY: job.standby_pid,
+        Role.FORK_SERVER: job.fork_server_pid,
+    }
+    found = [Process(role, pid) for role, pid in roles.items() if pid]
+    found += [Process(Role.LEARNER, one.pid, one.row) for one in job.learners if not one.leaving]
+    return found

@@ -1,0 +1,321 @@
+"use strict";
+// Live parts of the pages: streams of server-sent events, curves by uPlot, export as PNG.
+
+const $ = (id) => document.getElementById(id);
+const MOST_POINTS = 8000; // kept in the page; then every second one of the older half goes
+const HEIGHT = 210, LEAST_WIDTH = 240; // of a chart, CSS pixels
+const COLOURS = { failover: "--bad", death: "--bad", eviction: "--bad", "checkpoint failed": "--bad",
+  set: "--b", checkpoint: "--good", attach: "--quiet", detach: "--quiet" };
+const ORDER = ["loss", "accuracy", "samples_per_s", "gradients_per_s", "staleness", "queue", "learners"];
+const DRAWN = new Set(["set", "failover", "death", "eviction", "checkpoint", "checkpoint failed", "adoption"]);
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function banner(text) {
+  $("banner").textContent = text;
+  $("banner").hidden = !text;
+}
+
+function shortened(value) {
+  if (value === null || value === undefined) return "";
+  const size = Math.abs(value);
+  if (size >= 1e4 && size < 1e15) return Math.round(value).toLocaleString("en");
+  return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(5)));
+}
+
+function named(name) {
+  return name.replaceAll("_per_s", "/s").replaceAll("_", " ");
+}
+
+// -- data ----------------------------------------------------------------------------------------
+
+class Run {
+  constructor(data) {
+    this.time = data.time;
+    this.version = data.version;
+    this.series = data.series;
+    this.events = data.events;
+  }
+
+  add(point) {
+    const before = this.time.length;
+    this.time.push(point.time);
+    this.version.push(point.version);
+    for (const name of new Set([...Object.keys(this.series), ...Object.keys(point.values)])) {
+      this.series[name] ??= new Array(before).fill(null);
+      this.series[name].push(point.values[name] ?? null);
+    }
+    if (this.time.length > MOST_POINTS) this.thin();
+  }
+
+  thin() {
+    const half = this.time.length / 2;
+    const keep = (_, at) => at > half || at % 2 === 0;
+    this.time = this.time.filter(keep);
+    this.version = this.version.filter(keep);
+    for (const name in this.series) this.series[name] = this.series[name].filter(keep);
+  }
+
+  // Points of one curve, in the order of the axis: a run that was restored goes back in versions.
+  curve(name, axis, since) {
+    const xs = [], ys = [], values = this.series[name] ?? [];
+    let last = -Infinity;
+    values.forEach((value, at) => {
+      const x = axis === "version" ? this.version[at] : this.time[at] - since;
+      if (value === null || x === null || x === undefined) return;
+      while (axis === "version" && xs.length && x < last) { xs.pop(); ys.pop(); last = xs.at(-1) ?? -Infinity; }
+      if (x < last) return;
+      xs.push(x);
+      ys.push(value);
+      last = x;
+    });
+    return [xs, ys];
+  }
+}
+
+function smoothed(values) {
+  let mean = null;
+  return values.map((value) => (mean = mean === null ? value : 0.95 * mean + 0.05 * value));
+}
+
+// -- charts --------------------------------------------------------------------------------------
+
+class Charts {
+  constructor(root, runs, labels) {
+    this.root = root;
+    this.runs = runs;
+    this.labels = labels;
+    this.plots = new Map();
+    this.asked = false;
+    for (const id of ["axis", "smooth"]) $(id).addEventListener("change", () => this.rebuild());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.rebuild());
+    addEventListener("resize", () => this.resize());
+    this.draw();
+  }
+
+  get axis() { return $("axis").value; }
+
+  names() {
+    const all = new Set(this.runs.flatMap((run) => Object.keys(run.series)));
+    const place = (name) => (ORDER.indexOf(name) + 1 || (name.includes("loss") ? 1.5 : 2.5));
+    return [...all].sort((a, b) => place(a) - place(b) || a.localeCompare(b));
+  }
+
+  data(name) {
+    const since = (run) => (this.runs.length > 1 ? run.time[0] : 0);
+    const tables = this.runs.map((run) => {
+      const [xs, ys] = run.curve(name, this.axis, since(run));
+      return [xs, $("smooth").checked ? smoothed(ys) : ys];
+    });
+    return tables.length > 1 ? uPlot.join(tables) : tables[0];
+  }
+
+  options(name, box) {
+    const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
+    const isTime = this.axis === "time" && this.runs.length === 1;
+    const x = { ...axis, values: isTime ? undefined : (_, marks) => marks.map(shortened) };
+    return {
+      width: Math.max(LEAST_WIDTH, box.clientWidth), height: HEIGHT,
+      scales: { x: { time: isTime } },
+      cursor: { sync: { key: "gadei-ps" } },
+      axes: [x, { ...axis, size: 66, values: (_, marks) => marks.map(shortened) }],
+      series: [
+        { label: this.axis },
+        ...this.labels.map((label, at) => ({
+          label: label || named(name), stroke: colour(at ? "--b" : "--a"), width: 1.5, spanGaps: true,
+          value: (_, value) => shortened(value), points: { show: undefined },
+        })),
+      ],
+      hooks: { draw: [(plot) => this.mark(plot)] },
+    };
+  }
+
+  // Lines at events.
+  mark(plot) {
+    if (this.runs.length > 1) return;
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.lineWidth = devicePixelRatio;
+    ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+    for (const event of this.runs[0].events) {
+      const at = this.axis === "version" ? event.version : event.time;
+      if (!DRAWN.has(event.kind) || at < plot.scales.x.min || at > plot.scales.x.max) continue;
+      const x = Math.round(plot.valToPos(at, "x", true));
+      ctx.strokeStyle = colour(COLOURS[event.kind] ?? "--quiet");
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  draw() {
+    this.asked = false;
+    const tables = this.names().map((name) => [name, this.data(name)]).filter(([, data]) => data[0].length);
+    const fresh = tables.filter(([name]) => !this.plots.has(name));
+    for (const [name] of fresh) {
+      const box = document.createElement("div");
+      box.className = "chart";
+      box.setAttribute("role", "img");
+      box.append(Object.assign(document.createElement("h3"), { textContent: named(name) }));
+      this.root.append(box);
+      this.plots.set(name, { box });
+    }
+    // Only now it is known how wide they are.
+    for (const [name, data] of fresh) {
+      const one = this.plots.get(name);
+      one.plot = new uPlot(this.options(name, one.box), data, one.box);
+    }
+    if (fresh.length) this.resize();
+    for (const [name, data] of tables) {
+      const { box, plot } = this.plots.get(name);
+      plot.setData(data);
+      const last = data.slice(1).map((values) => shortened(values.at(-1))).join(" and ");
+      box.setAttribute("aria-label", `${named(name)}: ${data[0].length} points, last value ${last}`);
+    }
+    this.summarize();
+  }
+
+  summarize() {
+    const parts = [];
+    for (const name of this.names()) {
+      const ends = this.runs.map((run) => (run.series[name] ?? []).filter((one) => one !== null));
+      if (ends[0].length && ORDER.slice(0, 4).includes(name)) {
+        parts.push(`${named(name)} ` + ends.map((all) => `${shortened(all[0])} → ${shortened(all.at(-1))}`).join(" and "));
+      }
+    }
+    $("summary").textContent = parts.join("; ") || "No point yet: the curves begin with the first gradients.";
+  }
+
+  soon() {
+    if (!this.asked) { this.asked = true; requestAnimationFrame(() => this.draw()); }
+  }
+
+  rebuild() {
+    for (const { plot, box } of this.plots.values()) { plot.destroy(); box.remove(); }
+    this.plots.clear();
+    this.draw();
+  }
+
+  resize() {
+    for (const { plot, box } of this.plots.values()) plot.setSize({ width: Math.max(LEAST_WIDTH, box.clientWidth), height: HEIGHT });
+  }
+
+  // All charts, one below the other, as they are on the page.
+  png() {
+    const all = [...this.plots.values()].map(({ box, plot }) => [box.firstElementChild.textContent, plot.ctx.canvas]);
+    const scale = devicePixelRatio, head = 26 * scale;
+    const made = document.createElement("canvas");
+    made.width = Math.max(...all.map(([, canvas]) => canvas.width));
+    made.height = all.reduce((sum, [, canvas]) => sum + canvas.height + head, 0);
+    const ctx = made.getContext("2d");
+    ctx.fillStyle = colour("--back");
+    ctx.fillRect(0, 0, made.width, made.height);
+    ctx.fillStyle = colour("--front");
+    ctx.font = `${14 * scale}px system-ui, sans-serif`;
+    let y = 0;
+    for (const [title, canvas] of all) {
+      ctx.fillText(title, 10 * scale, y + 18 * scale);
+      ctx.drawImage(canvas, 0, y + head);
+      y += canvas.height + head;
+    }
+    made.toBlob((blob) => {
+      const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `${this.root.dataset.name}.png` });
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    });
+  }
+}
+
+// -- events --------------------------------------------------------------------------------------
+
+function list(events) {
+  if (!$("events")) return;
+  for (const event of events) {
+    const item = document.createElement("li");
+    const when = Object.assign(document.createElement("time"), { textContent: new Date(event.time * 1000).toLocaleTimeString() });
+    when.dateTime = new Date(event.time * 1000).toISOString();
+    const version = event.version === null ? "" : ` (version ${event.version.toLocaleString("en")})`;
+    item.append(when, event.text + version);
+    item.className = event.kind;
+    $("events").prepend(item);
+  }
+}
+
+// -- streams -------------------------------------------------------------------------------------
+
+function swap(id, html) {
+  const place = $(id), focused = document.activeElement?.id;
+  if (!place) return;
+  const inside = focused && place.contains(document.activeElement);
+  place.innerHTML = html;
+  if (window.htmx) htmx.process(place);
+  if (inside) $(focused)?.focus();
+}
+
+class Stream {
+  constructor(url, charts) {
+    this.url = url;
+    this.charts = charts;
+    this.lost = false;
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open(true)));
+    if (!document.hidden) this.open(false);
+  }
+
+  // A hidden page needs no stream; browsers allow few connections to one host.
+  close() { this.source?.close(); this.source = null; }
+
+  open(again) {
+    if (this.source || this.ended) return;
+    if (again && this.charts) load();
+    this.source = new EventSource(this.url);
+    this.source.addEventListener("update", (message) => this.update(JSON.parse(message.data)));
+    this.source.addEventListener("ended", () => {
+      this.ended = true;
+      this.close();
+      banner("The job has ended; its history is among the runs.");
+    });
+    this.source.onerror = () => { this.lost = true; banner("The connection to the dashboard is lost; trying again."); };
+    this.source.onopen = () => {
+      if (this.lost && this.charts) load();
+      this.lost = false;
+      banner("");
+    };
+  }
+
+  update(message) {
+    for (const [id, html] of Object.entries(message.html ?? {})) swap(id, html);
+    if (!this.charts || !window.shown) return;
+    const run = shown.runs[0];
+    for (const point of message.points ?? []) run.add(point);
+    const known = new Set(run.events.slice(-50).map((one) => one.time + one.text));
+    const events = (message.events ?? []).filter((one) => !known.has(one.time + one.text));
+    run.events.push(...events);
+    list(events);
+    if (message.points || events.length) shown.soon();
+  }
+}
+
+async function load() {
+  const root = $("charts");
+  const urls = [root.dataset.source, root.dataset.other].filter(Boolean);
+  const runs = await Promise.all(urls.map(async (url) => new Run(await (await fetch(url)).json())));
+  const chosen = [...document.querySelectorAll("select[name]")].map((one) => one.selectedOptions[0].textContent);
+  if (window.shown) {
+    shown.runs = runs;
+    shown.rebuild();
+  } else {
+    window.shown = new Charts(root, runs, runs.map((_, at) => chosen[at] ?? ""));
+    $("png").addEventListener("click", () => shown.png());
+  }
+  if ($("events")) { $("events").replaceChildren(); list(runs[0].events); }
+}
+
+addEventListener("DOMContentLoaded", async () => {
+  if ($("charts")) await load().catch((error) => banner(`The curves cannot be loaded: ${error.message}`));
+  const url = document.body.dataset.stream;
+  if (url) window.stream = new Stream(url, Boolean($("charts")));
+});

@@ -1,0 +1,273 @@
+"""`gadei-ps top`: all jobs and their processes, full screen, with keys to act."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gadei_ps.dashboard import actions
+from gadei_ps.dashboard.data import Process, View, Watcher
+from gadei_ps.dashboard.screen import Screen
+from gadei_ps.errors import GadeiError
+from gadei_ps.monitoring.reading import State
+from gadei_ps.show.counts import counted, rate
+from gadei_ps.show.tables import FittedTable, age, size
+
+INTERVAL_S: Final = 0.5
+LEAST_JOBS: Final = 3  # lines for jobs, however many processes one has
+HELP: Final = (
+    "tab: jobs/processes  ↑↓ select  s sort  k kill  c checkpoint  l learning rate  q quit"
+)
+SORTS: Final[dict[str, Callable[[View], object]]] = {
+    "name": lambda view: view.name,
+    "speed": lambda view: -(view.speed or 0.0),
+    "loss": lambda view: (view.loss is None, view.loss or 0.0),
+    "learners": lambda view: -len(view.job.learners),
+    "age": lambda view: view.job.metrics.get("started") or 0,
+}
+STATE_STYLE: Final = {
+    State.RUNNING: "green",
+    State.UNREADABLE: "red",
+    State.ORPHANED: "red",
+    State.DEAD: "dim",
+}
+
+
+@dataclass
+class Asked:
+    """A question in the last line: y or n, or a text."""
+
+    text: str
+    done: Callable[[str], None]
+    takes_text: bool = False
+    typed: str = ""
+
+
+@dataclass
+class Top:
+    """State of the display. alone: whether only jobs of one user are shown."""
+
+    alone: bool = True
+    views: Sequence[View] = ()
+    sort: str = "name"
+    chosen: str = ""
+    """Name of the job that is selected."""
+    pid: int = 0
+    """The process that is selected; 0 if jobs are."""
+    message: str = ""
+    asked: Asked | None = None
+    ended: bool = False
+    _outcomes: queue.Queue[str] = field(default_factory=queue.Queue)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def take(self, views: Sequence[View]) -> None:
+        """Show these jobs; the selection stays if it is still there."""
+        self.views = sorted(views, key=lambda view: view.name)
+        self.views = sorted(self.views, key=SORTS[self.sort])  # type: ignore[arg-type]
+        if self.views and self.job is None:
+            self.chosen = self.views[0].name
+        if self.pid and self.pid not in [one.pid for one in self.processes]:
+            self.pid = self.processes[0].pid if self.processes else 0
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.message = self._outcomes.get_nowait()
+
+    @property
+    def job(self) -> View | None:
+        """The job that is selected."""
+        return next((view for view in self.views if view.name == self.chosen), None)
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """Those of the job that is selected."""
+        return self.job.processes if self.job else ()
+
+    # -- keys -----------------------------------------------------------------------------------
+
+    def press(self, key: str) -> None:
+        """React to a key."""
+        if self.asked is not None:
+            self._answer(self.asked, key)
+        elif key in ("q", "escape"):
+            self.ended = True
+        elif key in ("up", "down", "page up", "page down"):
+            self._move((-1 if "up" in key else 1) * (10 if "page" in key else 1))
+        elif key in ("tab", "enter"):
+            self.pid = 0 if self.pid or not self.processes else self.processes[-1].pid
+        elif key == "s":
+            names = list(SORTS)
+            self.sort = names[(names.index(self.sort) + 1) % len(names)]
+            self.take(self.views)
+        elif self.job is not None and key in "kcl" and key:
+            {"k": self._kill, "c": self._checkpoint, "l": self._set}[key](self.job)
+
+    def _move(self, by: int) -> None:
+        if self.pid:
+            pids = [one.pid for one in self.processes]
+            self.pid = pids[min(max(pids.index(self.pid) + by, 0), len(pids) - 1)]
+        elif self.views:
+            names = [view.name for view in self.views]
+            at = names.index(self.chosen) if self.chosen in names else 0
+            self.chosen = names[min(max(at + by, 0), len(names) - 1)]
+
+    def _answer(self, asked: Asked, key: str) -> None:
+        if asked.takes_text and key not in ("enter", "escape"):
+            asked.typed = asked.typed[:-1] if key == "back" else (asked.typed + key)[:40]
+            return
+        self.asked = None
+        if key == "escape" or (asked.takes_text and not asked.typed):
+            self.message = ""
+        elif asked.takes_text or key in "yY":
+            asked.done(asked.typed)
+
+    def _kill(self, view: View) -> None:
+        one = next((one for one in view.processes if one.pid == self.pid), None)
+        if one is None:
+            self.message = "select a process first: tab, then ↑ and ↓"
+            return
+        row = {} if one.row is None else {"row": str(one.row)}
+        values = {"role": one.role.value, "pid": str(one.pid)} | row
+        question = f"kill the {one.name} of {view.name}, pid {one.pid}? (y/n) "
+        self.asked = Asked(question, lambda _: self._perform(view.name, "kill", values))
+
+    def _checkpoint(self, view: View) -> None:
+        question = f"write a checkpoint of {view.name}? (y/n) "
+        self.asked = Asked(question, lambda _: self._perform(view.name, "checkpoint", {}))
+
+    def _set(self, view: View) -> None:
+        def done(typed: str) -> None:
+            self._perform(view.name, "set", {"settings": f"lr={typed}"})
+
+        lr = view.job.hyperparameters.get("lr")
+        now = f" (now {lr:g})" if lr is not None else ""
+        self.asked = Asked(f"learning rate of {view.name}{now}: ", done, takes_text=True)
+
+    def _perform(self, job: str, action: str, values: dict[str, str]) -> None:
+        """Act in a thread, while the display continues."""
+
+        def act() -> None:
+            try:
+                self._outcomes.put(actions.perform(job, action, values))
+            except GadeiError as error:
+                self._outcomes.put(str(error))
+            except Exception as error:
+                self._outcomes.put(f"{action}: {type(error).__name__}: {error}")
+
+        self.message = f"{action} of {job} ..."
+        threading.Thread(target=act, daemon=True).start()
+
+    # -- display --------------------------------------------------------------------------------
+
+    def render(self, columns: int, lines: int) -> RenderableType:
+        """Lay out the display for a terminal of this size."""
+        processes = self._process_lines(max(0, lines - LEAST_JOBS - 5))
+        left = max(1, lines - len(processes.rows) - 5)
+        asked = self.asked
+        last = f"{asked.text}{asked.typed}" if asked else self.message
+        parts: list[RenderableType] = [
+            Text(f"gadei-ps top: {counted(len(self.views), 'job')}, by {self.sort}", style="bold"),
+            self._job_lines(left) if self.views else Text("no job is running"),
+            "",
+        ]
+        parts += [processes] if processes.rows else []
+        style = "bold" if last else "dim"
+        return Group(*parts, Text(last or HELP, style, no_wrap=True, overflow="ellipsis"))
+
+    def _job_lines(self, most: int) -> FittedTable:
+        numbers = ("model", "learners", "speed", "loss", "queue", "failovers", "age")
+        names = ("job", "state", *numbers) if self.alone else ("job", "user", "state", *numbers)
+        made = FittedTable(
+            names,
+            right=numbers,
+            whole=("job", "state", "speed", "age"),
+            dispensable=("model", "queue", "failovers", "age"),
+        )
+        at = next((i for i, view in enumerate(self.views) if view.name == self.chosen), 0)
+        first = max(0, min(at - most // 2, len(self.views) - most))
+        for view in self.views[first : first + most]:
+            job, values = view.job, view.job.metrics
+            is_chosen = view.name == self.chosen
+            style = "" if not is_chosen else "bold" if self.pid else "reverse"
+            cells: dict[str, str | Text] = {
+                "job": Text(f"{'>' if is_chosen else ' '} {job.name}", style=style),
+                "user": str(job.uid),
+                "state": Text(view.state, style=STATE_STYLE.get(job.state, "yellow")),
+                "model": size(job.model.bytes) if job.model else "",
+                "learners": str(len(job.learners)),
+                "speed": f"{rate(view.speed)} {view.unit}" if view.speed is not None else "",
+                "loss": f"{view.loss:.4g}" if view.loss is not None else "",
+                "queue": str(view.queue),
+                "failovers": str(values.get("failovers", "")),
+                "age": age(started) if (started := values.get("started")) else "",
+            }
+            made.add_row(*(cells[name] for name in names))
+        return made
+
+    def _process_lines(self, most: int) -> FittedTable:
+        numbers = ("pid", "CPU", "memory", "speed", "applied", "queue", "staleness", "loss")
+        made = FittedTable(
+            ("process", *numbers),
+            right=numbers,
+            whole=("process",),
+            dispensable=("applied", "memory", "queue"),
+        )
+        there = list(self.processes)
+        at = next((i for i, one in enumerate(there) if one.pid == self.pid), 0)
+        first = max(0, min(at - most // 2, len(there) - most))
+        for one in there[first : first + most]:
+            made.add_row(*self._process_cells(one))
+        return made
+
+    def _process_cells(self, one: Process) -> list[str | Text]:
+        view, is_chosen = self.job, one.pid == self.pid
+        cpu = f"{one.cpu_percent:.0f}%" if one.cpu_percent is not None else ""
+        cells: list[str | Text] = [
+            Text(f"{'>' if is_chosen else ' '} {one.name}", style="reverse" if is_chosen else ""),
+            str(one.pid),
+            cpu,
+            size(one.memory_bytes),
+        ]
+        if view is None or one.row is None:
+            return [*cells, "", "", "", "", ""]
+        values = view.learner(one.row).metrics
+        speed = (view.rates or {}).get(one.row)
+        loss = values["loss"]
+        return [
+            *cells,
+            rate(speed) if speed is not None else "",
+            f"{values['applied']:,}",
+            str(values["queue"] or 0),
+            f"{values['staleness_mean']:.1f}",
+            f"{loss:.4g}" if loss is not None else "",
+        ]
+
+
+def run(uid: int | None, job: str | None, *, alone: bool) -> None:
+    """Show the display until the user ends it, or the terminal is closed. Raises UsageError.
+
+    uid: as for Watcher. job: the only one to show; None: all. alone: whether only jobs of one user
+    are shown.
+    """
+    watcher, top = Watcher(uid), Top(alone=alone)
+
+    def look() -> list[View]:
+        views = watcher.look() if job is None else [one for one in [watcher.look_at(job)] if one]
+        return [view for view in views if view.job.state is not State.DEAD]
+
+    with Screen() as screen, contextlib.suppress(EOFError, OSError):
+        while not top.ended:
+            top.take(look())
+            screen.draw(top.render(*screen.size))
+            for key in screen.keys(INTERVAL_S):
+                top.press(key)
+                screen.draw(top.render(*screen.size))
+                if top.ended:
+                    break

@@ -1,0 +1,142 @@
+"""`gadei-ps top` in a terminal: what it shows, its keys, and that the terminal is restored."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from shell import Cli
+from support import daemon, eventually, status
+from support.terminal import Terminal
+
+from gadei_ps.dashboard.screen import ENTER, LEAVE
+from gadei_ps.learners.client import Client
+
+TENSORS = [{"name": "w", "shape": [8]}]
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Shown(Terminal):
+    """top of one job in a terminal of 80 columns and 24 lines, and the lines that it shows.
+
+    Only of this job: the keys must not reach those of other tests.
+    """
+
+    def __init__(self, cli: Cli, job: str, more: str = "") -> None:
+        line = shlex.join([sys.executable, "-m", "gadei_ps", "top", job])
+        super().__init__(cli.directory, f"stty rows 24 cols 80; {more} exec {line}")
+
+    @property
+    def lines(self) -> list[str]:
+        """The screen as it is now."""
+        found = [""] * 24
+        for at, text in re.findall(r"\x1b\[(\d+);1H((?:(?!\x1b\[\d+;1H).)*)", self.err, re.S):
+            found[int(at) - 1] = CONTROL.sub("", text)
+        return found
+
+    def await_text(self, text: str) -> None:
+        eventually(lambda: any(text in line for line in self.lines), what=lambda: self.err[-3000:])
+
+    def settings(self) -> Any:
+        """Modes of the terminal."""
+        return termios.tcgetattr(self._master)
+
+
+@pytest.fixture
+def client(job_name: str) -> Iterator[Client]:
+    with daemon(job_name, tensors=TENSORS), Client(job_name) as made:
+        push(made)
+        yield made
+
+
+def push(client: Client) -> None:
+    client.push({"w": np.ones(8, np.float32)}, loss=2.0, samples=3)
+    client.wait_applied()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_keys(cli: Cli, client: Client, job_name: str) -> None:
+    with Shown(cli, job_name) as top:
+        top.await_text(job_name)
+        eventually(lambda: push(client) or any("samples/s" in line for line in top.lines))
+        assert any("learner 0" in line and str(os.getpid()) in line for line in top.lines)
+        assert all(len(line) <= 80 for line in top.lines)
+        top.type("l")
+        top.await_text("learning rate of")
+        top.type("0.5\r")
+        top.await_text("lr 1 -> 0.5")
+        assert status(job_name)["settings"]["lr"] == 0.5
+        top.type("k")
+        top.await_text("select a process first")
+        top.type("\t\x1b[A\x1b[A\x1b[A\x1b[A")
+        pid = status(job_name)["server_pid"]
+        eventually(lambda: any(line.startswith("> watchdog") for line in top.lines))
+        top.type("\x1b[B")
+        eventually(lambda: any(line.startswith("> server") for line in top.lines))
+        top.type("k")
+        top.await_text(f"pid {pid}? (y/n)")
+        top.type("n")
+        top.type("k")
+        top.await_text(f"pid {pid}? (y/n)")
+        assert status(job_name)["server_pid"] == pid
+        top.type("y")
+        top.await_text(f"sent SIGKILL to the server of job {job_name}")
+        eventually(lambda: status(job_name)["server_pid"] != pid)
+        top.type("s")
+        top.await_text("by speed")
+        top.type("q")
+        assert top.wait() == 0
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("how", ["ctrl-c", "SIGTERM", "closed"])
+def test_the_end(how: str, cli: Cli, client: Client, job_name: str) -> None:
+    """The terminal is as it was, however the display ends; without colours, too."""
+    with Shown(cli, job_name, "echo ready; read line; export NO_COLOR=1;") as top:
+        eventually(lambda: "ready" in top.err)
+        before = top.settings()
+        top.type("\n")
+        top.await_text(job_name)
+        assert ENTER in top.err
+        assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", top.err), "a colour"
+        if how == "closed":
+            top.close()
+            assert top.wait() == 128 + signal.SIGHUP
+            return
+        if how == "ctrl-c":
+            top.interrupt()
+        else:
+            os.kill(top.process.pid, signal.SIGTERM)
+        assert top.wait() == 128 + (signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
+        eventually(lambda: LEAVE in top.err)
+        assert top.settings() == before
+
+
+def test_without_a_job(cli: Cli, job_name: str) -> None:
+    with Shown(cli, job_name) as top:
+        top.await_text("no job is running")
+        top.type("kcl\t\x1b[A\x1b[5~x\x1b[Z")
+        time.sleep(0.1)
+        assert "no job is running" in "".join(top.lines)
+        size = struct.pack("HHHH", 5, 40, 0, 0)
+        fcntl.ioctl(top._master, termios.TIOCSWINSZ, size)
+        eventually(lambda: top.err.count("\x1b[2J") > 1)
+        top.type("q")
+        assert top.wait() == 0
+
+
+def test_it_needs_a_terminal(cli: Cli) -> None:
+    result = cli("top")
+    assert result.code == 2
+    assert "status --watch" in result.error

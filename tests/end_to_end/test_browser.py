@@ -1,0 +1,142 @@
+"""The dashboard in a real Chromium, from an empty page to a job that has ended.
+
+Skipped without playwright or Chromium (Debian's package; playwright's own is not fetched).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from shell import Cli
+from support import eventually, status
+
+for name in ("starlette", "uvicorn", "jinja2", "playwright"):
+    pytest.importorskip(name)
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium: install chromium")
+
+LEARNER = """
+    import time
+    import numpy as np
+    from gadei_ps.learners.client import Client
+
+    with Client(tensors={"w": np.zeros(1000)}) as client:
+        while not client.stopping:
+            loss = 0.1 + 2 * 0.995 ** client.published
+            client.push({"w": np.full(1000, 0.001)}, loss=loss, samples=4)
+            time.sleep(0.02)
+"""
+WAIT_MS = 60_000
+PAGE_BYTES = 100_000
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """A page of a browser; errors of its scripts fail the test."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"]
+        )
+        context = browser.new_context(viewport={"width": 1100, "height": 800})
+        made = context.new_page()
+        made.set_default_timeout(WAIT_MS)
+        problems: list[str] = []
+        made.on("pageerror", lambda error: problems.append(str(error)))
+        made.on("console", lambda one: problems.append(one.text) if one.type == "error" else None)
+        yield made
+        browser.close()
+    assert problems == []
+
+
+def open_dashboard(cli: Cli) -> str:
+    running = cli.start("dashboard", "--port", 0, "--json")
+    eventually(lambda: running.out or running.process.poll() is not None, what=lambda: running.err)
+    return str(json.loads(running.out)["url"])
+
+
+def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
+    link = open_dashboard(cli)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(link)
+    page.get_by_role("heading", name="Jobs").wait_for()
+    assert "token" not in page.url
+    assert page.get_by_role("link", name=job_name).count() == 0
+    file = cli.directory / "learner.py"
+    file.write_text(textwrap.dedent(LEARNER))
+    cli.made(job_name)
+    run = cli.start("run", job_name, "--learners", 2, "--lr", "0.5", sys.executable, file)
+
+    page.get_by_role("link", name=job_name).click()
+    page.locator(".chart h3", has_text="loss").first.wait_for()
+    page.locator("#events li", has_text="learner 1 attached").wait_for()
+    page.locator(".chart h3", has_text="samples/s").wait_for()
+    assert page.evaluate("shown.runs[0].series.loss.at(-1)") > 0
+
+    page.locator("#settings").fill("lr=0.25")
+    page.get_by_role("button", name="Set").click()
+    page.locator("#result", has_text="lr 0.5 -> 0.25").wait_for()
+    page.locator("#events li", has_text="set lr 0.5 -> 0.25").wait_for()
+    assert status(job_name)["settings"]["lr"] == 0.25
+
+    eventually(lambda: status(job_name)["standby_pid"])
+    active = status(job_name)["server_pid"]
+    kill = page.get_by_role("button", name=f"Kill server, pid {active}")
+    kill.focus()
+    kill.press("Enter")  # by the keyboard
+    page.locator("#result", has_text=f"pid {active}").wait_for()
+    page.locator("#events li", has_text=re.compile(r"failover in \d")).wait_for()
+    marks = "shown.runs[0].events.filter((one) => one.kind === 'failover').length"
+    assert page.evaluate(marks) == 1
+    assert status(job_name)["server_pid"] != active
+    before = page.evaluate("shown.runs[0].time.length")
+    eventually(lambda: page.evaluate("shown.runs[0].time.length") > before)
+
+    look(page)
+    origin = page.evaluate("location.origin")
+    assert {one for one in asked if not one.startswith((origin, "data:", "blob:"))} == set()
+
+    with page.expect_download() as download:
+        page.get_by_role("button", name="PNG").click()
+    assert download.value.path().read_bytes().startswith(b"\x89PNG")
+    page.get_by_role("button", name="Stop").click()
+    page.locator("#banner", has_text="The job has ended").wait_for()
+    run.wait()
+
+    page.get_by_role("link", name="Runs").click()
+    page.get_by_role("link", name=job_name).click()
+    page.locator(".chart h3", has_text="loss").first.wait_for()
+    page.locator("#events li", has_text="failover in").wait_for()
+
+
+def look(page: Any) -> None:
+    """Size and speed of the page; a narrow screen, dark mode, and names for screen readers."""
+    url = page.url
+    page.goto(url)
+    page.locator(".chart h3", has_text="loss").first.wait_for()
+    sizes = page.evaluate(
+        "performance.getEntries().filter((one) => one.transferSize)"
+        ".map((one) => one.transferSize).reduce((a, b) => a + b)"
+    )
+    assert 0 < sizes < PAGE_BYTES
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+    unnamed = "[...document.querySelectorAll('button, input:not([type=hidden]), select')].filter("
+    unnamed += "(one) => !one.textContent.trim() && !one.labels?.length && !one.ariaLabel).length"
+    assert page.evaluate(unnamed) == 0
+    assert "last value" in page.locator(".chart").first.get_attribute("aria-label")
+    page.set_viewport_size({"width": 1100, "height": 800})
+    page.emulate_media(color_scheme="light")

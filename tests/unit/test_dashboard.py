@@ -1,0 +1,116 @@
+"""Parts of the dashboard without a server: columns of a history, its new lines, and hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gadei_ps.dashboard import series
+from gadei_ps.errors import UsageError
+from gadei_ps.storage.history_file import HistoryFile, line
+
+pages = pytest.importorskip("gadei_ps.dashboard.pages", exc_type=ImportError)
+serving = pytest.importorskip("gadei_ps.dashboard.serving", exc_type=ImportError)
+
+
+def point(time: float, **more: Any) -> dict[str, Any]:
+    return {"time": time, "version": int(time), "samples": int(time), "gradients_applied": 1} | more
+
+
+def test_columns() -> None:
+    lines = [
+        point(1.0, loss=2.0, samples_per_s=8.0),
+        {"time": 1.5, "version": 1, "set": {"lr": [1.0, 0.5]}},
+        {"time": 2.0, "version": 2, "measured": {"accuracy": 0.5, "epoch": 1.0}},
+        {"time": 2.5, "version": 2, "event": "failover", "ms": 3.25, "pid": 1, "dead_pid": 2},
+        point(3.0, loss=None, samples_per_s=4.0),
+        {"time": 4.0, "version": 3, "ended": "finished"},
+        point(5.0, loss=1.0, samples_per_s=2.0, reported={"penalty": 0.25, "name": "x"}),
+    ]
+    made = series.columns(lines)
+    assert made["time"] == [1.0, 2.0, 3.0, 5.0]
+    assert made["series"] == {
+        "accuracy": [None, 0.5, None, None],
+        "loss": [2.0, None, None, 1.0],
+        "penalty": [None, None, None, 0.25],
+        "samples_per_s": [8.0, None, 4.0, 2.0],
+    }
+    assert [(one["kind"], one["text"]) for one in made["events"]] == [
+        ("set", "set lr 1 -> 0.5"),
+        ("failover", "failover in 3.2 ms"),
+        ("ended", "finished"),
+    ]
+    table = series.as_csv([*lines, {"time": 5.0, "command": "=cmd()"}]).split("\r\n")
+    assert table[0].startswith("time,version,")
+    assert table[0].endswith(",event")
+    assert table[8].endswith(",'=cmd()"), "a spreadsheet would run it"
+    assert series.columns([])["series"] == {}
+
+
+def test_new_lines(tmp_path: Path) -> None:
+    """Each line once, also if the file is thinned or another one meanwhile."""
+    path = tmp_path / "history.jsonl"
+    file = HistoryFile(path, most=10)
+    file.append(line(point(1.0)))
+    tail = series.Tail(path)
+    assert [one["time"] for one in tail.first] == [1.0]
+    assert tail.read() == []
+    seen = []
+    for at in range(2, 40):
+        file.append(line(point(float(at))))
+        seen += [one["time"] for one in tail.read()]
+    file._thin()
+    file.append(line(point(40.0)))
+    seen += [one["time"] for one in tail.read()]
+    assert seen == [float(at) for at in range(2, 41)]
+    with path.open("ab") as torn:
+        torn.write(line(point(41.0))[:-5])
+        torn.flush()
+        assert tail.read() == []
+        torn.write(line(point(41.0))[-5:])
+    assert [one["time"] for one in tail.read()] == [41.0]
+    path.unlink()
+    assert tail.read() == []
+    with pytest.raises(UsageError, match="No such file"):
+        series.read(path)
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "refused"),
+    [
+        ("127.0.0.1", "localhost:1", False),
+        ("127.0.0.1", "[::1]:8470", False),
+        ("127.0.0.1", "LOCALHOST", False),
+        ("127.0.0.1", "10.0.0.1:8470", True),
+        ("127.0.0.1", "", True),
+        ("127.0.0.1", "localhost:x", True),
+        ("127.0.0.1", "localhost/path", True),
+        ("10.0.0.1", "10.0.0.1:8470", False),
+        ("10.0.0.1", "192.168.1.1", False),
+        ("10.0.0.1", "gadei.example", True),
+    ],
+)
+def test_hosts(host: str, asked: str, refused: bool) -> None:
+    access = serving.access(serving.Options(host, 8470), 8470)
+    headers = pytest.importorskip("starlette.datastructures").Headers(
+        {"host": asked, "cookie": f"gadei_ps_8470={access.session}"}
+    )
+    refusal = access.refusal("GET", headers)
+    assert (refusal is not None and refusal[0] == 421) == refused
+
+
+def test_links() -> None:
+    for host, wanted in (("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("box", "box")):
+        link = serving.link(serving.Options(host, 1), 8470, "x")
+        assert link == f"http://{wanted}:8470/?token=x"
+
+
+def test_static_files_have_licences() -> None:
+    names = set(pages.static_files())
+    assert {"app.js", "style.css", "htmx.min.js", "uPlot.min.js", "uPlot.min.css"} <= names
+    folder = Path(pages.__file__).parent / "static"
+    for licence in ("htmx.LICENSE", "uPlot.LICENSE"):
+        assert (folder / licence).read_text()
+        assert licence not in names
