@@ -16,6 +16,7 @@ from gadei_ps.dashboard import actions
 from gadei_ps.dashboard.data import Process, View, Watcher
 from gadei_ps.dashboard.screen import Screen
 from gadei_ps.errors import GadeiError
+from gadei_ps.job import paths
 from gadei_ps.monitoring.reading import State
 from gadei_ps.show.counts import counted, rate
 from gadei_ps.show.tables import FittedTable, age, size
@@ -50,6 +51,10 @@ class Asked:
     typed: str = ""
 
 
+def _key(view: View) -> tuple[str, int]:
+    return view.name, view.job.uid
+
+
 @dataclass
 class Top:
     """State of the display. alone: whether only jobs of one user are shown."""
@@ -57,8 +62,8 @@ class Top:
     alone: bool = True
     views: Sequence[View] = ()
     sort: str = "name"
-    chosen: str = ""
-    """Name of the job that is selected."""
+    chosen: tuple[str, int] = ("", -1)
+    """Name and user of the job that is selected: root sees jobs of several users."""
     pid: int = 0
     """The process that is selected; 0 if jobs are."""
     message: str = ""
@@ -73,7 +78,7 @@ class Top:
         self.views = sorted(views, key=lambda view: view.name)
         self.views = sorted(self.views, key=SORTS[self.sort])  # type: ignore[arg-type]
         if self.views and self.job is None:
-            self.chosen = self.views[0].name
+            self.chosen = _key(self.views[0])
         if self.pid and self.pid not in [one.pid for one in self.processes]:
             self.pid = self.processes[0].pid if self.processes else 0
         with contextlib.suppress(queue.Empty):
@@ -83,7 +88,7 @@ class Top:
     @property
     def job(self) -> View | None:
         """The job that is selected."""
-        return next((view for view in self.views if view.name == self.chosen), None)
+        return next((view for view in self.views if _key(view) == self.chosen), None)
 
     @property
     def processes(self) -> Sequence[Process]:
@@ -107,6 +112,10 @@ class Top:
             self.sort = names[(names.index(self.sort) + 1) % len(names)]
             self.take(self.views)
         elif self.job is not None and key in "kcl" and key:
+            if self.job.job.uid != paths.owner():
+                # Actions name a job of this user: one of the same name would be changed.
+                self.message = f"{self.job.name} is of user {self.job.job.uid}: act as that user"
+                return
             {"k": self._kill, "c": self._checkpoint, "l": self._set}[key](self.job)
 
     def _move(self, by: int) -> None:
@@ -114,9 +123,9 @@ class Top:
             pids = [one.pid for one in self.processes]
             self.pid = pids[min(max(pids.index(self.pid) + by, 0), len(pids) - 1)]
         elif self.views:
-            names = [view.name for view in self.views]
-            at = names.index(self.chosen) if self.chosen in names else 0
-            self.chosen = names[min(max(at + by, 0), len(names) - 1)]
+            keys = [_key(view) for view in self.views]
+            at = keys.index(self.chosen) if self.chosen in keys else 0
+            self.chosen = keys[min(max(at + by, 0), len(keys) - 1)]
 
     def _answer(self, asked: Asked, key: str) -> None:
         if asked.takes_text and key not in ("enter", "escape"):
@@ -190,11 +199,11 @@ class Top:
             whole=("job", "state", "speed", "age"),
             dispensable=("model", "queue", "failovers", "age"),
         )
-        at = next((i for i, view in enumerate(self.views) if view.name == self.chosen), 0)
+        at = next((i for i, view in enumerate(self.views) if _key(view) == self.chosen), 0)
         first = max(0, min(at - most // 2, len(self.views) - most))
         for view in self.views[first : first + most]:
             job, values = view.job, view.job.metrics
-            is_chosen = view.name == self.chosen
+            is_chosen = _key(view) == self.chosen
             style = "" if not is_chosen else "bold" if self.pid else "reverse"
             cells: dict[str, str | Text] = {
                 "job": Text(f"{'>' if is_chosen else ' '} {job.name}", style=style),

@@ -20,8 +20,11 @@ from shell import Cli
 from support import daemon, eventually, status
 from support.terminal import Terminal
 
+from gadei_ps.dashboard.data import View
 from gadei_ps.dashboard.screen import ENTER, LEAVE
+from gadei_ps.dashboard.top import Top
 from gadei_ps.learners.client import Client
+from gadei_ps.monitoring.reading import Job, State
 
 TENSORS = [{"name": "w", "shape": [8]}]
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -63,6 +66,24 @@ def client(job_name: str) -> Iterator[Client]:
 def push(client: Client) -> None:
     client.push({"w": np.ones(8, np.float32)}, loss=2.0, samples=3)
     client.wait_applied()
+
+
+def test_jobs_of_two_users_with_one_name() -> None:
+    """Each can be selected, and no action meant for one of them reaches the other."""
+    ours = os.getuid()
+    top = Top(alone=False)
+    top.take([View(Job("train", uid, State.RUNNING), 0.0, "samples/s") for uid in (ours, ours + 1)])
+    assert top.job is not None
+    assert top.job.job.uid == ours
+    top.press("c")
+    assert top.asked is not None
+    top.press("n")
+    top.press("down")
+    assert top.job.job.uid == ours + 1
+    for key in "kcl":
+        top.press(key)
+        assert top.asked is None
+        assert "act as that user" in top.message
 
 
 @pytest.mark.usefixtures("compiled")
