@@ -120,12 +120,14 @@ def test_installed(environment: Environment, job_name: str) -> None:
         "lib/sysusers.d/gadei-ps.conf",
         "lib/tmpfiles.d/gadei-ps.conf",
         "share/man/man1/gadei-ps-serve.1",
+        "share/doc/gadei-ps/scripts/data.md",
         "share/bash-completion/completions/gadei-ps",
         "share/zsh/site-functions/_gadei-ps",
         "share/fish/vendor_completions.d/gadei-ps.fish",
     ):
         assert (environment.directory / name).is_file(), name
     check_that_jobs_run(environment, job_name)
+    assert environment("docs", "exit-codes").stdout.startswith("# Exit codes\n")
     printed = environment("install-unit", "--user", "--print")
     assert f"ExecStart={environment.directory}/bin/gadei-ps serve " in printed.stdout, printed
     assert codes(environment.cache) == codes(cache.directory())
