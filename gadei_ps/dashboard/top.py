@@ -23,9 +23,7 @@ from gadei_ps.show.tables import FittedTable, age, size
 
 INTERVAL_S: Final = 0.5
 LEAST_JOBS: Final = 3  # lines for jobs, however many processes one has
-HELP: Final = (
-    "tab: jobs/processes  ↑↓ select  s sort  k kill  c checkpoint  l learning rate  q quit"
-)
+HELP: Final = "tab processes  ↑↓ select  s sort  k kill  c checkpoint  l learning rate  q quit"
 SORTS: Final[dict[str, Callable[[View], object]]] = {
     "name": lambda view: view.name,
     "speed": lambda view: -(view.speed or 0.0),

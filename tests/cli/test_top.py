@@ -147,6 +147,7 @@ def test_the_end(how: str, cli: Cli, client: Client, job_name: str) -> None:
 def test_without_a_job(cli: Cli, job_name: str) -> None:
     with Shown(cli, job_name) as top:
         top.await_text("no job is running")
+        top.await_text("q quit")  # the help is not cut off
         top.type("kcl\t\x1b[A\x1b[5~x\x1b[Z")
         time.sleep(0.1)
         assert "no job is running" in "".join(top.lines)
