@@ -24,6 +24,8 @@ STOP_END_S = 15.0  # for what comes after that
 LEARNERS_END_S, LEARNERS_KILL_S = 1.0, 2.0
 WRITER_KILL_S = 2.0  # of checkpoints
 HISTORY_END_S, HISTORY_KILL_S = 1.0, 1.0
+MONITORS_END_S, MONITORS_KILL_S = 3.0, 1.0
+"""Limits for each process that exports metrics or writes curves; there are two at most."""
 SERVER_END_S = 5.0
 SERVER_KILL_S = 2.0  # then it is frozen, or the kernel blocks it
 FORK_SERVER_KILL_S = 5.0
@@ -38,6 +40,7 @@ LONGEST_END_S = (
     + WRITER_KILL_S
     + HISTORY_END_S
     + HISTORY_KILL_S
+    + 2 * (MONITORS_END_S + MONITORS_KILL_S)
     + 2 * 2 * SERVER_END_S
     + FORK_SERVER_KILL_S
     + 2 * MAKER_END_S

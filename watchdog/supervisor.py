@@ -43,6 +43,7 @@ from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.monitors import Monitors
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.requests import Requests
@@ -88,6 +89,7 @@ class Supervisor:
         )
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
         self._history = History(self.memory, self._selector, self._log)
+        self._monitors = Monitors(config, self._selector, self._log)
         self._learners: JobLearners | None = None
         self._stopping = Stopping(
             self.memory,
@@ -350,6 +352,7 @@ class Supervisor:
         self._roster.look(now)
         self._roster.kill_hung(now)
         self._history.look(now, self._servers.take_failovers())
+        self._monitors.look(now)
         if not self._stopping.begun:
             self._checkpoints.look(now)
             self._wanted.look()
@@ -453,6 +456,7 @@ class Supervisor:
             self._learners.end()
         self._checkpoints.end()
         self._history.end(self._stopping.finished, self._servers.take_failovers())
+        self._monitors.end()  # after the last line of the history
         self._servers.end(leave=self._leave)
         if self._requests is not None:
             self._requests.end(self._failed)

@@ -26,7 +26,7 @@ from gadei_ps.job.optimizer_config import (
 )
 from gadei_ps.job.parameter_groups import Group
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, Schedule
-from gadei_ps.machine import placement, process, user_files
+from gadei_ps.machine import addresses, placement, process, user_files
 from gadei_ps.memory import layout
 from gadei_ps.memory.shm import JOB_NAME, check_job_name
 
@@ -151,6 +151,18 @@ class LearnersConfig(_Table):
     count: Whole = Field(1, ge=1, le=layout.MAX_LEARNERS)
 
 
+class MetricsConfig(_Table):
+    """[metrics]: metrics of the job for Prometheus, while it runs."""
+
+    listen: str = Field("127.0.0.1:9469", description="HOST:PORT")
+
+    @field_validator("listen")
+    @classmethod
+    def _listen(cls, value: str) -> str:
+        addresses.parse(value)
+        return value
+
+
 class JobConfig(_Table, allow_inf_nan=False):
     """A job: its name, how gradients are applied, and how much memory it may take."""
 
@@ -183,6 +195,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     core_dumps: bool = Field(False, description="of servers: a failover waits until it is written")
     when_idle: Literal["wait", "stop"] = "wait"
     history: bool = Field(True, description="loss, speed and changes over time, in a file")
+    metrics: MetricsConfig | None = None
     stop_after: StopAfterConfig = StopAfterConfig()
     checkpoint: CheckpointConfig | None = None
     learners: LearnersConfig | None = None

@@ -77,6 +77,11 @@ def read_changes(control: Segment) -> Changes:
         return NO_CHANGES
 
 
+def heads(fd: int, size: int) -> bytes:
+    """Copy the heads of both places, which differ after each change."""
+    return os.pread(fd, HEAD.size, AT) + os.pread(fd, HEAD.size, AT + _place(size))
+
+
 def texts(fd: int, size: int) -> bytes:
     """Copy both places. fd, size: of the control segment's file."""
     return os.pread(fd, 2 * _place(size), AT)

@@ -28,9 +28,9 @@ from gadei_ps.errors import NotOurs, in_words
 from gadei_ps.job import recorded
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import ownership
-from gadei_ps.memory import holds, layout, shm, totals
+from gadei_ps.memory import holds, layout, shm
 from gadei_ps.memory.layout import CONTROL, RECORD, RING, STATE, WEIGHTS, Phase, Work
-from gadei_ps.metrics import Kind
+from gadei_ps.metrics import Kind, Metric, Place
 
 Value = int | float | None
 
@@ -42,6 +42,17 @@ _RECORD_AT: Final = layout.offset(STATE, "record")
 _IN_USE_AT: Final = layout.offset(STATE, "journal")  # its first word
 _PAST_AT: Final = [layout.offset(CONTROL, f"past_{word}") for word in layout.PAST]
 _PAST: Final = slice(min(_PAST_AT), max(_PAST_AT) + 8)
+_ENTRY: Final = layout.ENTRY.names or ()
+_WORDS: Final = [name for name in CONTROL.names or () if CONTROL[name].kind in "uif"]
+_WORDS_ONLY: Final = np.dtype(
+    {
+        "names": _WORDS,
+        "formats": [CONTROL[name] for name in _WORDS],
+        "offsets": [layout.offset(CONTROL, name) for name in _WORDS],
+        "itemsize": CONTROL.itemsize,
+    }
+)
+"""The single words of CONTROL."""
 _OPTIMIZERS: Final = {int(kind): kind.name.lower() for kind in optimizers.Kind}
 
 
@@ -135,6 +146,7 @@ class Reader:
         self._uid = uid if uid is not None else os.geteuid() or None
         self._before: dict[tuple[str, int], Job] = {}
         self._recorded: dict[tuple[str, int], tuple[bytes, dict[str, Any]]] = {}
+        self._buffer = bytearray(CONTROL.itemsize)  # new memory for each job would cost page faults
 
     def names(self) -> list[tuple[str, int]]:
         """Return the names of all jobs that have memory, with their users, sorted."""
@@ -177,14 +189,14 @@ class Reader:
 
     def _read(self, key: tuple[str, int]) -> Job:
         """Read a job. Raises FileNotFoundError, NotOurs, OSError, ValueError."""
-        with _Files(*key) as files:
+        with _Files(*key, self._buffer) as files:
             control, whole = files.control()
             if control is None:
                 return Job(*key, State.UNREADABLE, files.problem)
             before = self._before.get(key)
-            text = recorded.texts(files.fd, files.size)
-            if self._recorded.get(key, (b"",))[0] != text:
-                self._recorded[key] = text, recorded.parsed(text)
+            heads = recorded.heads(files.fd, files.size)
+            if self._recorded.get(key, (b"",))[0] != heads:
+                self._recorded[key] = heads, recorded.parsed(recorded.texts(files.fd, files.size))
             made = _job(files, control, self._recorded[key][1])
             if not whole and before is not None and before.job_id == made.job_id:
                 # A server has died in the middle of a transaction, and no other has recovered yet.
@@ -195,28 +207,28 @@ class Reader:
 def _never_less(now: Job, before: Job) -> Job:
     """Replace counters that have decreased by their last values."""
     known = {(one.row, one.generation): one.metrics for one in before.learners}
-    learners = [
-        replace(one, metrics=_largest(one.metrics, old, _LEARNER_COUNTERS))
-        if (old := known.get((one.row, one.generation)))
-        else one
-        for one in now.learners
-    ]
-    found = _largest(now.metrics, before.metrics, _COUNTERS)
-    return replace(now, metrics=found, learners=tuple(learners))
+    learners = list(now.learners)
+    for number, one in enumerate(learners):
+        old = known.get((one.row, one.generation))
+        if old is not None and (less := _less(one.metrics, old, _LEARNER_COUNTERS)):
+            learners[number] = replace(one, metrics={**one.metrics, **less})
+    less = _less(now.metrics, before.metrics, _COUNTERS)
+    return replace(now, metrics={**now.metrics, **less}, learners=tuple(learners))
 
 
-def _largest(
+def _less(
     now: Mapping[str, Value], before: Mapping[str, Value], names: Sequence[str]
-) -> Mapping[str, Value]:
-    less = {name: before[name] for name in names if (now[name] or 0) < (before[name] or 0)}
-    return {**now, **less} if less else now
+) -> dict[str, Value]:
+    """Return the values before, of those that have decreased."""
+    return {name: before[name] for name in names if (now[name] or 0) < (before[name] or 0)}
 
 
 class _Files:
     """The open segments of one job. Raises FileNotFoundError, NotOurs, OSError."""
 
-    def __init__(self, job: str, uid: int) -> None:
-        self.job, self.uid = job, uid
+    def __init__(self, job: str, uid: int, buffer: bytearray) -> None:
+        """buffer: for the control record, which control() returns a view of."""
+        self.job, self.uid, self._buffer = job, uid, buffer
         self.problem = ""
         self.fd = self.open("control")
         try:
@@ -253,19 +265,19 @@ class _Files:
         control = None
         for _ in range(TRIES):
             idle = not self._in_use()
-            raw = os.pread(self.fd, CONTROL.itemsize, 0)
-            control = self._checked(raw)
+            control = self._checked(os.preadv(self.fd, [self._buffer], 0))
             if control is None:
                 return None, False
             past = os.pread(self.fd, _PAST.stop - _PAST.start, _PAST.start)
-            if idle and raw[_PAST] == past and not self._in_use():
+            if idle and self._buffer[_PAST] == past and not self._in_use():
                 return control, True
             time.sleep(TRY_S)
         return control, False
 
-    def _checked(self, raw: bytes) -> np.void | None:
-        size = layout.HEADER.itemsize
-        header = np.frombuffer(raw[:size].ljust(size, b"\0"), layout.HEADER)[0]
+    def _checked(self, size: int) -> np.void | None:
+        """Return the record of which `size` bytes were read; None with a `problem`."""
+        self._buffer[size:] = bytes(CONTROL.itemsize - size)
+        header = np.frombuffer(self._buffer, layout.HEADER, 1)[0]
         version = int(header["layout_version"])
         if int(header["magic"]) != layout.MAGIC:
             self.problem = "half made, or not the memory of a job"
@@ -273,10 +285,10 @@ class _Files:
             self.problem = (
                 f"made with layout version {version}, this program reads {layout.LAYOUT_VERSION}"
             )
-        elif len(raw) < CONTROL.itemsize:
-            self.problem = f"its control segment is truncated ({len(raw)} bytes)"
+        elif size < CONTROL.itemsize:
+            self.problem = f"its control segment is truncated ({size} bytes)"
         else:
-            control: np.void = np.frombuffer(raw, CONTROL)[0]
+            control: np.void = np.frombuffer(self._buffer, CONTROL)[0]
             return control
         return None
 
@@ -284,12 +296,11 @@ class _Files:
         """Return whether the server is within a transaction."""
         return self.state >= 0 and any(os.pread(self.state, 8, _IN_USE_AT))
 
-    def records(self, shards: int) -> np.ndarray | None:
-        """The records of the shards; None before the state is made."""
-        if self.state < 0:
-            return None
-        raw = os.pread(self.state, shards * RECORD.itemsize, _RECORD_AT)
-        return np.frombuffer(raw, RECORD) if len(raw) == shards * RECORD.itemsize else None
+    def torn(self, shards: int) -> int | None:
+        """Return the parts of gradients that were torn; None before the state is made."""
+        size = min(shards, layout.MAX_SHARDS) * RECORD.itemsize
+        raw = os.pread(self.state, size, _RECORD_AT) if self.state >= 0 else b""
+        return sum(np.frombuffer(raw, RECORD)["torn"].tolist()) if len(raw) == size > 0 else None
 
     def weights(self) -> tuple[np.void | None, int]:
         """The head of the weights segment, and the segment's size."""
@@ -320,42 +331,49 @@ class _Files:
 
 
 def _job(files: _Files, control: np.void, record: dict[str, Any]) -> Job:
+    words = dict(zip(_WORDS, control.view(_WORDS_ONLY).item(), strict=True))
     watchdog = holds.held(files.fd, holds.WATCHDOG)
     servers = [holds.held(files.fd, byte) for byte in holds.SERVERS]
-    phase = Phase(int(control["phase"]))
-    lease = int(control["lease_pid"])
-    lines = [int(one["pid"]) for one in control["server"]]
-    living = [pid for pid, there in zip(lines, servers, strict=True) if there and pid]
-    shards = min(int(control["shards"]), layout.MAX_SHARDS)
-    records = files.records(shards)
-    head, weights_bytes = files.weights() if int(control["model_ready"]) else (None, 0)
-    learners, rings_bytes = _learners(files, control)
+    phase, lease = Phase(words["phase"]), words["lease_pid"]
+    pids = control["server"]["pid"].tolist()
+    living = [pid for pid, there in zip(pids, servers, strict=True) if there and pid]
+    head, weights_bytes = files.weights() if words["model_ready"] else (None, 0)
+    rows, learners, rings_bytes = _learners(files, control, words["shards"])
     state_bytes = os.fstat(files.state).st_size if files.state >= 0 else 0
-    shared = files.size + weights_bytes + state_bytes + rings_bytes
     config, history = record.get("config"), record.get("history")
     return Job(
         name=files.job,
         uid=files.uid,
-        state=_state(phase, watchdog, bool(living), bool(control["model_ready"])),
+        state=_state(phase, watchdog, bool(living), bool(words["model_ready"])),
         job_id=control["header"]["job_id"].tobytes().hex(),
         phase=phase,
         metrics={
-            **dict.fromkeys(one.name for one in metrics.JOB),
-            **totals.of_job(control, None if records is None else {"record": records}),
-            "failovers": max(0, int(control["lease_generation"]) - 1),
+            **{one.name: _value(one, words, rows) for one in metrics.JOB},
+            "parts_torn": files.torn(words["shards"]),
+            "failovers": max(0, words["lease_generation"] - 1),
             "learners_attached": len(learners),
-            "shared_bytes": shared,
+            "shared_bytes": files.size + weights_bytes + state_bytes + rings_bytes,
         },
         learners=learners,
         model=None if head is None else _model(head),
-        **_settings(control),
-        watchdog_pid=int(control["watchdog_pid"]) if watchdog else None,
+        **_settings(control, words),
+        watchdog_pid=words["watchdog_pid"] if watchdog else None,
         server_pid=lease if lease in living else None,
         standby_pid=next((pid for pid in living if pid != lease), None),
-        fork_server_pid=int(control["fork_server_pid"]) or None if watchdog else None,
+        fork_server_pid=words["fork_server_pid"] or None if watchdog else None,
         config=config if isinstance(config, dict) else {},
         history=Path(history) if isinstance(history, str) else None,
     )
+
+
+def _value(one: Metric, words: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Value:
+    """Return a metric of a job that is in its control segment; None for others."""
+    if one.place is Place.CONTROL:
+        return words[one.word]  # type: ignore[no-any-return]
+    if one.place is Place.ROSTER:
+        # Rows of learners that have left are zero, and their counts are in the past ones.
+        return words[f"past_{one.word}"] + sum(row[one.word] for row in rows)  # type: ignore[no-any-return]
+    return None
 
 
 def _state(phase: Phase, watchdog: bool, servers: bool, has_model: bool) -> State:
@@ -370,21 +388,20 @@ def _model(head: np.void) -> Model:
     return Model(int(head["tensors"]), int(head["values"]), 4 * int(head["elements"]))
 
 
-def _settings(control: np.void) -> dict[str, Any]:
+def _settings(control: np.void, words: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of Job on the synchronization model, the optimizer and the batches."""
-    done, wanted = int(control["sync_done"]), int(control["sync_wanted"])
+    done, wanted = words["sync_done"], words["sync_wanted"]
     texts = [one.tobytes().rstrip(b"\0").decode(errors="replace") for one in control["sync_text"]]
-    kind = _OPTIMIZERS.get(int(control["optimizer"]), "")
-    packed = control["hyper"][max(0, int(control["groups"]) - 1) % layout.MAX_GROUPS]
-    numbers = {name: float(packed[at]) for name, at in _places(kind).items()}
-    is_work = int(control["work"]) != Work.NONE
-    names = ("batches", "epochs", "epochs_done") if is_work else ()
+    kind = _OPTIMIZERS.get(words["optimizer"], "")
+    packed = control["hyper"][max(0, words["groups"] - 1) % layout.MAX_GROUPS].tolist()
+    numbers = {name: packed[at] for name, at in _places(kind).items()}
+    names = ("batches", "epochs", "epochs_done") if words["work"] != Work.NONE else ()
     return {
         "sync": texts[done % 2],
         "sync_wanted": texts[wanted % 2] if wanted != done else "",
         "optimizer": kind,
         "hyperparameters": {name: one for name, one in numbers.items() if math.isfinite(one)},
-        "work": {name: int(control[name]) for name in names},
+        "work": {name: words[name] for name in names},
     }
 
 
@@ -397,38 +414,45 @@ def _places(kind: str) -> dict[str, int]:
     return {name: at.get(name, getattr(optimizers, name.upper(), -1)) for name in names}
 
 
-def _learners(files: _Files, control: np.void) -> tuple[tuple[Learner, ...], int]:
-    """The learners, and the bytes of their rings."""
+def _learners(
+    files: _Files, control: np.void, shards: int
+) -> tuple[list[dict[str, Any]], tuple[Learner, ...], int]:
+    """The rows of learners, the learners, and the bytes of their rings."""
     roster = control["roster"]
-    shards = min(int(control["shards"]), layout.MAX_SHARDS)
+    numbers = np.flatnonzero(roster["generation"] != roster["retired"])
+    rows = [dict(zip(_ENTRY, one, strict=True)) for one in roster[numbers].tolist()]
     made, size = [], 0
-    for row in np.flatnonzero(roster["generation"] != roster["retired"]).tolist():
+    for row, entry in zip(numbers.tolist(), rows, strict=True):
         ring, ring_bytes = files.ring(row, int(control["ring_inode"][row]))
-        if roster[row]["name"] != layout.REPLICA:
-            made.append(_learner(row, roster[row], ring, shards))
+        if entry["name"] != layout.REPLICA:
+            made.append(_learner(row, entry, ring, min(shards, layout.MAX_SHARDS)))
         size += ring_bytes
-    return tuple(made), size
+    return rows, tuple(made), size
 
 
-def _learner(row: int, entry: np.void, ring: np.void | None, shards: int) -> Learner:
-    found: dict[str, Value] = dict.fromkeys(one.name for one in metrics.LEARNER)
-    found |= totals.of_learner(entry)
-    applied, consumed = int(entry["applied"]), 0
+def _learner(row: int, entry: Mapping[str, Any], ring: np.void | None, shards: int) -> Learner:
+    applied, published, queue = entry["applied"], None, None
     if ring is not None:
-        consumed = int(ring["tail"]["value"][:shards].min()) if shards else 0
-        found["published"] = int(ring["head"])
-        found["queue"] = max(0, int(ring["head"]) - consumed)
-    found["outstanding"] = int((entry["outstanding"] != layout.NO_BATCH).sum())
-    found["staleness_mean"] = int(entry["staleness_sum"]) / applied if applied else 0.0
-    for name, word in (("gradient_norm", "norm"), ("loss", "loss")):
-        found[name] = float(entry[word]) if applied and math.isfinite(entry[word]) else None
+        published = int(ring["head"])
+        queue = max(0, published - min(ring["tail"]["value"][:shards].tolist(), default=0))
+    norm, loss = (
+        entry[word] if applied and math.isfinite(entry[word]) else None for word in ("norm", "loss")
+    )
     return Learner(
         row=row,
-        generation=int(entry["generation"]),
-        pid=int(entry["pid"]),
+        generation=entry["generation"],
+        pid=entry["pid"],
         name=entry["name"].decode(errors="replace"),
-        leaving=int(entry["wanted"]) != int(entry["generation"]),
+        leaving=entry["wanted"] != entry["generation"],
         paused=ring is not None and bool(int(ring["wants"]) & layout.WANTS_PAUSE),
-        metrics=found,
-        staleness_histogram=tuple(entry["histogram"].tolist()),
+        metrics={
+            **{one.name: entry[one.word] if one.word else None for one in metrics.LEARNER},
+            "published": published,
+            "queue": queue,
+            "outstanding": layout.AHEAD - list(entry["outstanding"]).count(layout.NO_BATCH),
+            "staleness_mean": entry["staleness_sum"] / applied if applied else 0.0,
+            "gradient_norm": norm,
+            "loss": loss,
+        },
+        staleness_histogram=tuple(entry["histogram"]),
     )

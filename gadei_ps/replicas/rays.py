@@ -21,6 +21,7 @@ from gadei_ps.errors import ClusterError, NotOurs, UsageError, in_words
 from gadei_ps.job import paths
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine import ownership as owned
+from gadei_ps.machine.addresses import parse
 from gadei_ps.storage import files
 
 CONNECT_S = 5.0
@@ -34,14 +35,6 @@ _MOST_NOTE = 1 << 16  # bytes
 _ALIVE = 0
 """Ray's GcsNodeInfo.GcsNodeState."""
 _INSTALL = "pip install 'gadei-ps[cluster]'"
-
-
-def parse(text: str) -> tuple[str, int]:
-    """Return the parts of HOST:PORT, or [HOST]:PORT. Raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise ValueError(f"{text[:80]!r} is not a valid HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class _Note(BaseModel):

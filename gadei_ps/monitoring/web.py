@@ -1,0 +1,184 @@
+"""A small HTTP server for metrics, which no client can block: one thread, GET only, no bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from gadei_ps.errors import GadeiError, UsageError
+from gadei_ps.machine import addresses
+from gadei_ps.machine.interrupts import Interrupted
+
+PORT: Final = 9469
+DEFAULT: Final = f"127.0.0.1:{PORT}"
+REQUEST_S: Final = 5.0  # for a whole request and its answer
+MOST_HEAD: Final = 8192  # bytes of a request
+MOST_CONNECTIONS: Final = 32
+PLAIN: Final = "text/plain; charset=utf-8"
+INDEX: Final = b"gadei-ps: metrics for Prometheus are at /metrics\n"
+_REQUEST: Final = re.compile(rb"(?P<method>[A-Z]+) (?P<path>[!-~]+) HTTP/1\.[01]")
+_HEADER: Final = re.compile(rb"(?P<name>[!-9;-~]+):[ \t]*(?P<value>[ -~\t]*?)[ \t]*")
+_LOCAL: Final = {"localhost", "127.0.0.1", "::1"}
+
+Text = Callable[[str], tuple[bytes, str]]
+"""Makes an answer for an Accept header: its text and its content type."""
+
+
+def address(text: str) -> tuple[str, int]:
+    """Return the parts of HOST:PORT, or [HOST]:PORT. Raises UsageError."""
+    try:
+        return addresses.parse(text)
+    except ValueError as error:
+        raise UsageError(f"{error}, such as {DEFAULT}") from None
+
+
+def _host(text: str) -> str:
+    """Return the host of a Host header, without its port."""
+    if text.startswith("["):
+        return text[1:].partition("]")[0].lower()
+    return text.rpartition(":")[0].lower() if text.count(":") == 1 else text.lower()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this host can connect to an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Server:
+    """Answers GET /metrics."""
+
+    def __init__(self, text: Text, host: str, port: int) -> None:
+        """Listen. Raises UsageError if that is not possible."""
+        self._text = text
+        self._hosts = {*_LOCAL, host.lower()} if is_loopback(host) else None
+        self._open = 0
+        try:
+            family, _, _, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._socket = socket.create_server(at[:2], family=family, backlog=64)
+        except OSError as error:
+            shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            why = error.strerror or str(error)
+            raise UsageError(f"cannot listen at {shown}: {why}; give another --listen") from None
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Listen no more, if serve() was not called."""
+        self._socket.close()
+
+    async def serve(self, until: asyncio.Event) -> None:
+        """Answer requests until the event is set."""
+        server = await asyncio.start_server(self._answer, sock=self._socket, limit=MOST_HEAD)
+        async with server:
+            await until.wait()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            if self._open > MOST_CONNECTIONS:
+                return
+            async with asyncio.timeout(REQUEST_S):
+                try:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                except asyncio.LimitOverrunError:
+                    writer.write(_response(431, b"the request is too long\n"))
+                else:
+                    writer.write(self.response(head))
+                await writer.drain()
+                writer.write_eof()
+                while await reader.read(MOST_HEAD):  # closing at once could lose the answer
+                    pass
+        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            self._open -= 1
+            writer.transport.abort()
+
+    def response(self, head: bytes) -> bytes:
+        """Answer a request. head: its first lines, up to the empty one."""
+        first, *rest = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+        request = _REQUEST.fullmatch(first)
+        found = [_HEADER.fullmatch(one) for one in rest]
+        if request is None or not all(found):
+            return _response(400, b"not a request\n")
+        headers: dict[str, list[str]] = {}
+        for one in found:
+            if one is not None:
+                headers.setdefault(one["name"].decode().lower(), []).append(one["value"].decode())
+        hosts = headers.get("host", [])
+        if self._hosts is not None and (len(hosts) != 1 or _host(hosts[0]) not in self._hosts):
+            return _response(403, b"the Host header is not that of this server\n")
+        if request["method"] != b"GET":
+            return _response(405, b"GET only\n", more="Allow: GET\r\n")
+        path = request["path"].partition(b"?")[0]
+        if path == b"/metrics":
+            text, kind = self._text(",".join(headers.get("accept", [])))
+            return _response(200, text, kind)
+        return _response(200, INDEX) if path == b"/" else _response(404, b"not found\n")
+
+
+_REASONS: Final = {
+    200: "OK",
+    400: "Bad Request",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    431: "Request Header Fields Too Large",
+}
+
+
+def _response(code: int, text: bytes, kind: str = PLAIN, more: str = "") -> bytes:
+    head = (
+        f"HTTP/1.1 {code} {_REASONS[code]}\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {len(text)}\r\nX-Content-Type-Options: nosniff\r\n{more}"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + text
+
+
+def run(server: Server) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    with contextlib.suppress(Interrupted):
+        asyncio.run(server.serve(asyncio.Event()))
+
+
+async def _while_input_lasts(server: Server) -> None:
+    over = asyncio.Event()
+
+    def look() -> None:
+        if not os.read(0, 4096):
+            over.set()
+
+    asyncio.get_running_loop().add_reader(0, look)
+    await server.serve(over)
+
+
+def main() -> None:
+    """`python -m gadei_ps.monitoring.web JOB HOST:PORT TIME`: started by the job's watchdog.
+
+    It ends with its standard input. It prints one line if it cannot listen.
+    """
+    from gadei_ps.monitoring.exporter import Exporter
+
+    job, listen = sys.argv[1:3]
+    try:
+        server = Server(Exporter(job).text, *address(listen))
+    except GadeiError as error:
+        print(error, flush=True)
+        sys.exit(1)
+    asyncio.run(_while_input_lasts(server))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A real Prometheus scrapes a job, and evaluates the alert rules of the documentation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from shell import Cli
+from support import eventually, status
+
+from gadei_ps.learners.client import Client
+
+pytest.importorskip("prometheus_client")
+RULES = Path(__file__).parents[2] / "docs" / "monitoring" / "alerts.yml"
+FILE = """\
+standby = true
+[metrics]
+listen = "127.0.0.1:{port}"
+[[tensors]]
+name = "w"
+shape = [96]
+"""
+CONFIG = """\
+global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+rule_files: [{rules}]
+scrape_configs:
+  - job_name: gadei-ps
+    static_configs: [targets: ["127.0.0.1:{port}"]]
+"""
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None or shutil.which("promtool") is None,
+    reason="needs Debian's package prometheus",
+)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        return int(there.getsockname()[1])
+
+
+def test_the_alert_rules_are_valid() -> None:
+    found = subprocess.run(["promtool", "check", "rules", RULES], capture_output=True, text=True)
+    assert found.returncode == 0, found
+
+
+def test_it_scrapes_a_job(cli: Cli, job_name: str, tmp_path: Path) -> None:
+    port, web = free_port(), free_port()
+    service = cli.serve(job_name, FILE.format(port=port))
+    config = tmp_path / "prometheus.yml"
+    config.write_text(CONFIG.format(port=port, rules=RULES))
+    command = [
+        "prometheus",
+        f"--config.file={config}",
+        f"--storage.tsdb.path={tmp_path / 'data'}",
+        f"--web.listen-address=127.0.0.1:{web}",
+    ]
+
+    def ask(what: str) -> Any:
+        with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{web}/api/v1/{what}") as raw:
+            return json.loads(raw.read())["data"]
+        return None
+
+    def value(query: str) -> float | None:
+        found = ask(f"query?query={quote(query)}")
+        return float(found["result"][0]["value"][1]) if found and found["result"] else None
+
+    def health() -> set[str]:
+        return {one["health"] for one in ask("rules")["groups"][0]["rules"]}
+
+    with (tmp_path / "log").open("wb") as log:
+        prometheus = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        with Client(job_name) as client:
+            for _ in range(5):
+                client.push({"w": np.ones(96, np.float32)}, loss=2.0, samples=3)
+            client.wait_applied()
+            labels = f'{{gadei_job="{job_name}"}}'
+            eventually(
+                lambda: value(f"gadei_samples_total{labels}") == 15,
+                what=lambda: (tmp_path / "log").read_text(),
+            )
+            assert value(f'gadei_learner_samples_total{{learner="0",gadei_job="{job_name}"}}') == 15
+            assert value("up") == 1
+            mean = f"gadei_loss_sum{labels} / gadei_loss_count_total{labels}"
+            assert value(mean) == 2.0
+            eventually(lambda: status(job_name)["standby_pid"])
+            eventually(lambda: value(f"gadei_standby_up{labels}") == 1)
+            rules = ask("rules")["groups"][0]["rules"]
+            assert {one["health"] for one in rules} <= {"ok", "unknown"}
+            eventually(
+                lambda: {one["health"] for one in ask("rules")["groups"][0]["rules"]} == {"ok"}
+            )
+            assert not [one for one in ask("alerts")["alerts"] if one["state"] == "firing"]
+    finally:
+        prometheus.kill()
+        prometheus.wait()
+    cli("stop", job_name)
+    service.wait()

@@ -1,0 +1,91 @@
+"""Processes that show a job elsewhere: its metrics, and its curves.
+
+Each reads the job's memory or its history. It ends with its standard input, so with the watchdog,
+and is started again when it ends before that. It prints `at TIME` once all lines of the history up
+to that time are written, and gets that time when it is started again; any other line is a problem.
+Training does not depend on any of them.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from gadei_ps.errors import in_words
+from gadei_ps.job.config import JobConfig
+from gadei_ps.machine import process
+from gadei_ps.machine.child import Child
+from gadei_ps.watchdog.durations import MONITORS_END_S, MONITORS_KILL_S
+
+RESTART_S = 5.0  # between two starts of a process
+
+
+def commands(config: JobConfig) -> dict[str, list[str]]:
+    """Return the command of each process that the job file asks for, by what it does."""
+    found = {}
+    if config.metrics is not None:
+        found["metrics"] = process.module_command(
+            "gadei_ps.monitoring.web", config.name, config.metrics.listen
+        )
+    return found
+
+
+class Monitors:
+    """The processes of one job."""
+
+    def __init__(self, config: JobConfig, selector: selectors.BaseSelector, log: Any) -> None:
+        self._selector = selector
+        self._log = log
+        self._all = [_Monitor(what, one, self) for what, one in commands(config).items()]
+
+    def look(self, now: float) -> None:
+        """Start what is not running. Once a second; raises nothing."""
+        for one in self._all:
+            one.look(now)
+
+    def end(self) -> None:
+        """End all; what they have not written after MONITORS_END_S is lost."""
+        for one in self._all:
+            one.end()
+
+
+class _Monitor:
+    def __init__(self, what: str, command: Sequence[str], of: Monitors) -> None:
+        self._what, self._command = what, command
+        self._selector, self._log = of._selector, of._log
+        self._child: Child | None = None
+        self._started_at = float("-inf")
+        self._written = str(time.time()).encode()
+        self._problem = ""
+
+    def look(self, now: float) -> None:
+        if self._child is not None or now - self._started_at < RESTART_S:
+            return
+        self._started_at = now
+        try:
+            command = [*self._command, self._written.decode()]
+            self._child = Child(self._selector, command, self._heard, self._ended, how=None)
+        except OSError as error:
+            self._warn(in_words(error))
+
+    def _heard(self, line: bytes) -> None:
+        if line.startswith(b"at "):
+            self._written = line[3:]
+        else:
+            self._warn(line.decode(errors="replace"))
+
+    def _warn(self, problem: str) -> None:
+        """Log a problem, once: it may come again with each start."""
+        if problem != self._problem:
+            self._problem = problem
+            self._log.warning(f"{self._what}: {problem}; training continues")
+
+    def _ended(self, _: int) -> None:
+        self._child = None
+
+    def end(self) -> None:
+        if self._child is not None:
+            self._child.end(MONITORS_END_S, MONITORS_KILL_S)
+            self._child = None
