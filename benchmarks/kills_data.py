@@ -8,7 +8,7 @@ import torch
 
 FEATURES, WIDTH, CLASSES = 64, 512, 10
 HELD_OUT = 1000  # rows
-LR = 1 / 32  # a power of two, so that counts in the weights are exact
+LR = 1 / 256  # a power of two, so that counts in the weights are exact
 
 
 @dataclass(frozen=True)

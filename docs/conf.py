@@ -53,10 +53,14 @@ ROOT_PAGES: Final = {
 }
 
 
+# The variant for light pages also adapts to dark ones.
+PICTURE: Final = re.compile(r'<picture>.*?src="docs/([^"]+)" alt="([^"]*)">\s*</picture>', re.S)
+
+
 def _root_page(app: Any, name: str, source: list[str]) -> None:
     """Replace the text of such a page; its links are written for the root."""
     if name in ROOT_PAGES:
-        text = (ROOT / ROOT_PAGES[name]).read_text()
+        text = PICTURE.sub(r"![\2](\1)", (ROOT / ROOT_PAGES[name]).read_text())
         source[0] = re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)", _moved, text)
 
 

@@ -36,7 +36,8 @@ from gadei_ps.storage import checkpoint
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted(one for one in ROOT.glob("docs/**/*.md") if "_build" not in one.parts),
+    # The tutorials are run by test_learn.py.
+    *sorted(one for one in ROOT.glob("docs/**/*.md") if not {"_build", "learn"} & {*one.parts}),
     ROOT / "native" / "examples" / "README.md",
 ]
 FENCED = re.compile(r"^( *)(`{3,})(\w*)\n(.*?)^ *\2$", re.M | re.S)
@@ -144,6 +145,7 @@ SMALL = (
     (r"\bRULE\.\.\.", "replace"),
     (r"\b(FILE|TEST)\.csv\b", "rows.csv"),
     (r"\bruns/intents\b", "my-model"),
+    (r"\bexamples/my_train\.py\b", "my_train.py"),
     (r"\bnative/examples/least_squares\.toml\b", "c/{job}.toml"),
     (r"\[JOB\]", "JOB"),
     (r"/etc/gadei-ps/", ""),
@@ -154,7 +156,7 @@ SMALL = (
     ),
     (r"--devices LIST\b", "--devices host:1,host:1"),
     (r"\bOUT\b", "weights.npz"),
-    (r"\bbench NAME\b", "bench latency --quick"),
+    (r"\bbench (NAME|kills)\b", "bench latency --quick"),
     (r"\b(demo|least_squares|JOB|NAME|X)\b", "{job}"),
 )
 # More words, so that a command ends soon or changes nothing of this machine.

@@ -45,11 +45,11 @@ UNREAD = (".png", ".min.js", ".min.css")  # pictures, and what others have writt
 FILES = DOCUMENTS | {".py", ".c", ".h", ".cu", ".pml", ".toml", ".safetensors"}
 FOREIGN = {
     *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"),
-    "clamp_",
-}  # of torch, and named in no source
+    *("clamp_", "max_failures"),
+}  # of torch and of Ray, and named in no source
 MYST_DEPTH = 4  # myst_heading_anchors in docs/conf.py
-# Made by commands; the last ones by a machine with a GPU.
-MADE = {"docs/_build/html", "build/typing", "benchmarks/results/gpu-*.json"}
+# Made by commands and by readers; the last ones by a machine with a GPU.
+MADE = {"docs/_build/html", "build/typing", "shared.py", "benchmarks/results/gpu-*.json"}
 PLACEHOLDER = re.compile(r"(?<![A-Z])(?:NAME|PART|JOB|FILE)(?![A-Z])")
 
 

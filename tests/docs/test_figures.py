@@ -39,7 +39,6 @@ PROCESSOR = r"(?:EPYC|Xeon) \d+/\d+"
 MEASURED = re.compile(rf"(?<![\w.,-])\d+(?:,\d{{3}})*(?:\.\d+)?\s*{UNITS}(?!\w)")
 
 PROVENANCE = ("performance", "reproduction")  # pages that say which commits are measured
-TREC6_QUESTIONS = 500  # of the test file
 
 Row = dict[str, Any]
 
@@ -79,43 +78,26 @@ def nlc(sizes: tuple[int, ...]) -> list[str]:
     return shown
 
 
-def trec6() -> list[str]:
-    def reached(case: str) -> str:
-        return f"{100 * row('accuracy.json', contender=case, set='trec6')['test_accuracy']:.1f}"
-
-    kim = row("accuracy.json", "ratios", contender="1 learner", set="trec6")["kim_2014"]
-    shown = [reached("1 learner"), reached("2 learners"), "2014", f"{100 * kim:.1f}"]
-    return [*shown, f"{100 / TREC6_QUESTIONS:.1f}"]
-
-
-def latency() -> list[str]:
-    def us(contender: str, mode: str) -> str:
-        return two_digits(
-            1e6 * median("latency.json", contender=contender, mode=mode, quantile="p50")
-        )
-
-    spinning = [us(one, "spinning") for one in ("gadei-ps", "MPI", "iceoryx2", "Pipe")]
-    return ["4", *spinning, us("gadei-ps", "asleep"), us("Pipe", "asleep")]
+def kills() -> list[str]:
+    calm, killed = results("kills.json")["rows"]
+    cores = results("kills.json")["machine"]["cores"]
+    roles = [str(killed["killed"][role]) for role in ("learner", "server", "watchdog")]
+    found = [str(killed["learners"]), str(cores), f"{calm['median']:.0f}", *roles]
+    assert killed["gradients"] == killed["counted"] == calm["gradients"] == calm["counted"]
+    wrong = [f"{calm[what] + killed[what]}" for what in ("lost", "applied_twice")]
+    return [*found, f"{killed['median']:.0f}", f"{killed['gradients']:,}", *wrong]
 
 
-def soak() -> list[str]:
-    def count(quantity: str) -> str:
-        return f"{row('soak.json', contender='run', quantity=quantity)['last']:,}"
-
-    minutes = row("soak.json", contender="run", quantity="time")["last"] / 60
-    killed = [count(f"{who} killed") for who in ("servers", "standbys", "watchdogs", "learners")]
-    checkpoints = [count("checkpoints written"), count("checkpoints failed")]
-    found = [f"{minutes:.0f}", *killed, count("gradients"), *checkpoints, count("segments left")]
-    (grew,) = [one for one in results("soak.json")["rows"] if one.get("grew")]
-    assert (grew["contender"], grew["quantity"]) == ("watchdog", "descriptors")
-    return [*found, "1", f"{grew['first']}", f"{grew['last']}"]  # 1: the exit code
+def next_gradient(contender: str, megabytes: int = 22) -> float:
+    wanted = {"contender": contender, "what": NEXT, "bytes": megabytes * 10**6}
+    return median("failover.json", **wanted)
 
 
-def start() -> list[str]:
-    kinds = ("gadei-ps run, PyTorch", "Hogwild", "gadei-ps run, NumPy", "gadei-ps run, empty cache")
-    attached = median("start.json", contender="attach")
-    target = row("start.json", contender=kinds[-1])["reach_s"]
-    return [*map(first_gradient, kinds), f"{target:.1f}", f"{1e3 * attached:.1f}"]
+def compared() -> list[str]:
+    """Of the table of README, in which the default time-out of torchft stands twice."""
+    seconds = [f"{next_gradient(peer):.1f}" for peer in ("DDP under torchrun", "torchft")]
+    mini_batch, *speeds = nlc((1,))[:4]  # of gadei-ps, of Hogwild sparse and dense
+    return [mini_batch, f"{1e3 * next_gradient(OURS):.0f}", *speeds, *seconds, "5"]
 
 
 def first_gradient(kind: str) -> str:
@@ -249,18 +231,18 @@ def apply() -> list[str]:
 
 
 FIGURES: dict[str, Callable[[], list[str]]] = {
-    "nlc.json, table": lambda: nlc((1, 8, 32, 128)),
+    "kills.json, both runs": kills,
+    "failover.json, front": lambda: [f"{1e3 * next_gradient(OURS):.0f}", "22"],
+    "failover.json, compared": compared,
+    "start.json, front": lambda: [f"{1e3 * median('start.json', contender='attach'):.1f}"],
+    "nlc.json, front": lambda: [nlc((1,))[one] for one in (0, 1, 5, 3, 2)],
     "nlc.json, all sizes": lambda: nlc((1, 2, 4, 8, 32, 128)),
     "nlc.json, ratios": nlc_ratios,
     "time_to_accuracy.json, seconds": time_to_accuracy,
-    "accuracy.json, trec6": trec6,
     "accuracy.json, table": accuracies,
     "latency.json, all p50": latencies,
     "ingest.json, two learners": ingest,
     "apply.json, two threads": apply,
-    "latency.json, p50": latency,
-    "soak.json, kills": soak,
-    "start.json, medians": start,
     "start.json, first gradient": first_gradients,
     "attach.json, all": attach,
     "memory.json, two learners": memory,
