@@ -20,7 +20,7 @@ from gadei_ps.kernels import cache
 from gadei_ps.machine import process
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("gadei_ps", "learners", "watchdog", "benchmarks", "native", "systemd", "docs/share")
+PARTS = ("gadei_ps", "learners", "watchdog", "benchmarks", "native", "systemd", "docs")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 LIMIT_S = 900  # for a build and for compiled kernels, on a busy machine
 NEVER = 1_000_000_000  # a time of files; compiled code is found again where it is the same
@@ -81,7 +81,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """Not installed yet. Of the server's code a part is compiled."""
     directory = tmp_path_factory.mktemp("installed")
     checkout = directory / "checkout"
-    built = shutil.ignore_patterns("*.so", "__pycache__", "results")
+    built = shutil.ignore_patterns("*.so", "__pycache__", "results", "_build")
     for part in PARTS:
         shutil.copytree(ROOT / part, checkout / part, ignore=built)
     for name in FILES:
