@@ -68,7 +68,7 @@ def _deaths(result: dict[str, Any]) -> list[str]:
 
 
 def _idle_agent(result: dict[str, Any]) -> list[str]:
-    lines = ["| gradient | alone, 1/s | beside an agent, 1/s | ratio |", "| --- " * 4 + "|"]
+    lines = ["| gradient | alone, 1/s | beside a replica, 1/s | ratio |", "| --- " * 4 + "|"]
     rows = {(row["bytes"], row["what"]): row["median"] for row in result["rows"]}
     for one in result["ratios"]:
         rates = [f"{rows[one['bytes'], what]:,.0f}" for what in (ALONE, BESIDE)]

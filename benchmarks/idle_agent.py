@@ -24,7 +24,7 @@ from gadei_ps.benchmarks.learners import OURS, Team
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.machine import process
 
-ALONE, BESIDE = "alone", "beside an agent"
+ALONE, BESIDE = "alone", "beside a replica"
 START_S = 60.0
 REACH = 0.98
 
