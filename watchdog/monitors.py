@@ -19,7 +19,8 @@ from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
 from gadei_ps.watchdog.durations import MONITORS_END_S, MONITORS_KILL_S
 
-RESTART_S = 5.0  # between two starts of a process
+RESTART_S = 5.0  # between two starts of a process; twice as long after each that ends at once
+MOST_RESTART_S = 300.0
 
 
 def commands(config: JobConfig) -> dict[str, list[str]]:
@@ -57,12 +58,15 @@ class _Monitor:
         self._selector, self._log = of._selector, of._log
         self._child: Child | None = None
         self._started_at = float("-inf")
+        self._restart_s = RESTART_S
         self._written = str(time.time()).encode()
         self._problem = ""
 
     def look(self, now: float) -> None:
-        if self._child is not None or now - self._started_at < RESTART_S:
+        if self._child is not None or now - self._started_at < self._restart_s:
             return
+        lasted = now - self._started_at > 2 * self._restart_s
+        self._restart_s = RESTART_S if lasted else min(2 * self._restart_s, MOST_RESTART_S)
         self._started_at = now
         try:
             command = [*self._command, self._written.decode()]

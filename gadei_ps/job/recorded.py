@@ -26,6 +26,7 @@ from gadei_ps.memory.segment import Segment
 
 AT = layout.CONTROL.itemsize
 HEAD = struct.Struct("<QII")  # number, bytes of the text, CRC-32
+MOST_BYTES = 64 << 20  # of a control segment that is read: far more than any job has
 SPARE = 16384  # bytes by which the text may grow: what a watchdog that adopts the job may change
 
 
@@ -59,6 +60,8 @@ def read(job: str) -> JobConfig | None:
         return None
     try:
         raw = texts(fd, os.fstat(fd).st_size)
+    except ValueError:
+        return None
     finally:
         os.close(fd)
     try:
@@ -83,7 +86,9 @@ def heads(fd: int, size: int) -> bytes:
 
 
 def texts(fd: int, size: int) -> bytes:
-    """Copy both places. fd, size: of the control segment's file."""
+    """Copy both places. fd, size: of the control segment's file. Raises ValueError."""
+    if size > MOST_BYTES:
+        raise ValueError(f"a control segment of {size} bytes")
     return os.pread(fd, 2 * _place(size), AT)
 
 
@@ -106,7 +111,7 @@ def _text(config: JobConfig, changed: Changes) -> bytes:
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

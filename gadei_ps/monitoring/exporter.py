@@ -31,6 +31,8 @@ from gadei_ps.metrics import Kind, Metric, Values
 from gadei_ps.monitoring.following import Follower, scalars
 from gadei_ps.monitoring.reading import Job, Reader, State, Value
 
+MOST_S: Final = 2**53  # of an interval, in a job file of another user
+MOST_NAMES: Final = 1000  # of measurements of a job
 FRESH_S: Final = 0.25  # in which a second request gets the same answer
 Labels = dict[str, str]
 
@@ -54,7 +56,7 @@ def _is_missing(value: Value, one: Metric) -> bool:
 def _checkpoint_interval(job: Job) -> Value:
     checkpoint = job.config.get("checkpoint")
     seconds = checkpoint.get("every_s") if isinstance(checkpoint, dict) else None
-    return seconds if isinstance(seconds, int | float) and seconds > 0 else None
+    return seconds if isinstance(seconds, int | float) and 0 < seconds < MOST_S else None
 
 
 GAUGES: Final[dict[str, tuple[str, Callable[[Job], Value]]]] = {
@@ -161,6 +163,8 @@ class JobCollector:
             known = self._scalars[job.job_id] = Follower(job.history, job.uid), {}
         for line in known[0].read():
             known[1].update(scalars(line))
+            while len(known[1]) > MOST_NAMES:
+                known[1].pop(next(iter(known[1])))
         return known[1]
 
 

@@ -11,6 +11,8 @@ from gadei_ps.machine.ownership import SAFELY
 from gadei_ps.storage import history_file
 
 PART_BYTES: Final = 4 << 20  # read at once
+NAME_CHARACTERS: Final = 200  # of a value; a file of another user may hold anything
+MOST_SCALARS: Final = 256  # of a line
 
 
 class Follower:
@@ -64,8 +66,9 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     for name in ("measured", "reported"):
         if isinstance(values := line.get(name), dict):
             found |= {
-                str(key): float(value)
+                key: float(value)
                 for key, value in values.items()
                 if isinstance(value, int | float) and not isinstance(value, bool)
+                if key.isprintable() and len(key) <= NAME_CHARACTERS
             }
-    return found
+    return dict(list(found.items())[:MOST_SCALARS])

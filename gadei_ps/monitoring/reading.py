@@ -145,6 +145,8 @@ class Reader:
         """uid: whose jobs are read; by default ours, and for root those of all users."""
         self._uid = uid if uid is not None else os.geteuid() or None
         self._before: dict[tuple[str, int], Job] = {}
+        self._unsure: set[tuple[str, int]] = set()
+        """Jobs that no reading was whole of."""
         self._recorded: dict[tuple[str, int], tuple[bytes, dict[str, Any]]] = {}
         self._buffer = bytearray(CONTROL.itemsize)  # new memory for each job would cost page faults
 
@@ -165,6 +167,7 @@ class Reader:
         for known in (self._before, self._recorded):
             for gone in known.keys() - set(names):
                 del known[gone]
+        self._unsure.intersection_update(names)
         read = (self.job(name, uid) for name, uid in names)
         return [one for one in read if one is not None]
 
@@ -173,26 +176,34 @@ class Reader:
         uid = (os.geteuid() if self._uid is None else self._uid) if uid is None else uid
         key = name, uid
         try:
-            made = self._read(key)
+            made, is_whole = self._read(key)
         except FileNotFoundError:
             return None
         except NotOurs as error:
             return Job(name, uid, State.UNREADABLE, str(error))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             return Job(name, uid, State.UNREADABLE, in_words(error))
-        if made.state is not State.UNREADABLE:
-            before = self._before.get(key)
-            if before is not None and before.job_id == made.job_id:
-                made = _never_less(made, before)
-            self._before[key] = made
+        if made.state is State.UNREADABLE:
+            return made
+        before = self._before.get(key)
+        if before is not None and before.job_id == made.job_id and key not in self._unsure:
+            made = _never_less(made, before)
+        self._before[key] = made
+        if is_whole:
+            self._unsure.discard(key)
+        elif before is None or before.job_id != made.job_id:
+            self._unsure.add(key)  # its counts may be too large
         return made
 
-    def _read(self, key: tuple[str, int]) -> Job:
-        """Read a job. Raises FileNotFoundError, NotOurs, OSError, ValueError."""
+    def _read(self, key: tuple[str, int]) -> tuple[Job, bool]:
+        """Read a job; False if it is unreadable, or a server has died in a transaction.
+
+        Raises FileNotFoundError, NotOurs, OSError, ValueError.
+        """
         with _Files(*key, self._buffer) as files:
             control, whole = files.control()
             if control is None:
-                return Job(*key, State.UNREADABLE, files.problem)
+                return Job(*key, State.UNREADABLE, files.problem), False
             before = self._before.get(key)
             heads = recorded.heads(files.fd, files.size)
             if self._recorded.get(key, (b"",))[0] != heads:
@@ -200,8 +211,8 @@ class Reader:
             made = _job(files, control, self._recorded[key][1])
             if not whole and before is not None and before.job_id == made.job_id:
                 # A server has died in the middle of a transaction, and no other has recovered yet.
-                return replace(made, metrics=before.metrics, learners=before.learners)
-            return made
+                made = replace(made, metrics=before.metrics, learners=before.learners)
+            return made, whole
 
 
 def _never_less(now: Job, before: Job) -> Job:
@@ -454,5 +465,5 @@ def _learner(row: int, entry: Mapping[str, Any], ring: np.void | None, shards: i
             "gradient_norm": norm,
             "loss": loss,
         },
-        staleness_histogram=tuple(entry["histogram"]),
+        staleness_histogram=tuple(entry["histogram"].tolist()),
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from typing import Final
 
 from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.machine import addresses
-from gadei_ps.machine.interrupts import Interrupted
 
 PORT: Final = 9469
 DEFAULT: Final = f"127.0.0.1:{PORT}"
@@ -67,9 +66,9 @@ class Server:
         try:
             family, _, _, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._socket = socket.create_server(at[:2], family=family, backlog=64)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name such as `a..b` has no encoding
             shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            why = error.strerror or str(error)
+            why = getattr(error, "strerror", None) or str(error)
             raise UsageError(f"cannot listen at {shown}: {why}; give another --listen") from None
         self.port: int = self._socket.getsockname()[1]
 
@@ -80,8 +79,8 @@ class Server:
     async def serve(self, until: asyncio.Event) -> None:
         """Answer requests until the event is set."""
         server = await asyncio.start_server(self._answer, sock=self._socket, limit=MOST_HEAD)
-        async with server:
-            await until.wait()
+        await until.wait()
+        server.close()  # and wait for no client: the end of asyncio.run() cancels their tasks
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
@@ -94,7 +93,7 @@ class Server:
                 except asyncio.LimitOverrunError:
                     writer.write(_response(431, b"the request is too long\n"))
                 else:
-                    writer.write(self.response(head))
+                    writer.write(self._respond(head))
                 await writer.drain()
                 writer.write_eof()
                 while await reader.read(MOST_HEAD):  # closing at once could lose the answer
@@ -104,6 +103,12 @@ class Server:
         finally:
             self._open -= 1
             writer.transport.abort()
+
+    def _respond(self, head: bytes) -> bytes:
+        try:
+            return self.response(head)
+        except Exception as error:  # one job that cannot be shown must not hide the cause
+            return _response(500, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
 
     def response(self, head: bytes) -> bytes:
         """Answer a request. head: its first lines, up to the empty one."""
@@ -135,6 +140,7 @@ _REASONS: Final = {
     404: "Not Found",
     405: "Method Not Allowed",
     431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
 }
 
 
@@ -149,8 +155,15 @@ def _response(code: int, text: bytes, kind: str = PLAIN, more: str = "") -> byte
 
 def run(server: Server) -> None:
     """Serve until SIGINT or SIGTERM."""
-    with contextlib.suppress(Interrupted):
-        asyncio.run(server.serve(asyncio.Event()))
+    asyncio.run(_until_signal(server))
+
+
+async def _until_signal(server: Server) -> None:
+    # The loop's own handlers: an exception of Python's could end one request instead of all.
+    over = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    await server.serve(over)
 
 
 async def _while_input_lasts(server: Server) -> None:

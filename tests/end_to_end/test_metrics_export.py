@@ -33,6 +33,7 @@ openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser")
 parser = pytest.importorskip("prometheus_client.parser")
 
 from gadei_ps.monitoring.exporter import GAUGES, Exporter, exported  # noqa: E402
+from gadei_ps.monitoring.following import scalars  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs" / "monitoring"
 TENSORS = [{"name": "w", "shape": [96]}]
@@ -165,6 +166,8 @@ def test_the_command_serves_all_jobs(cli: Cli, job_name: str) -> None:
         again = cli("metrics", "--listen", f"127.0.0.1:{found[1]}")
         assert again.code == 2 and "cannot listen" in again.error and "--listen" in again.error
         assert served.signal(signal.SIGTERM).code == 0
+    nowhere = cli("metrics", "--listen", "a..b:1")
+    assert nowhere.code == 2 and "cannot listen at a..b:1" in nowhere.error
     wrong = cli("metrics", "--listen", "nine")
     assert wrong.code == 2 and "not a valid HOST:PORT" in wrong.error
 
@@ -287,6 +290,24 @@ def test_slow_clients_do_not_block_others(port: int) -> None:
         for _ in range(3 * web.MOST_CONNECTIONS):
             slow.enter_context(socket.create_connection(("127.0.0.1", port), 10))
         eventually(lambda: ask(port, get()).startswith(b"HTTP/1.1 200 "))
+
+
+def test_what_cannot_be_collected_is_said() -> None:
+    def text(accept: str) -> tuple[bytes, str]:
+        raise ValueError("a job of no size")
+
+    server = web.Server(text, "127.0.0.1", 0)
+    try:
+        answer = server._respond(get())
+        assert answer.startswith(b"HTTP/1.1 500 ") and answer.endswith(b"a job of no size\n")
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 300, "a\nb"])
+def test_names_that_cannot_be_shown_are_left_out(name: str) -> None:
+    """The history of another user may have any."""
+    assert scalars({"measured": {name: 1.0, "accuracy": 0.5}}) == {"accuracy": 0.5}
 
 
 def test_a_server_on_all_addresses_accepts_any_name() -> None:

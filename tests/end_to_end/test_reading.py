@@ -14,6 +14,7 @@ from shell import Cli
 from support import Pusher, Rig, Stopped, daemon, eventually, remove_segments, status
 
 from gadei_ps import metrics
+from gadei_ps.job import recorded
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, shm
 from gadei_ps.memory.weights import Tensor
@@ -127,6 +128,26 @@ def test_a_truncated_file_is_a_problem(size: int, job_name: str) -> None:
             other.unlink()
 
 
+def test_a_record_that_is_nested_too_deeply_counts_as_none(job_name: str) -> None:
+    with Rig(job_name, W):
+        text = b"[" * 5000
+        with shm.path_of(shm.segment_name(job_name, "control")).open("r+b") as file:
+            file.seek(recorded.AT)
+            file.write(recorded.HEAD.pack(9, len(text), recorded._sum(9, text)) + text)
+        assert read(job_name).config == {}
+
+
+def test_a_huge_file_is_a_problem(job_name: str) -> None:
+    """Read whole, it would take the memory of the process that reads it."""
+    with Rig(job_name, W):
+        path = shm.path_of(shm.segment_name(job_name, "control"))
+        size = path.stat().st_size
+        os.truncate(path, 1 << 40)
+        found = Reader().job(job_name)
+        assert found is not None and found.state is State.UNREADABLE and found.problem
+        os.truncate(path, size)
+
+
 def test_other_files_of_that_name(job_name: str, tmp_path: Path) -> None:
     path = shm.path_of(shm.segment_name(job_name, "control"))
     for make in (lambda: os.mkfifo(path, 0o600), lambda: path.symlink_to(tmp_path), path.mkdir):
@@ -190,6 +211,19 @@ def test_counters_never_decrease(job_name: str) -> None:
         assert applied() == 17
         rig.control["past_applied"] = 18
         assert applied() == 18
+
+
+def test_counts_of_a_first_reading_that_is_not_whole_are_not_kept(job_name: str) -> None:
+    with Rig(job_name, W, learners=1) as rig:
+        assert rig.memory.state
+        state, reader = rig.memory.state.view(layout.STATE), Reader()
+        rig.roster[0]["applied"], rig.control["past_applied"] = 7, 7  # counted twice for now
+        state["journal"]["used"] = 3
+        first = reader.job(job_name)
+        assert first is not None and first.metrics["gradients_applied"] == 14
+        rig.control["past_applied"], state["journal"]["used"] = 0, 0
+        second = reader.job(job_name)
+        assert second is not None and second.metrics["gradients_applied"] == 7
 
 
 def test_learners_come_and_go_while_it_is_read(job_name: str) -> None:
