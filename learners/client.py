@@ -81,6 +81,7 @@ from gadei_ps.learners.gradients import (
 )
 from gadei_ps.learners.initial_load import InitialLoad, digest_of
 from gadei_ps.learners.optimizer_settings import OptimizerSettings, client_settings
+from gadei_ps.learners.reports import Reports
 from gadei_ps.learners.waiting import AsyncPublisher, OneThread, Owner, deadline
 from gadei_ps.memory import layout, owned, weights
 from gadei_ps.memory.layout import (
@@ -291,6 +292,7 @@ class Client:
         self._work: SetWork | None = None
         self._last_push = False
         """True if the job stops, and this learner has pushed since."""
+        self._reports = Reports(self._connection.path)
         self._initial_load = InitialLoad(self._connection, self.generation)
         self._steps_loaded = 0
         who = self.row, self.generation, os.getpid(), place, self._learner
@@ -1402,8 +1404,17 @@ class Client:
                 publisher.close()
         finally:
             if self._finalizer.alive:
+                self._reports.send()
                 self._detach()  # once more after an interrupt in the middle of it
                 self._finalizer.detach()
+
+    def report(self, **values: Any) -> None:
+        """Report values by name, such as an accuracy; the history has their means.
+
+        They are sent about once a second, and nothing waits for that. A value that is not finite is
+        left out. Raises UsageError for a name or a value that cannot be reported.
+        """
+        self._reports.add(values)
 
     def set_owner(self, owner: Owner) -> None:
         """Register the object around this client, whose close() detaches it."""

@@ -112,6 +112,10 @@ class Learner:
             to[name] += np.asarray(change, np.float32)
         self._kept = not self.waves.end(loss=float(loss), samples=samples)
 
+    def report(self, **values: Any) -> None:
+        """Report values by name, such as an accuracy; see Client.report."""
+        self.client.report(**values)
+
     def stop_job(self, reason: str = "", timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Stop the job for all its learners (early stopping); see Client.stop_job."""
         self.client.stop_job(reason, timeout_s)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gadei_ps.errors import in_words
 from gadei_ps.job import sync_change
+from gadei_ps.job.control import MOST_REPORTED
 from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
 from gadei_ps.memory import layout, totals
@@ -53,6 +55,7 @@ class History:
         self._point_at = 0.0
         self._before: tuple[float, int] | None = None  # when, and samples then
         self._losses = 0, 0.0  # counted then, and their sum
+        self._reported: dict[str, tuple[float, int]] = {}  # since then: means, and their weights
         self._version = -1
         self._stale: dict[tuple[int, int], tuple[int, int]] = {}
         self._settings: dict[str, Any] = {}
@@ -98,6 +101,17 @@ class History:
         """Record a user's measurement, such as an accuracy. Raises nothing."""
         if self._memory.config.history:
             self._add({"measured": values}, int(self._control["version"]))
+
+    def report(self, values: Mapping[str, tuple[float, int]]) -> None:
+        """Take values that a learner has reported into the next point, which has their mean.
+
+        values: means, and the number of values in each. Raises nothing.
+        """
+        for name, (mean, count) in values.items():
+            if name in self._reported or len(self._reported) < MOST_REPORTED:
+                before, weight = self._reported.get(name, (0.0, 0))
+                mean = before + (mean - before) * (count / (weight + count))
+                self._reported[name] = mean, weight + count
 
     def end(self, finished: bool, failovers: Sequence[Failover] = ()) -> None:
         """Write the rest, as the job leaves this process. Waits a second at most.
@@ -191,7 +205,7 @@ class History:
     def _point(self, now: float) -> None:
         """A line, unless nothing has happened since the last one."""
         version = int(self._control["version"])
-        if version == self._version:
+        if version == self._version and not self._reported:
             self._measure(now)
             return
         assert self._memory.state is not None
@@ -211,9 +225,15 @@ class History:
                 "loss": (self._losses[1] - summed) / losses if losses > 0 else None,
                 "staleness": staleness,
                 "learners": len(self._there()),
-            },
+            }
+            | ({"reported": self._means()} if self._reported else {}),
             version,
         )
+        self._reported = {}
+
+    def _means(self) -> dict[str, float]:
+        """Return the means of the values reported, as far as they are finite."""
+        return {name: mean for name, (mean, _) in self._reported.items() if math.isfinite(mean)}
 
     def _measure(self, now: float) -> tuple[int, float | None]:
         """Return the samples so far, and the mean staleness since the last call."""

@@ -31,6 +31,7 @@ from gadei_ps.job.control import (
     Offer,
     Own,
     Reload,
+    Reported,
     SetOptimizer,
     SetSync,
     SetWork,
@@ -177,6 +178,11 @@ class Requests:
     @_handle.register
     def _measured(self, request: Measured, client: Client) -> Reply:
         self._history.note(request.values)
+        return {}
+
+    @_handle.register
+    def _reported(self, request: Reported, client: Client) -> Reply:
+        self._history.report(request.values)
         return {}
 
     @_handle.register

@@ -47,6 +47,8 @@ LENGTH = struct.Struct("!I")
 RECONNECT_S = 0.02
 LEAST_TIMEOUT_S = 1e-3  # of a time-out; 0 would mean not to wait at all
 UCRED = struct.Struct("3i")
+REPORTED_NAME: Final = r"[A-Za-z][A-Za-z0-9_./-]{0,39}"
+MOST_REPORTED: Final = 16  # names
 Heard = Callable[[dict[str, Any]], None]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -245,6 +247,16 @@ class Measured(_Message):
     )
 
 
+class Reported(_Message):
+    """Values that a learner's script has reported: for each name their mean and their number."""
+
+    op: Literal["reported"] = "reported"
+    values: dict[
+        Annotated[str, Field(pattern=f"^{REPORTED_NAME}$")],
+        tuple[FiniteFloat, Annotated[int, Field(gt=0, lt=2**53)]],
+    ] = Field(min_length=1, max_length=MOST_REPORTED)
+
+
 class Launch(_Message):
     """Reserves numbers for learners that a command is about to start, as long as it runs.
 
@@ -309,6 +321,7 @@ Request = Annotated[
     | Offer
     | Own
     | Reload
+    | Reported
     | SetOptimizer
     | SetSync
     | SetWork

@@ -145,8 +145,9 @@ def event_text(line: Line) -> str:
             for name, pair in changed.items()
             if isinstance(pair, list) and len(pair) == 2
         ]
-    if isinstance(measured := line.get("measured"), dict):
-        parts += [f"{name} {text(value)}" for name, value in measured.items()]
+    for kind in ("measured", "reported"):
+        if isinstance(values := line.get(kind), dict):
+            parts += [f"{name} {text(value)}" for name, value in values.items()]
     parts += [str(line[name]) for name in ("command", "ended") if isinstance(line.get(name), str)]
     if isinstance(line.get("event"), str):
         parts.append(_occurrence(line))
@@ -191,9 +192,10 @@ def plot(lines: Sequence[Line], title: str) -> str:
     figure.suptitle(title)
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
     measured = [
-        {**one, "accuracy": one["measured"]["accuracy"]}
+        {**one, "accuracy": one[kind]["accuracy"]}
         for one in lines
-        if isinstance(one.get("measured"), dict) and "accuracy" in one["measured"]
+        for kind in ("measured", "reported")
+        if isinstance(one.get(kind), dict) and "accuracy" in one[kind]
     ]
     for column, (by, label) in enumerate((("time", _unit(lines)), ("version", "version"))):
         offset, scale = (begin, _scale(lines)) if by == "time" else (0, 1.0)

@@ -163,10 +163,12 @@ class LocalOptimizer(torch.optim.Optimizer):
         self.local.zero_grad(set_to_none)
 
     def report(
-        self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
+        self, *, loss: float | torch.Tensor | None = None, samples: int | None = None, **values: Any
     ) -> None:
         """Report loss and samples of the next mini-batch for status and metrics; a wave reports the
-        mean loss."""
+        mean loss. values: others by name; see Client.report."""
+        if values:
+            self.client.report(**values)
         if loss is not None:
             self._loss = float(loss)
         if samples is not None:

@@ -399,12 +399,15 @@ class Optimizer(torch.optim.Optimizer):
             parameter.grad = None
 
     def report(
-        self, *, loss: float | torch.Tensor | None = None, samples: int | None = None
+        self, *, loss: float | torch.Tensor | None = None, samples: int | None = None, **values: Any
     ) -> None:
         """Report loss and samples of the next step for status and metrics. Does not wait for a GPU.
 
-        loss: one number. samples: a whole number. Raises UsageError.
+        loss: one number. samples: a whole number. values: others by name, such as accuracy=0.9; see
+        Client.report. Raises UsageError.
         """
+        if values:
+            self.client.report(**values)
         if loss is not None:
             try:
                 if isinstance(loss, torch.Tensor):
