@@ -144,7 +144,7 @@ SMALL = (
     (r"--rounds \S+", "--rounds 4"),
     (r"\bRULE\.\.\.", "replace"),
     (r"\b(FILE|TEST)\.csv\b", "rows.csv"),
-    (r"\bruns/intents\b", "my-model"),
+    (r"\bruns/intents\b", "model-1"),  # that the line with `train` makes
     (r"\bexamples/my_train\.py\b", "my_train.py"),
     (r"\bnative/examples/least_squares\.toml\b", "c/{job}.toml"),
     (r"\[JOB\]", "JOB"),
