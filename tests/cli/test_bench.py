@@ -24,6 +24,7 @@ RUN = [
     "attach",
     "failover",
     "idle_agent",
+    "kills",
     "scripts",
     "virtual",
 ]
