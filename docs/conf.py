@@ -60,7 +60,7 @@ PICTURE: Final = re.compile(r'<picture>.*?src="docs/([^"]+)" alt="([^"]*)">\s*</
 def _root_page(app: Any, name: str, source: list[str]) -> None:
     """Replace the text of such a page; its links are written for the root."""
     if name in ROOT_PAGES:
-        text = PICTURE.sub(r"![\2](\1)", (ROOT / ROOT_PAGES[name]).read_text())
+        text = PICTURE.sub(r"![\2](docs/\1)", (ROOT / ROOT_PAGES[name]).read_text())
         source[0] = re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)", _moved, text)
 
 

@@ -15,6 +15,8 @@ PLACES = (
     Path(sys.prefix) / "share" / "doc" / "gadei-ps",  # pyproject.toml
 )
 
+FOLDERS = ("", "learn/", "scripts/")
+
 
 class Page(NamedTuple):
     """A page of the documentation. name: its path without the suffix."""
@@ -33,7 +35,7 @@ def every() -> list[Page]:
     """Return all pages by their names. Raises UsageError."""
     for place in PLACES:
         if (place / "glossary.md").is_file():
-            found = [*place.glob("*.md"), *place.glob("scripts/*.md")]
+            found = [one for folder in FOLDERS for one in place.glob(f"{folder}*.md")]
             pages = [
                 Page(str(path.relative_to(place).with_suffix("")), path.read_text("utf-8"))
                 for path in sorted(found)

@@ -188,8 +188,8 @@ STAGES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     # tests/end_to_end/test_group_run.py runs these two.
     "carried": lambda words: words[0] == "train" and "--groups" in words,
     "changed": lambda words: words[0] == "group" and words[1] in ("join", "leave"),
-    # tests/cli/test_top.py and tests/end_to_end/test_dashboard.py run these two.
-    "shown": lambda words: words[0] in ("top", "dashboard"),
+    # test_top.py in tests/cli/, test_dashboard.py and test_metrics_export.py in tests/end_to_end/.
+    "shown": lambda words: words[0] in ("top", "dashboard", "metrics"),
     "ungrouped": lambda words: words[0] == "group" and words[1] in ("status", "stop"),
     "alone": lambda words: (
         words[0]

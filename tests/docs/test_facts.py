@@ -21,7 +21,16 @@ SOURCES = ("gadei_ps", "learners", "watchdog", "benchmarks", "native")
 # Set and read by gadei-ps itself, between a command and the daemon that it starts.
 INTERNAL = {"GADEI_PS_ALONE", "GADEI_PS_LEARNER_FILE"}
 # The tables of docs/job-file.md, in order.
-TABLES = ("job", "checkpoint", "stop_after", "learners", "optimizer", "groups", "schedule")
+TABLES = (
+    "job",
+    "checkpoint",
+    "stop_after",
+    "metrics",
+    "learners",
+    "optimizer",
+    "groups",
+    "schedule",
+)
 
 
 # What differs from message to message: `'X'`, `N MiB`, `10`, `...`.
@@ -66,6 +75,7 @@ def model_of(field: str) -> type[BaseModel]:
         "job": config.JobConfig,
         "checkpoint": config.CheckpointConfig,
         "stop_after": config.StopAfterConfig,
+        "metrics": config.MetricsConfig,
         "learners": config.LearnersConfig,
         "optimizer": config.OptimizerConfig,
         "groups": Group,
@@ -84,7 +94,7 @@ def test_every_field_of_a_job_file_has_its_row(place: tuple[int, str]) -> None:
         fields, values = code(row[0]), row[1].split(", ") if "," in row[0] else [row[1]]
         values += [""] * (len(fields) - len(values))
         defaults |= dict(zip(fields, values, strict=True))
-    inner = {"checkpoint", "stop_after", "learners", "optimizer", "groups", "schedule"}
+    inner = {"checkpoint", "stop_after", "metrics", "learners", "optimizer", "groups", "schedule"}
     refused = {"kind"} if name == "groups" else set()
     assert defaults.keys() == model.model_fields.keys() - inner - refused
     for field, shown in defaults.items():
