@@ -158,8 +158,9 @@ def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
             if not own:
                 continue
             accuracies = [100 * row["test_accuracy"] for row in own]
-            error = statistics.stdev(accuracies) / len(own) ** 0.5 if len(own) > 1 else 0.0
-            cells = [name, contender, f"{statistics.mean(accuracies):.2f}", f"{error:.2f}"]
+            cells = [name, contender, f"{statistics.mean(accuracies):.2f}"]
+            error = statistics.stdev(accuracies) / len(own) ** 0.5 if len(own) > 1 else math.nan
+            cells.append("-" if math.isnan(error) else f"{error:.2f}")
             cpu, of_cnn = mean_cpu(name, contender), mean_cpu(name, "cnn")
             cells += [f"{cpu:.1f}", "-" if math.isnan(of_cnn) else f"{100 * cpu / of_cnn:.0f}"]
             for key in ("calibration_error", "below_threshold", "auroc", "outside_refused"):
