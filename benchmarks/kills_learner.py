@@ -26,7 +26,7 @@ def main() -> None:
         chosen = torch.from_numpy(batch.indices)
         loss = model.loss(Rows(data.inputs[chosen], data.labels[chosen]))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         model.applied.grad = torch.zeros(count // size)
         model.applied.grad[batch.index] = -1 / LR
         optimizer.report(loss=loss)
