@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from gadei_ps.dashboard import series
 from gadei_ps.dashboard.data import View, Watcher
 from gadei_ps.job import paths
+from gadei_ps.monitoring.following import Follower
 from gadei_ps.monitoring.reading import State
 
 INTERVAL_S = 1.0
@@ -54,15 +55,15 @@ class _Known:
         self.loss: deque[float] = deque(maxlen=SPARK_POINTS)
         self.failover: tuple[float, float] | None = None
         """Time and duration (s, ms)."""
-        self._tail: series.Tail | None = None
+        self._history: Follower | None = None
         if view.job.history:
-            self._tail = series.Tail(view.job.history)
-            self._take(self._tail.first)
+            self._history = Follower(view.job.history)
+            self._take(self._history.read())
 
     def look(self, view: View) -> None:
         """Add what is new."""
-        if self._tail is not None:
-            self._take(one for one in self._tail.read() if "event" in one)
+        if self._history is not None:
+            self._take(one for one in self._history.read() if "event" in one)
         for values, value in ((self.speed, view.speed), (self.loss, view.loss)):
             if value is not None:
                 values.append(value)
@@ -110,7 +111,7 @@ class OneJob:
         self._render = render
         self._watcher = Watcher(paths.owner())
         self._fragments = Fragments()
-        self._tail: series.Tail | None = None
+        self._history: Follower | None = None
         self._version = -1
 
     def look(self) -> dict[str, Any] | None:
@@ -118,9 +119,10 @@ class OneJob:
         view = self._watcher.look_at(self._job)
         if view is None or view.job.state is State.DEAD:
             return None
-        if self._tail is None and view.job.history:
-            self._tail = series.Tail(view.job.history)
-        lines = self._tail.read() if self._tail else []
+        if self._history is None and view.job.history:
+            self._history = Follower(view.job.history)
+            self._history.read()  # the page has these lines
+        lines = self._history.read() if self._history else []
         points = [
             {"time": one["time"], "version": one.get("version"), "values": found}
             for one in lines

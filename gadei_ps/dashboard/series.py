@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,39 +108,6 @@ def as_csv(lines: Iterable[Line]) -> str:
 def _cell(value: object) -> object:
     """Keep a spreadsheet from taking text for a formula."""
     return f"'{value}" if isinstance(value, str) and value[:1] in "=+-@\t\r" else value
-
-
-class Tail:
-    """The lines that are added to a history from now on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: tuple[int, int] | None = None
-        self._at = 0
-        self._latest = 0.0
-        self.first = self.read()
-        """The lines that are there already."""
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the new lines since the last call; those of a thinned file are not new."""
-        try:
-            with user_files.open_file(self._path) as file:
-                state = os.fstat(file.fileno())
-                key = state.st_dev, state.st_ino
-                again = key != self._file or state.st_size < self._at
-                if again:
-                    self._file, self._at = key, 0
-                file.seek(self._at)
-                raw = file.read(min(state.st_size - self._at, history_file.MOST_BYTES))
-        except OSError:
-            return []
-        whole = raw[: raw.rfind(b"\n") + 1]
-        self._at += len(whole)
-        new = history_file.parsed(whole)
-        if again:
-            new = [one for one in new if one["time"] > self._latest]
-        self._latest = max([self._latest, *(float(one["time"]) for one in new)])
-        return new
 
 
 def compact(value: object) -> bytes:

@@ -104,7 +104,7 @@ def listen(host: str, port: int) -> socket.socket:
         except BaseException:
             made.close()
             raise
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(
             f"cannot listen at {host}:{port}: {why}; --port gives another port"

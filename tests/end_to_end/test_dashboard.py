@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import numpy as np
 import psutil
@@ -245,6 +245,8 @@ def test_addresses(cli: Cli) -> None:
         result = cli("dashboard", "--port", taken.getsockname()[1])
     assert result.code == 2
     assert "cannot listen" in result.error
+    result = cli("dashboard", "--host", "a..b", "--port", 0)
+    assert (result.code, "cannot listen at a..b" in result.error) == (2, True)
     site = start(cli, "--host", "0.0.0.0", "--allow-host", "proxy.example")
     site.sign_in()
     assert site.ask("/", Host="proxy.example")[0] == 200
@@ -282,7 +284,7 @@ def test_refused_actions(what: str, job: Client, job_name: str, site: Site) -> N
 
 def test_a_wrong_token(site: Site) -> None:
     for token in ("x", site.token[:-1], site.token + "x", "", "%00", "é"):
-        code, headers, _ = site.ask(f"/?token={token.encode().hex()}", Cookie=None)
+        code, headers, _ = site.ask(f"/?token={quote(token)}", Cookie=None)
         assert code == 403
         assert "set-cookie" not in headers
     code, _, _ = site.ask(f"/?token={site.token}", "POST", "", Cookie=None)

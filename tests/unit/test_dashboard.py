@@ -9,6 +9,7 @@ import pytest
 
 from gadei_ps.dashboard import series
 from gadei_ps.errors import UsageError
+from gadei_ps.monitoring.following import Follower
 from gadei_ps.storage.history_file import HistoryFile, line
 
 pages = pytest.importorskip("gadei_ps.dashboard.pages", exc_type=ImportError)
@@ -54,8 +55,8 @@ def test_new_lines(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     file = HistoryFile(path, most=10)
     file.append(line(point(1.0)))
-    tail = series.Tail(path)
-    assert [one["time"] for one in tail.first] == [1.0]
+    tail = Follower(path)
+    assert [one["time"] for one in tail.read()] == [1.0]
     assert tail.read() == []
     seen = []
     for at in range(2, 40):
