@@ -1,4 +1,4 @@
-"""What every test gets: names and places of its own, and a check that it leaves nothing behind."""
+"""Names and places for every test, and a check that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def is_large(path: Path) -> bool:
-    """Whether tests of a file make their own process much larger. Few of them fork it."""
+    """Return whether tests of a file make their own process much larger. Few of them fork it."""
     return path.parent.name == "unit" or NEEDS_TORCH.search(path.read_text()) is not None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """As --part says."""
+    """Select files as --part requires."""
     part = config.getoption("--part")
     if part is None or not collection_path.match("test_*.py"):
         return None
@@ -92,12 +92,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of pytest-xdist where the locks of all workers are."""
+    """Set for a worker of pytest-xdist where the locks of all workers are."""
     node.workerinput["turns"] = str(node.config.stash[TURNS].directory)
 
 
 def needs_compiled(item: pytest.Item) -> bool:
-    """Whether the test may run the server's code."""
+    """Return whether the test may run the server's code."""
     asks = "compiled" in getattr(item, "fixturenames", ())
     return asks or item.path.parent.name not in ("unit", "cli", "docs")
 
@@ -152,13 +152,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def turns(request: pytest.FixtureRequest) -> Turns:
-    """What the workers of this run share."""
+    """Provide what the workers of this run share."""
     return request.config.stash[TURNS]
 
 
 @pytest.fixture(scope="session")
 def compiled() -> None:
-    """For tests of unit, cli and docs that run the server's code: see needs_compiled."""
+    """Compile for tests of unit, cli and docs that run the server's code: see needs_compiled."""
     kept.keep()
 
 
@@ -184,12 +184,12 @@ def job_name(runtime_dir: Path) -> str:
 
 @pytest.fixture
 def interpreters() -> None:
-    """For tests that run gadei-ps as users do: each process is a new interpreter, not a fork."""
+    """Run gadei-ps as users do: each process is a new interpreter, not a fork."""
 
 
 @pytest.fixture
 def cli(request: pytest.FixtureRequest, runtime_dir: Path, tmp_path: Path) -> Iterator[Cli]:
-    """Runs gadei-ps; what it has started is ended after the test."""
+    """Run gadei-ps; what it has started is ended after the test."""
     plain = "interpreters" in request.fixturenames
     made = Cli(tmp_path, interpreters=plain, servers=needs_compiled(request.node))
     yield made
@@ -198,7 +198,7 @@ def cli(request: pytest.FixtureRequest, runtime_dir: Path, tmp_path: Path) -> It
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """After each test no process of it runs and no segment of its jobs exists."""
+    """Check after each test that none of its processes runs and no segment of its jobs exists."""
     before = support.children()
     yield
     support.eventually(

@@ -1,4 +1,4 @@
-"""Makes jobs with checkpoints, ends them as a power failure does, and serves them again.
+"""Make jobs with checkpoints, end them as a power failure does, and serve them again.
 
 With SGD and a rate of 1, the weights count integer gradients.
 """
@@ -29,7 +29,7 @@ COUNTED = ALONE + "shards = 3\n" + SGD + MODEL
 
 
 def count(client: Client, gradients: int) -> None:
-    """Pushes gradients, each of which subtracts 1 from every weight."""
+    """Push gradients, each of which subtracts 1 from every weight."""
     for _ in range(gradients):
         client.push({"w": np.ones(VALUES, np.float32)}, samples=1)
     client.wait_applied()
@@ -45,14 +45,14 @@ def there(job: str, cli: Cli) -> list[Path]:
 
 
 def die(job: str) -> None:
-    """Ends a job as a power failure does: no process and no memory is left."""
+    """End a job as a power failure does: no process and no memory is left."""
     support.kill_all(job)
     for name in support.segments(job):
         segment.unlink(name)
 
 
 def again(cli: Cli, job: str, *options: str) -> Running:
-    """Serves the job file again."""
+    """Serve the job file again."""
     daemon = cli.start("serve", f"{job}.toml", *options)
     support.eventually(
         lambda: is_running(job) or daemon.process.poll() is not None, what=lambda: daemon.err
@@ -75,7 +75,7 @@ def refused(cli: Cli, job: str) -> str:
 
 
 def take(job: str) -> dict[str, Any]:
-    """Makes a checkpoint as the command `checkpoint` does."""
+    """Make a checkpoint as the command `checkpoint` does."""
     return jobs.checkpoint(job)
 
 
@@ -90,7 +90,7 @@ def truncate(path: Path) -> None:
 
 
 def write(cli: Cli, job: str, text: str, versions: range, slots: int = 0) -> None:
-    """Writes the job file and the checkpoints of a job that has ended."""
+    """Write the job file and the checkpoints of a job that has ended."""
     file = cli.directory / f"{job}.toml"
     file.write_text(text)
     cli.made(job)

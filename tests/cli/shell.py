@@ -79,7 +79,7 @@ class Running:
         return self._paths[0].read_text()
 
     def signal(self, number: int) -> Result:
-        """Sends a signal and waits until the command has ended."""
+        """Send a signal and wait until the command has ended."""
         self.process.send_signal(number)
         return self.wait()
 
@@ -88,7 +88,7 @@ class Running:
 
 
 def program(path: Path, text: str) -> Path:
-    """Writes an executable Python program, such as a fake nvidia-smi."""
+    """Write an executable Python program, such as a fake nvidia-smi."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!{sys.executable}\n{text}\n")
     path.chmod(0o755)
@@ -140,7 +140,7 @@ class Cli:
         patience_s: float | None = None,
         **env: str,
     ) -> Result:
-        """Runs a command until it ends."""
+        """Run a command until it ends."""
         words = set(arguments)
         assert words != {"gc"} and words != {"gc", "--json"}, "it takes what other tests have left"
         with (
@@ -164,7 +164,7 @@ class Cli:
         return Result(code, *said)
 
     def start(self, *arguments: object, **env: str) -> Running:
-        """Starts a command in the background. It is ended when the test ends."""
+        """Start a command in the background. It is ended when the test ends."""
         words = tuple(map(str, arguments))
         one = Running(
             lambda *streams: self._started(words, env, *streams), self.directory, self.patience_s
@@ -173,7 +173,7 @@ class Cli:
         return one
 
     def serve(self, job: str, text: str = "") -> Running:
-        """Starts a job's daemon, by default without a standby. Waits until it is ready."""
+        """Start a job's daemon, by default without a standby. Wait until it is ready."""
         file = self.directory / f"{job}.toml"
         file.write_text(text if "standby" in text else f"standby = false\n{text}")
         self.made(job)
@@ -185,11 +185,11 @@ class Cli:
         return daemon
 
     def made(self, job: str) -> None:
-        """Notes a job that close() must remove."""
+        """Record a job that close() must remove."""
         self._served.append(job)
 
     def close(self) -> None:
-        """Ends all commands, and removes what killed jobs have left."""
+        """End all commands, and remove what killed jobs have left."""
         for one in self._running:
             one.process.terminate()
         for one in self._running:

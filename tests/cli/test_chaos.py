@@ -85,7 +85,7 @@ def _with_server(cli: Cli, job: str) -> bool:
 
 
 def _without_servers(cli: Cli, job: str) -> bool:
-    """Kills servers one after the other, because the next one may be taking over or starting."""
+    """Kill servers one after the other, because the next one may be taking over or starting."""
     cli("kill", job, "--server")
     return not presence.server_pids(job)
 

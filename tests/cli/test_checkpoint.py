@@ -99,7 +99,7 @@ def test_on_stop(cli: Cli, job_name: str) -> None:
     assert [one.version for one in checkpoint.found(here)] == [9, 7]
 
 
-# -- going on after everything has died -------------------------------------------------------
+# -- continuing after everything has died -----------------------------------------------------
 
 
 def test_as_if_nothing_had_happened(cli: Cli, job_name: str) -> None:
@@ -137,7 +137,7 @@ SAMPLES, EPOCHS = 40, 3
 
 
 def answer(client: Client, most: int | None = None) -> int:
-    """Answers batches, each of which adds 1 to its own weight. Returns their number."""
+    """Answer batches, each of which adds 1 to its own weight. Return their number."""
     done = 0
     for batch in client.batches(samples=SAMPLES, batch_size=1, epochs=EPOCHS, seed=5):
         gradient = np.zeros(SAMPLES * EPOCHS, np.float32)

@@ -148,7 +148,7 @@ NOBODYS_UID = 54321
 
 
 def test_logind(tmp_path: Path) -> None:
-    """If logind removes memory, warns users that are no system users and do not linger."""
+    """Warn if logind removes memory of a user that is not a system user and does not linger."""
     assert memory.logind(tmp_path, NOBODYS_UID)[:2] == (doctor.Level.OK, "no logind here")
     for name in ("system", "seats"):
         (tmp_path / "run/systemd" / name).mkdir(parents=True)

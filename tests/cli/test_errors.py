@@ -25,7 +25,7 @@ ROWS = "text,label\n" + "".join(f"sentence {i},{'ab'[i % 2]}\n" for i in range(2
 
 
 def test_import_is_quick() -> None:
-    """Of the command line, and of what commands that only ask a job import besides."""
+    """Check the command line, and what commands that only query a job import besides."""
     heavy = {
         "gadei_ps.cli.app": {"torch", "numba", "numpy", "pydantic", "psutil"},
         "gadei_ps.classifier.predict": {"torch", "numba"},

@@ -82,7 +82,7 @@ with VirtualWorker(layers, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as wo
 
 
 def test_devices_for_the_stages_of_a_virtual_worker(cli: Cli, job_name: str) -> None:
-    """Of its two GPUs PyTorch sees none here, so it takes parts of its threads."""
+    """Hide both GPUs from PyTorch: the worker uses shares of its CPU threads."""
     pytest.importorskip("torch")
     run = ["run", job_name, "--devices-per-learner", 2, "--sync", "wsp:D=0,s_local=1"]
     (cli.directory / "stages.py").write_text(STAGES)

@@ -48,7 +48,7 @@ def faults(command: Any, screen: str) -> list[str]:
     for parameter in command.params:
         name, text = parameter.opts[-1], parameter.help or ""
         if len(text) < 8 or not text.endswith((".", "...")):
-            found.append(f"{name}: {text!r} explains nothing, or is no sentence")
+            found.append(f"{name}: {text!r} explains nothing, or is not a sentence")
         elif " ".join(text.split()) not in said:
             found.append(f"{name}: not all of {text!r} is on the screen")
         if not name.startswith("-") and parameter.metavar not in screen:

@@ -42,7 +42,7 @@ def test_serve_ends_cleanly(cli: Cli, job_name: str, number: int, interpreters: 
 
 
 def test_the_limit_of_open_files_is_named(cli: Cli, job_name: str, tmp_path: Path) -> None:
-    """With as many as suffice for the watchdog, and not for a server's pidfd."""
+    """Allow as many as suffice for the watchdog, but not for a server's pidfd."""
     (tmp_path / f"{job_name}.toml").write_text(MODEL)
     command = [sys.executable, "-P", "-m", "gadei_ps", "serve", f"{job_name}.toml"]
     for files in range(16, 24):
@@ -167,7 +167,7 @@ def test_job_of_another_runtime_directory(cli: Cli, job_name: str) -> None:
 
 
 def test_a_job_whose_socket_and_lock_are_removed(cli: Cli, job_name: str) -> None:
-    """What commands say is true until the watchdog has made both again; then all is as before."""
+    """Check what commands report until the watchdog has made both again, and then after."""
     daemon = cli.serve(job_name, MODEL)
     with support.Stopped(daemon.pid):
         for lost in (paths.socket_path(job_name), paths.lock_path(job_name)):
@@ -193,7 +193,7 @@ def test_a_job_whose_socket_and_lock_are_removed(cli: Cli, job_name: str) -> Non
 def test_a_job_of_the_systems_unit(
     cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Commands name its runtime directory; in it, they name what tells of an ended job. No unit is
+    """Name its runtime directory in commands; in it, name the unit of an ended job. No unit is
     named where there is none."""
     jobs, system = tmp_path / "jobs", Path(os.environ["GADEI_PS_RUNTIME_DIR"])
     jobs.mkdir()
@@ -238,7 +238,7 @@ def test_gc(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert "nobody" not in cli("status", dead).error
 
     everything = cli("gc", "--dry-run", "--json").json
-    assert dead not in {one["job"] for one in everything["removed"]}, "serve would go on with it"
+    assert dead not in {one["job"] for one in everything["removed"]}, "serve would continue with it"
     assert living not in {one["job"] for one in everything["removed"]}
     told = cli("gc", "--dry-run").err
     assert f"job {dead!r} is still in memory, but its processes are dead" in told
@@ -325,7 +325,7 @@ def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
     stopped = cli("stop", job_name, "--discard", "--json").json
     assert stopped["gradients_applied"] >= report["version"]
     assert attached.wait().code != 0
-    assert "has failed" in attached.err, "it is told, and does not wait for another watchdog"
+    assert "has failed" in attached.err, "it is notified, and does not wait for another watchdog"
     assert not support.segments(job_name)
 
 

@@ -55,7 +55,7 @@ def test_roff_accepts_the_pages() -> None:
     ],
 )
 def test_bash_completes(words: str, completed: str, tmp_path: Path) -> None:
-    """Commands, and names of jobs: those that run, or have left a history."""
+    """Complete commands, and names of jobs: those that run, or have left a history."""
     for name in ("runs-1.sock", "runs-2.sock", "runs-3.history.jsonl", "other.history.jsonl"):
         (tmp_path / name).touch()
     (tmp_path / "runs-4").mkdir()

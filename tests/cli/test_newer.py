@@ -67,7 +67,7 @@ def test_a_newer_checkpoint_is_told_and_can_be_taken(
 
 
 def test_a_newer_checkpoint_that_is_set_aside(old: str, cli: Cli) -> None:
-    """By the next checkpoint of the older memory; the log says how to have it all the same."""
+    """Set it aside by the next checkpoint of the older memory; the log says how to use it."""
     write(cli, old, TEXT, range(5, 6))
     daemon = again(cli, old)
     support.eventually(lambda: support.status(old)["newer_checkpoint"] == 5)
@@ -90,7 +90,7 @@ def test_a_newer_checkpoint_that_is_set_aside(old: str, cli: Cli) -> None:
 
 
 def test_one_that_was_set_aside_is_taken_by_a_unit(old: str, cli: Cli) -> None:
-    """With the commands that the log of the unit's watchdog names: restore would serve the job
+    """Use the commands that the log of the unit's watchdog names: restore would serve the job
     outside of it."""
     place = cli.directory / "its own; place"
     write(cli, old, f"{TEXT}directory = '{place}'\n", range(5, 6))
@@ -131,7 +131,7 @@ def test_memory_is_gone_on_from_only_where_it_can_be_saved(old: str, cli: Cli) -
     daemon = again(cli, old)
     assert support.status(old)["version"] == 2
 
-    # Servers that live go on, whatever the disk is.
+    # Servers that live continue, whatever the disk is.
     daemon.signal(signal.SIGKILL)
     shutil.rmtree(place)
     place.touch()

@@ -110,7 +110,7 @@ def test_another_model(dead: str, cli: Cli) -> None:
 
 
 def restored(cli: Cli, job: str, *arguments: object) -> int:
-    """Restores, serves and stops a job. Returns the version that it had."""
+    """Restore, serve and stop a job. Return the version that it had."""
     daemon = cli.start("restore", *arguments)
     support.eventually(
         lambda: is_running(job) or daemon.process.poll() is not None, what=lambda: daemon.err
@@ -170,7 +170,7 @@ def test_a_checkpoint_names_no_program_and_no_path(cli: Cli, job_name: str) -> N
 
 
 def test_a_checkpoint_of_a_job_that_is_kept(dead: str, cli: Cli) -> None:
-    """Its name is the checkpoint's word: the memory of the user's own job is not dropped for it."""
+    """Use its name as the checkpoint's word: the memory of the user's own job is not dropped."""
     again(cli, dead)
     support.kill_all(dead)
     said = cli("restore", cli.directory / "state" / dead).error
@@ -190,7 +190,7 @@ def test_a_directory_of_another_user(dead: str, cli: Cli) -> None:
 
 
 def test_restore_goes_back(dead: str, cli: Cli) -> None:
-    """After the next checkpoint, an abandoned later version is not taken for the newest."""
+    """Check that an abandoned later version is not used as the newest after the next checkpoint."""
     cli.start("restore", dead, "--version", 1)
     support.eventually(lambda: is_running(dead))
     assert "running already" in cli("restore", dead).error
@@ -290,7 +290,7 @@ def test_without_a_model(cli: Cli, job_name: str) -> None:
 
 
 def test_a_directory_here_is_no_job(cli: Cli) -> None:
-    """Its name has no slash, as that of a job."""
+    """Use a name without a slash, as that of a job."""
     (cli.directory / "kept").mkdir()
     failed = cli("export", "kept", "out.npz")
     assert failed.code == 2 and failed.error == "kept: there is no checkpoint in this directory"

@@ -110,7 +110,7 @@ def test_a_forgotten_name_of_the_job(words: str, advice: str) -> None:
 def test_a_closed_terminal_and_a_reader_that_has_ended(
     cli: Cli, job_name: str, learner: list[str], reader: str
 ) -> None:
-    """Every print of the launcher fails, and all goes on as with the signal alone."""
+    """Every print of the launcher fails, and all continues as with the signal alone."""
     (cli.directory / "learner.py").write_text(SLOW_END)
     options = ["--learners", "2", "--out", "w.npz"]
     words = [sys.executable, "-m", "gadei_ps", "run", job_name, *options, "--", *learner]
@@ -143,7 +143,7 @@ def test_job_file_with_a_flag(cli: Cli, job_name: str, learner: list[str]) -> No
 
 
 def test_a_job_that_goes_on_from_a_checkpoint(cli: Cli, job_name: str, learner: list[str]) -> None:
-    """Its work is done, and what was done before does not count."""
+    """Check that its work is done, and that what was done before does not count."""
     (cli.directory / "job.toml").write_text(
         f'name = "{job_name}"\n[checkpoint]\ndirectory = "{cli.directory}/kept"\n'
     )
@@ -161,7 +161,7 @@ def test_learners_of_a_running_job(cli: Cli, job_name: str, learner: list[str]) 
     result = cli("run", job_name, "--json", "--", *learner, 5)
     assert (result.code, result.json["gradients_applied"]) == (0, 50)
     status = support.status(job_name)
-    assert status["gradients_applied"] == 50, "the job goes on"
+    assert status["gradients_applied"] == 50, "the job continues"
     assert not status["learners"]
 
 
@@ -188,7 +188,7 @@ def test_the_others_go_on(cli: Cli, job_name: str, learner: list[str]) -> None:
 
 
 def test_killed_learners_are_started_again(cli: Cli, job_name: str, learner: list[str]) -> None:
-    """If all are lost in the end, the weights are not: the next `run` continues with them."""
+    """Check that the weights survive the loss of all learners, for the next `run`."""
     command = ("run", job_name, "--lr", 1, "--json")
     lost = cli(*command, "--restart", 2, "--", *learner, 5, "0")
     assert (lost.code, lost.json["restarts"], lost.json["gradients_applied"]) == (1, 2, 9), lost
@@ -234,7 +234,7 @@ raise SystemExit(int(sys.argv[2]))
 
 
 def test_restarts_by_default(cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a learner is killed again and again; not after an error or a fault of its own."""
+    """Restart until a learner is killed again and again; not after its own error or fault."""
     monkeypatch.setattr(run, "POLICY", Policy(limit=3, within_s=math.inf))  # commands are forks
     (cli.directory / "dies.py").write_text(DIES)
     command = ("run", job_name, "--fresh", "--json", "--", sys.executable, "dies.py")
@@ -337,7 +337,7 @@ def test_learners_that_fail_before_all_have_come_are_not_awaited(cli: Cli, job_n
 
 
 def test_a_script_saves_at_ctrl_c(cli: Cli, job_name: str, learner: list[str]) -> None:
-    """As in a terminal: KeyboardInterrupt in the script, also in what a shell has started."""
+    """Press Ctrl-C as in a terminal: KeyboardInterrupt in the script, also below a shell."""
     script = Path(learner[1])
     forever = "client.push({'w': -np.ones(8)}); (here / f'attached.{index}').touch()"
     text = script.read_text().partition("    while learners.isdigit()")[0]
@@ -380,7 +380,7 @@ time.sleep(1e6)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_asked_twice(cli: Cli, job_name: str, number: int) -> None:
-    """The learners hear nothing of it, and need not be waited for; the weights are written."""
+    """The learners are not notified, and need not be waited for; the weights are written."""
     running = cli.start("run", job_name, "--out", "w.npz", "--", sys.executable, "-c", DEAF)
     support.eventually((cli.directory / "deaf").exists)
     running.process.send_signal(number)
@@ -497,7 +497,7 @@ def test_job_stopped_before_its_learners_have_joined(
 def test_anothers_job_stopped_meanwhile(
     cli: Cli, job_name: str, learner: list[str], drain: tuple[str, ...]
 ) -> None:
-    """It has an exit code of its own, also if all learners end well."""
+    """It has an exit code of its own, even if all learners end well."""
     cli.serve(job_name)
     running = cli.start("run", job_name, "--json", "--out", "w.npz", "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 1))
@@ -517,7 +517,7 @@ def test_anothers_job_that_ends_with_its_learners(
 
 @pytest.mark.parametrize("who", ["server_pid", "watchdog_pid"])
 def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str) -> None:
-    """After the death of server or watchdog, learners continue, and all gradients are applied."""
+    """Check that learners continue after a server's or watchdog's death; all gradients count."""
     running = cli.start("run", job_name, "--learners", 2, "--json", "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 2))
     support.eventually(lambda: support.status(job_name)["standby_pid"])
@@ -540,7 +540,7 @@ def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str)
 def test_watchdog_of_anothers_job(
     cli: Cli, job_name: str, learner: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Learners that `run` starts in a running job outlive the watchdog of the job."""
+    """Check that learners that `run` starts in a running job outlive the watchdog of the job."""
     monkeypatch.setattr(jobs, "ANSWER_TIMEOUT_S", 1.0)  # also in the commands, which are forks
     daemon = cli.serve(job_name)
     running = cli.start("run", job_name, "--restart", 0, "--json", "--", *learner, FOREVER)
@@ -585,7 +585,7 @@ with Client(tensors={"w": np.zeros(10)}) as client:
 
 
 def test_divergence_is_told(cli: Cli, job_name: str) -> None:
-    """While the job runs by its log, status and learner, and at the end."""
+    """Check the log, status and learner while the job runs, and at the end."""
     (cli.directory / "script.py").write_text(DIVERGED)
     go = cli.directory / "go"
     running = cli.start("run", job_name, "--", sys.executable, "script.py", go)
@@ -665,7 +665,7 @@ print("after the loop")
 
 
 def test_a_learner_that_stops_its_job(cli: Cli, job_name: str, interpreters: None) -> None:
-    """Learners end in order: one without looking at `stopping`, and one that was attached."""
+    """End learners in order: one without looking at `stopping`, and one that was attached."""
     (cli.directory / "stops.py").write_text(STOPS)
     program = ["--", sys.executable, "stops.py", "stops"]
     run = cli.start("run", job_name, "--learners", 2, "--out", "w.npz", "--json", *program)

@@ -85,7 +85,7 @@ def test_summary(trained: tuple[Path, Result]) -> None:
 
 
 def test_plain_lines_and_summary(cli: Cli, job_name: str) -> None:
-    """Of the CNN, for a file as a German Excel writes it, compressed, with copies of rows."""
+    """Train the CNN on a file as a German Excel writes it, compressed, with copies of rows."""
     rows = [("Satz", "Kategorie"), *ROWS, *ROWS[:5], (ROWS[0][0], ROWS[-1][1]), ("", "claim")]
     lines = "".join(f"{text};{label}\r\n" for text, label in rows)
     (cli.directory / "data.csv").write_bytes(gzip.compress(lines.encode("utf-16")))
@@ -204,7 +204,7 @@ def test_model_in_numbers(trained: tuple[Path, Result]) -> None:
 
 
 def endless(cli: Cli, job_name: str, out: str = "model-1", **env: str) -> Running:
-    """A training that goes on for ever, once gradients are applied."""
+    """An endless training, once gradients are applied."""
     write_csv(cli.directory / "data.csv", ROWS)
     words = ["train", "data.csv", "--epochs", "100000", "--job", job_name]
     training = cli.start(*words, "--out", out, **env)
@@ -244,7 +244,7 @@ def test_interrupted(cli: Cli, job_name: str) -> None:
 
 
 def test_stopped(cli: Cli, job_name: str) -> None:
-    """By another process, before the first epoch has ended or later: the model is written."""
+    """Stop from another process, before or after the first epoch: the model is written."""
     training = endless(cli, job_name)
     cli("stop", job_name)
     result = training.wait()

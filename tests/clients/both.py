@@ -34,14 +34,14 @@ def row_of(job: Job, one: Learner) -> dict[str, Any]:
 
 
 def answers_of(both: dict[str, Makers], *command: object) -> tuple[int, str]:
-    """What fresh learners of both kinds answer, which must be the same."""
+    """Return the answer of fresh learners of both kinds, which must be the same."""
     first, second = (told(make.plain().ask(*command)) for make in both.values())
     assert first == second
     return first
 
 
 def fill(job: Job, mine: Learner) -> None:
-    """Attaches and fills the ring while no shard empties it."""
+    """Attach and fill the ring while no shard empties it."""
     mine.do("attach", job.socket)
     job.pause(True)
     for _ in range(int(job.control["slots"])):
@@ -49,6 +49,6 @@ def fill(job: Job, mine: Learner) -> None:
 
 
 def asleep(job: Job, mine: Learner) -> None:
-    """Waits until it sleeps until a slot comes free."""
+    """Wait until it sleeps until a slot comes free."""
     ring = job.ring(row_of(job, mine)["row"])
     support.eventually(lambda: int(ring["waits_slot"]))

@@ -245,7 +245,7 @@ static struct {
     int runs;
 } second = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
-static void *obey(void *unused)
+static void *follow(void *unused)
 {
     char command[sizeof second.command];
     for (;;) {
@@ -269,12 +269,12 @@ static void *obey(void *unused)
     }
 }
 
-/* Has a second thread do a command; `joined` tells what it was answered. */
+/* Let a second thread run a command; `joined` reports its answer. */
 static void beside(const char *command)
 {
     pthread_mutex_lock(&second.lock);
     if (!second.runs)
-        second.runs = !pthread_create(&second.thread, NULL, obey, NULL);
+        second.runs = !pthread_create(&second.thread, NULL, follow, NULL);
     snprintf(second.command, sizeof second.command, "%s", command);
     pthread_cond_broadcast(&second.changed);
     pthread_mutex_unlock(&second.lock);
@@ -299,7 +299,7 @@ static void over(void)
     second.runs = 0;
 }
 
-/* Pushes so many times and tells how many were published; refused ones are not repeated. */
+/* Push so many times and report how many were published; refused ones are not repeated. */
 static void many(int count)
 {
     float value = 1.0f, *gradient = whole(&value, 0, 1);

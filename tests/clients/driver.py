@@ -25,7 +25,7 @@ NAMES = {1: "float32", 2: "bfloat16", 3: "float16"}
 
 
 def pattern(seed: int, values: int) -> np.ndarray:
-    """Values from -0.5 to 0.5 that all formats round, float32; the same as driver.c makes."""
+    """Return values from -0.5 to 0.5 that all formats round, float32, as driver.c does."""
     bits = (np.arange(values, dtype=np.uint64) * 2654435761 + seed * 40503) % 2**32
     return ((bits >> np.uint64(8)).astype(np.float32) / np.float32(2**24)) - np.float32(0.5)
 
@@ -49,7 +49,7 @@ class Driver:
     # -- the model --------------------------------------------------------------------------------
 
     def wire(self, number: str) -> object:
-        """Before attach."""
+        """Set the wire format before attach."""
         self.format = NAMES[int(number)]
         return 0
 
@@ -226,7 +226,7 @@ class Driver:
         return f"0 {taken >> 32} {taken & 0xFFFFFFFF}"
 
     def forked(self, *command: str) -> object:
-        """What a child process of this one is answered."""
+        """Return the answer that a child process of this one gets."""
         sys.stdout.flush()
         child = os.fork()
         if not child:
@@ -238,7 +238,7 @@ class Driver:
     # -- a second thread --------------------------------------------------------------------------
 
     def beside(self, *command: str) -> object:
-        """Has a second thread do a command; `joined` tells what it was answered."""
+        """Let a second thread run a command; `joined` reports its answer."""
         if self.second is None:
             self.second = threading.Thread(target=self.obey, daemon=True)
             self.second.start()
@@ -253,7 +253,7 @@ class Driver:
         return self.of_second.get()
 
     def over(self) -> object:
-        """Ends the second thread."""
+        """End the second thread."""
         assert self.second
         self.for_second.put(())
         self.second.join()
@@ -261,7 +261,7 @@ class Driver:
         return 0
 
     def many(self, count: str) -> object:
-        """Pushes so many times and tells how many were published; refused ones are not repeated."""
+        """Push so many times and return how many were published; refused ones are not repeated."""
         gradient = self.whole(lambda count: np.ones(count))
         done = 0
         for _ in range(int(count)):
@@ -271,7 +271,7 @@ class Driver:
         return done
 
     def until_refused(self) -> object:
-        """Pushes until a push is refused; tells how many were published, and why not more."""
+        """Push until a push is refused; return how many were published, and why not more."""
         gradient = self.whole(lambda count: np.ones(count))
         done = 0
         while True:

@@ -1,4 +1,4 @@
-"""Learners in C and in Python that obey a test, the C programs they are, and jobs to learn in."""
+"""Learners in C and in Python that a test controls, their C programs, and jobs to learn in."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Learner:
         self._answers = io.TextIOWrapper(self.process.stdout)
 
     def begin(self, *command: object) -> None:
-        """Sends a command; the answer comes with `end`."""
+        """Send a command; the answer comes with `end`."""
         print(*command, file=self._commands, flush=True)
 
     def end(self) -> tuple[int, str]:
@@ -123,7 +123,7 @@ class Learner:
 
 
 def starter(stack: ExitStack, *command: object) -> Callable[[], Learner]:
-    """Starts learners that end with the stack."""
+    """Start learners that end with the stack."""
 
     def start() -> Learner:
         made = Learner(*command)
@@ -157,7 +157,7 @@ class Job:
         return np.concatenate([view.ravel() for view in model.views(data).values()])
 
     def between(self) -> np.ndarray:
-        """What lies between the tensors of the weights, a copy."""
+        """Return a copy of what lies between the tensors of the weights."""
         part = segment.attach(
             shm.segment_name(self.name, "weights"), SegmentKind.WEIGHTS, writable=False
         )
@@ -180,7 +180,7 @@ class Job:
         return header, bytes(ring.memory[begin : begin + int(header["payload_bytes"])])
 
     def scribble(self, row: int) -> None:
-        """Fills the slots of a learner, which nobody uses now, with what no frame should keep."""
+        """Fill the slots of a learner, which nobody uses now, with what no frame should keep."""
         name = shm.segment_name(self.name, f"ring.{row}")
         ring = segment.attach(name, SegmentKind.RING, writable=True)
         head = ring.view(RING)
@@ -218,7 +218,7 @@ class Job:
         _native.bell(entry + layout.offset(ENTRY, "grant_seq"))
 
     def pause(self, on: bool) -> None:
-        """Parks the shards: what is published stays in the rings."""
+        """Park the shards: what is published stays in the rings."""
         self.control["pause"] = layout.UNBOUNDED if on else 0
         _native.bell(self._control.word(CONTROL, "shard_bell"))
         shards = int(self.control["shards"])
@@ -226,7 +226,7 @@ class Job:
         support.eventually(lambda: ((parked[:shards] != 0) == on).all())
 
     def gone(self) -> None:
-        """Waits until every learner has left and its ring is freed."""
+        """Wait until every learner has left and its ring is freed."""
         support.eventually(lambda: not self.status()["learners"])
         assert not [one for one in presence.find(self.name) if one.part.startswith("ring")]
 

@@ -40,7 +40,7 @@ _publish_frame.argtypes, _publish_frame.restype = [_u64, _u64, _Frame], ctypes.c
 
 
 def publish(ring_at: int, control_at: int, frame: np.ndarray) -> int:
-    """Publishes a header, shape (1,), as a learner does in the slot that it has just claimed.
+    """Publish a header, shape (1,), as a learner does in the slot that it has just claimed.
 
     Returns the frame's sequence number, or a result < 0.
     """
@@ -123,7 +123,7 @@ class Ring:
         return self.at + layout.offset(RING, field)
 
     def ring_bell(self, field: str) -> None:
-        """Wakes the threads that sleep on a word of the roster's row."""
+        """Wake the threads that sleep on a word of the roster's row."""
         roster = self.control_at + layout.offset(CONTROL, "roster") + ROW * ENTRY.itemsize
         _native.bell(roster + layout.offset(ENTRY, field))
 

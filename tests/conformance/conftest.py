@@ -21,7 +21,7 @@ def c_programs(turns: Turns) -> Programs:
 
 @pytest.fixture
 def both(c_programs: Programs, job: Callable[..., Job]) -> Iterator[dict[str, Makers]]:
-    """Its learners end before the test's jobs, which would wait for them."""
+    """End its learners before the test's jobs, which would wait for them."""
     with ExitStack() as stack:
         hurried = c_programs.build(
             HERE / "driver.c",
@@ -49,6 +49,6 @@ def small() -> Iterator[Job]:
 
 @pytest.fixture
 def job() -> Iterator[Callable[..., Job]]:
-    """Starts jobs that end with the test."""
+    """Start jobs that end with the test."""
     with ExitStack() as stack:
         yield lambda **settings: stack.enter_context(running(settings))

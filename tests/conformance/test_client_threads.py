@@ -25,7 +25,7 @@ SGD: dict[str, Any] = {"optimizer": {"kind": "sgd", "lr": 1.0}}
 
 
 def moved(job: Job, begin: np.ndarray) -> float:
-    """How many gradients of ones every value has been moved by."""
+    """Return by how many gradients of ones every value has been moved."""
     steps = np.unique(begin - job.weights())
     assert len(steps) == 1, steps
     return float(steps[0])
@@ -78,7 +78,7 @@ def test_a_thread_that_has_ended_holds_up_nobody(client: Makers, small: Job) -> 
 
 
 def test_a_second_batch_and_a_second_copy(both: dict[str, Makers], job: Callable[..., Job]) -> None:
-    """For Python they are refused only beside their like: a pipeline pushes in its own thread."""
+    """Refuse them in Python only beside their like: a pipeline pushes in its own thread."""
     running = job(**SMALL)
     for name, make in both.items():
         mine = make.plain()
@@ -137,7 +137,7 @@ def test_detach_ends_a_push_that_waits(client: Makers, job: Callable[..., Job]) 
 def test_nothing_is_published_after_detach(
     both: dict[str, Makers], small: Job, command: tuple[object, ...]
 ) -> None:
-    """In C the handle is gone by then."""
+    """Check the error in Python; in C the handle is gone by then."""
     mine = both["python"].plain()
     mine.do("attach", small.socket)
     mine.do("detach")
@@ -147,7 +147,7 @@ def test_nothing_is_published_after_detach(
 
 
 def test_detach_beside_pushes(both: dict[str, Makers], job: Callable[..., Job]) -> None:
-    """What returned before is applied by every shard; what comes later is refused."""
+    """Check that all shards apply what returned before, and that later pushes are refused."""
     running = job(**WIDE, **SGD)
     begin = running.weights()
     mine, done = both["python"].plain(), 0

@@ -246,7 +246,7 @@ def test_a_job_that_is_dead(client: Makers, job: Callable[..., Job]) -> None:
 
 
 def test_a_server_that_is_dead(client: Makers, job: Callable[..., Job]) -> None:
-    """The watchdog starts the next one; nothing is told."""
+    """The watchdog starts the next one; nothing is reported."""
     running, mine = job(**SMALL, standby=True), client.plain()
     mine.do("attach", running.socket)
     mine.do("push", 1, 10_000)

@@ -168,7 +168,7 @@ FRAMES: dict[str, list[list[object]]] = {
         ["publish", 1, 1, 1],
     ],
     "no rows": [["claim_rows", 10_000], ["write_rows", 1, 9], ["publish", 1, 1, 1]],
-    "given up": [["give_up", 10_000]],
+    "abandoned": [["give_up", 10_000]],
 }
 
 
@@ -264,7 +264,7 @@ def test_what_is_wrong_changes_nothing(both: dict[str, Makers], small: Job) -> N
 
 
 def test_rows_without_values_are_left_out(both: dict[str, Makers], gaps: Job) -> None:
-    """In C the caller is told: a pointer that should have been set is a likely reason."""
+    """Check that C reports it: a pointer that should have been set is a likely reason."""
     told, seen = {}, []
     for name, make in both.items():
         mine = make.plain()
@@ -352,7 +352,7 @@ def test_a_consistent_pull_under_load(
 
 
 def test_a_consistent_pull_asks_until_it_has_one(client: Makers, small: Job) -> None:
-    """While a shard seems to write, for ever; `hold` is another number at each request."""
+    """Pull while a shard seems to write for ever; `hold` is another number at each request."""
     mine = client.plain()
     mine.do("attach", small.socket)
     ring = small.ring(row_of(small, mine)["row"])

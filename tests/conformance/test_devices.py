@@ -135,7 +135,7 @@ def test_gradients_arrive(case: Case, job: Daemon, job_name: str, wire: str) -> 
             return int(row["refused"])
 
         def push(given: dict[str, Any]) -> bool:
-            """Whether the server refuses it."""
+            """Return whether the server refuses it."""
             before = refused()
             link.push(given, client.current_version)
             link.flush()
@@ -170,7 +170,7 @@ def test_gradients_of_another_model(
 
 
 def test_rows_arrive(case: Case, job: Daemon, job_name: str) -> None:
-    """Rows come in any order, and repeated ones are added up; other rows stay as they are."""
+    """Push rows in any order, some repeated, which are added up; other rows stay as they are."""
 
     def rows(indices: np.ndarray, values: np.ndarray) -> Rows:
         return Rows(case.to_device(indices), case.to_device(values))
@@ -226,7 +226,7 @@ def test_buffers_and_another_shard(
 
 
 def test_arrays_of_gradients(case: Case, job: Daemon, job_name: str) -> None:
-    """Gradients are computed in the memory they leave from; none is overwritten on its way."""
+    """Compute gradients in the memory they leave from; none is overwritten on its way."""
     with Client(job_name, tensors=arrays(0.0)) as client:
         link = case.make().link(client)
         for number in range(1, 31):
@@ -352,7 +352,7 @@ def test_newer_weights_arrive_after_a_version_that_counted_too_much(
 def test_a_gradient_that_counts_after_the_pull_is_seen(
     case: Case, job: Daemon, job_name: str
 ) -> None:
-    """A shard lets go of the weights first and counts the gradient then."""
+    """A shard releases the weights first and counts the gradient then."""
     control = Job(job).control
     with Client(job_name, tensors=arrays(0.0)) as client, Pipeline(client, case.make()) as pipeline:
         pipeline.push(gradients(case, 1.0))
@@ -458,7 +458,7 @@ def test_detach_publishes_what_was_handed_over(case: Case, job: Daemon, job_name
 
 
 def test_an_unused_pipeline_closes(case: Case, job: Daemon, job_name: str) -> None:
-    """Its threads end, and the job still answers."""
+    """Check that its threads end, and that the job still answers."""
     with Client(job_name, tensors=arrays(0.0)) as client:
         before = set(threading.enumerate())
         pipeline = Pipeline(client, case.make())

@@ -43,9 +43,9 @@ class Case:
 
     spec: str
     spread: int | None
-    """How far the clocks of members may lie apart, in iterations; None: without bound."""
+    """Bound of the difference between the clocks of members (iterations); None: no bound."""
     drops_good: bool = False
-    """Whether gradients that are not refused may be dropped."""
+    """Permission to drop gradients that are not refused."""
 
     def __str__(self) -> str:
         return self.spec
@@ -119,11 +119,11 @@ class Driver:
         self._settle(commits, learner)
 
     def able(self) -> list[int]:
-        """The members that may go on."""
+        """Members that may continue."""
         return [learner for learner, clock in self.clocks.items() if clock < self.grants[learner]]
 
     def round(self) -> None:
-        """Lets each learner that may go on at the beginning of the round push once."""
+        """Let each learner push once that may continue at the beginning of the round."""
         for learner in self.able():
             if self.clocks[learner] < self.model.grant(learner):
                 self.push(learner)
@@ -132,7 +132,7 @@ class Driver:
         return sum(map(len, self.rings.values()))
 
     def _settle(self, commits: list[Commit], mover: int) -> None:
-        """Carries out the answer to an event of `mover` and checks it."""
+        """Execute the answer to an event of `mover` and check it."""
         if self.model.on_arrival:
             assert commits == []
         for commit in commits:
@@ -182,7 +182,7 @@ class Driver:
             assert not self.unconsumed(), "a gradient is left behind in an empty job"
 
     def check_everybody_goes_on(self) -> None:
-        """No learner starves if all that may go on do so."""
+        """No learner starves if all that may continue do so."""
         before = dict(self.clocks)
         for _ in range(100):
             self.round()
@@ -302,7 +302,7 @@ def test_same_schedule_same_answers(case: Case) -> None:
 @every_case
 @pytest.mark.parametrize("seed", range(5))
 def test_deaths_never_block(case: Case, seed: int) -> None:
-    """After each death, in any order and at any moment, all that are left still go on."""
+    """Check that after each death, in any order and at any moment, all others continue."""
     chance = random.Random(seed)
     driver = Driver(case)
     for learner in range(20):
@@ -375,7 +375,7 @@ def test_twenty_thousand_learners(case: Case) -> None:
 
 
 def work_per_event(case: Case, learners: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Bytecodes run inside the models, and elements looked at by built-in scans, per event."""
+    """Return bytecodes run in the models, and elements read by built-in scans, per event."""
     work = events = 0
 
     def counting(scan: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,14 +20,14 @@ from traces import Recorder  # noqa: E402
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the numbers of deaths, for which long runs are made."""
+    """Print the numbers of deaths, for which long runs are made."""
     for line in team.TOLD:
         terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="module")
 def recorder(turns: Turns) -> Callable[[list[tuple[int, int]]], Recorder]:
-    """Makes recorders of words: of each its address and its bytes."""
+    """Make recorders of words: of each its address and its bytes."""
     verify()
     compiler = [*CC, "-shared", "-fPIC"]
     library = Programs(turns).build(

@@ -57,7 +57,7 @@ int sample(struct samples *samples)
     return keep(samples, values);
 }
 
-/* Has the processor stop the traced process, which stands still, after each of its stores to one of
+/* Has the processor stop the traced process, which is stopped, after each of its stores to one of
  * the first words: as many as the processor can watch. Returns how many, 0 on another machine. */
 int guard(const struct samples *samples, int pid)
 {
@@ -80,8 +80,8 @@ int guard(const struct samples *samples, int pid)
     return (int)guarded;
 }
 
-/* Lets a traced process of one thread, which stands still, go on until another sample is kept.
- * guarded: it is stopped after its stores to the first words; else it goes on by single instructions.
+/* Lets a traced process of one thread, which is stopped, continue until another sample is kept.
+ * guarded: it is stopped after its stores to the first words; else it goes by single instructions.
  * most: no more than so many of these; 0: no limit. Returns 0 if the process ends, or there is no
  * room. */
 int go_on(struct samples *samples, int pid, int guarded, int64_t most)

@@ -95,7 +95,7 @@ class Team:
         self.daemon.__exit__(kind, error, trace)
 
     def look(self) -> None:
-        """Maps the job's memory."""
+        """Map the job's memory."""
         self.processes = Processes(self.name)
         self.control = self.processes.control
         self.weights = live_weights(self.name)
@@ -110,7 +110,7 @@ class Team:
             self.learners.append(Pusher(self.name, push_ones))
 
     def fire(self) -> None:
-        """Kills the learners. Their published gradients count."""
+        """Kill the learners. Their published gradients count."""
         for one in self.learners:
             one.kill()
             self.buried += one.published
@@ -121,7 +121,7 @@ class Team:
         return int(self.control["version"])
 
     def find(self, role: Role) -> Target:
-        """Waits for a process of this role; for a server, also until a standby is ready."""
+        """Wait for a process of this role; for a server, also until a standby is ready."""
         if role is Role.SERVER:
             self.find(Role.STANDBY)
         found: Target = eventually(lambda: self._found(role), what=f"a {role}")
@@ -139,28 +139,28 @@ class Team:
                 return self.processes.watchdog()
 
     def goes_on(self, gradients: int = 20) -> None:
-        """Waits until this many more gradients are applied."""
+        """Wait until this many more gradients are applied."""
         wanted = self.version + gradients
-        eventually(lambda: self.version >= wanted, what=lambda: f"stands still at {self.version}")
+        eventually(lambda: self.version >= wanted, what=lambda: f"is stopped at {self.version}")
 
     def watch(self) -> None:
-        """Starts another watchdog if there is none."""
+        """Start another watchdog if there is none."""
         self.daemon.check()
 
     def serve_again(self) -> None:
-        """Serves the job again, after the death of the watchdog and both servers."""
+        """Serve the job again, after the death of the watchdog and both servers."""
         self.watch()
         self.look()
 
     def settle(self, before: int = 0) -> None:
-        """Checks that each published gradient is in weights and counters exactly once.
+        """Check that each published gradient is in weights and counters exactly once.
 
         before: version of the checkpoint from which the job has continued.
         """
         self.watch()
         self.fire()
         roster = self.control["roster"]
-        eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all are let go")
+        eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all have left")
         expected = before + self.buried
         np.testing.assert_array_equal(self.weights, -expected)
         now = status(self.name)
@@ -169,12 +169,12 @@ class Team:
         assert expected < 2**24, "whole numbers that float32 holds"
 
     def forget(self) -> None:
-        """Gradients pushed so far no longer count: they are lost, or in a checkpoint."""
+        """Exclude the gradients pushed so far: they are lost, or in a checkpoint."""
         self.buried = 0
 
 
 def send(target: Target, number: signal.Signals = signal.SIGKILL) -> None:
-    """Signals a living process. After SIGKILL, waits for its end."""
+    """Send a signal to a living process. After SIGKILL, wait for its end."""
     sent = faults.send(target, number, PATIENCE_S)
     assert sent, f"{target} is gone"
     assert sent.ended or number != signal.SIGKILL
@@ -192,7 +192,7 @@ def stopped(target: Target) -> Iterator[None]:
 
 @contextlib.contextmanager
 def apart(pid: int) -> Iterator[None]:
-    """Runs this process on one core and the threads of `pid` on the others.
+    """Run this process on one core and the threads of `pid` on the others.
 
     On a shared core, the observed process preempts one that polls without a pause, which then never
     sees what it waits for.
@@ -210,7 +210,7 @@ def apart(pid: int) -> Iterator[None]:
 
 
 def seen(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:
-    """Polls without a pause. False if the condition does not become true."""
+    """Poll without a pause. Return False if the condition does not become true."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
@@ -219,7 +219,7 @@ def seen(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:
 
 
 def tids(control: np.void) -> list[int]:
-    """Threads that hold the leases of the shards."""
+    """Return the threads that hold the leases of the shards."""
     found: list[int] = control["shard"]["tid"][: int(control["shards"])].tolist()
     return found
 
@@ -228,7 +228,7 @@ def tids(control: np.void) -> list[int]:
 
 
 def asking(pipe: Connection, job: str) -> None:
-    """For a Child: asks for a checkpoint, and tells what becomes of it."""
+    """Ask for a checkpoint and report its result; runs in a Child."""
     try:
         answer = ask(job, Checkpoint(), 60.0)
     except GadeiError as error:
@@ -237,7 +237,7 @@ def asking(pipe: Connection, job: str) -> None:
 
 
 def writer_of(team: Team) -> Target:
-    """Waits for the process that makes a checkpoint."""
+    """Wait for the process that makes a checkpoint."""
     watchdog = psutil.Process(team.find(Role.WATCHDOG).pid)
 
     def look() -> Target | None:

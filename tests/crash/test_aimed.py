@@ -113,12 +113,12 @@ class Servers:
         return [_cursor(self.rig, shard) for shard in range(SHARDS)]
 
     def _rests(self) -> bool:
-        """Whether the server has nothing to do."""
+        """Return whether the server is idle."""
         rings = [self.rig.ring(row) for row in self.rig.memory.rings]
         return all((ring["tail"]["value"][:SHARDS] == ring["head"]).all() for ring in rings)
 
     def die(self, where: Where) -> None:
-        """Kills the server when `where` holds for a shard. Starts the next one."""
+        """Kill the server when `where` holds for a shard. Start the next one."""
         with apart(self.child.pid):
             for _ in range(TRIES):
                 self.child.signal(signal.SIGSTOP)
@@ -136,7 +136,7 @@ class Servers:
         self._start()
 
     def fault(self, address: int, left: Callable[[], bool]) -> None:
-        """Ends the server at its next store to this page. left: must hold then."""
+        """End the server at its next store to this page. left: must hold then."""
         eventually(self._rests)
         self.child.send(address)
         self.child.receive()
@@ -170,7 +170,7 @@ class OneRow:
         self.published += 1
 
     def fill(self, rig: Rig) -> None:
-        """Publishes as many gradients as the ring holds."""
+        """Publish as many gradients as the ring holds."""
         tails = rig.ring(ROW)["tail"]["value"]
         while self.published - int(tails[: rig.shards].min()) < SLOTS:
             self._publish(rig)
@@ -180,7 +180,7 @@ class OneRow:
             with Servers(rig, lambda: self.fill(rig)) as servers:
                 disturb(rig, servers)
                 rig.wait_tail(ROW, self.published)
-            # Tails move last, so now no gradient is in hand.
+            # Tails move last, so now no gradient is in flight.
             entry = rig.roster[ROW]
             assert int(rig.control["version"]) == int(entry["applied"]) == self.published
             assert int(entry["samples"]) == 3 * self.published
@@ -222,11 +222,11 @@ def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.
             return any(_cursor(rig, shard) == 0 for shard in range(SHARDS))
 
         def changing() -> bool:
-            """Within a chunk; others of this gradient are done."""
+            """Detect a death within a chunk; others of this gradient are done."""
             return any(_in_chunk(rig, shard) and _cursor(rig, shard) > 1 for shard in range(SHARDS))
 
         def counted() -> bool:
-            """In the middle of the journal's transaction."""
+            """Detect a death in the middle of the journal's transaction."""
             begun = int(rig.roster[ROW]["applied"]) > int(rig.roster[ROW]["histogram"].sum())
             return bool(rig.state["journal"]["used"]) and begun
 
@@ -251,7 +251,7 @@ def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.
 
 
 def test_in_the_books_of_a_superstep(job_name: str, payloads: list[np.ndarray]) -> None:
-    """Rows that are applied, dropped and refused are each counted once."""
+    """Check that applied, dropped and refused rows are each counted once."""
     kinds = (Action.APPLY, Action.DROP, Action.REFUSE)
     actions = {row: kinds[(row - ROW) % 3] for row in range(ROW + 4)}
     how: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 0.01, **NOT_STALE}, "shards": SHARDS}
@@ -307,7 +307,7 @@ def _recover(pipe: Connection, rig: Rig) -> None:
 
 
 def _deaths(rig: Rig, chance: random.Random) -> int:
-    """Starts servers and kills them in recovery, until one completes it. Returns the deaths."""
+    """Start servers and kill them in recovery, until one completes it. Return the deaths."""
     for died in itertools.count():
         child = Child(_recover, rig)
         child.receive()

@@ -19,7 +19,7 @@ WHY_NOT = blocked_disk.why_not()
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_a_disk_that_blocks(job_name: str, tmp_path: Path) -> None:
-    """Training and the watchdog go on, and no other checkpoint is begun."""
+    """Training and the watchdog continue, and no other checkpoint is begun."""
     with Team(job_name, tmp_path) as team:
         with BlockedDisk(tmp_path) as disk:
             first = Child(asking, job_name)
@@ -52,7 +52,7 @@ def test_a_disk_that_blocks(job_name: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_writer_that_stands_still_in_its_pause(job_name: str, tmp_path: Path) -> None:
-    """The pause is over when its time is, and the checkpoint writer finds that its copy is none."""
+    """The pause is over when its time is, and the checkpoint writer finds that it has no copy."""
     with Team(job_name, tmp_path, values=500_000) as team:
         while True:
             asker = Child(asking, job_name)

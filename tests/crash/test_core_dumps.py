@@ -28,7 +28,7 @@ def unlimited() -> Iterator[int]:
 
 
 def _kept_out(pid: int) -> dict[str, bool]:
-    """Of the job's segments that a process has mapped: whether core dumps are without them."""
+    """Return which mapped segments of the job are excluded from core dumps."""
     text = Path(f"/proc/{pid}/smaps").read_text()
     found = re.findall(r"/dev/shm/gadei-ps\.\S+\.(\w+).*?VmFlags: ([^\n]*)", text, re.DOTALL)
     return {part: "dd" in flags.split() for part, flags in found}

@@ -1,4 +1,4 @@
-"""A learner damages its own ring. It is let go, and nobody else is harmed."""
+"""A learner damages its own ring. It is evicted, and nobody else is harmed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ THEIRS = slice(0, None, 2)
 
 
 def _vandal(pipe: Connection, job: str) -> None:
-    """Pushes, and writes into its own ring, as it is told."""
+    """Push, and write into its own ring, as ordered."""
     client = Client(job)
     gradient = np.zeros(client.model.elements, np.float32)
     gradient[MINE] = 1.0
@@ -99,7 +99,7 @@ def _rename(wild: Vandal) -> None:
 
 
 def _replace(wild: Vandal) -> None:
-    """By a copy, which nobody writes to."""
+    """Replace the file by a copy, which nobody writes to."""
     copy = _renamed(wild)
     copy.write_bytes(bytes(wild.ring.memory))
     copy.chmod(0o600)
@@ -114,14 +114,14 @@ def _state(team: Team) -> np.void:
 
 
 def _stands_still(pid: int) -> bool:
-    """Whether all of its threads do."""
+    """Return whether all of its threads are stopped."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return all(b") T" in (task / "stat").read_bytes() for task in tasks)
 
 
 @contextlib.contextmanager
 def _caught(team: Team, wild: Vandal) -> Iterator[None]:
-    """The active server stands still in the middle of this learner's gradient."""
+    """The active server is stopped in the middle of this learner's gradient."""
     server = team.find(Role.SERVER)
     record = _state(team)["record"]
 
@@ -148,7 +148,7 @@ def _rest(team: Team, wild: Vandal) -> None:
     team.fire()
     wild.child.kill()
     roster = team.control["roster"]
-    eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all are let go")
+    eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all are detached")
     theirs = team.buried
     np.testing.assert_array_equal(team.weights[THEIRS], -theirs)
 
@@ -245,9 +245,9 @@ THEIR_FIRST = layout.BLOCK.itemsize // 4  # in a dense frame, a block's words ar
 
 
 def _scribble(pipe: Connection, job: str, struct: str, name: str, at: int, size: int) -> None:
-    """Publishes zeros and writes random bytes over one field: of its ring, or of each frame.
+    """Publish zeros and write random bytes over one field: of its ring, or of each frame.
 
-    Tells once it has written for the first time.
+    Report once it has written for the first time.
     """
     client = Client(job)
     pipe.send((client.row, client.generation))

@@ -61,7 +61,7 @@ def test_deaths_alone_and_together(job_name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGRTMIN + 6])  # the second has no name
 @pytest.mark.parametrize("role", SERVERS)
 def test_server_that_ends_by_itself(role: Role, number: int, job_name: str, tmp_path: Path) -> None:
-    """After SIGTERM or an error of its own: its leases are released, as after SIGKILL."""
+    """End it by SIGTERM or an error of its own: its leases are released, as after SIGKILL."""
     with Team(job_name, tmp_path) as team:
         team.find(Role.STANDBY)
         ended = team.find(role)

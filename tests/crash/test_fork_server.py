@@ -1,4 +1,4 @@
-"""The fork server dies, hangs or fails, at any instant, with servers or alone: the job goes on."""
+"""The fork server dies, hangs or fails at any instant, with servers or alone: the job continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOON = Policy(first_s=0.02, longest_s=0.5)
 
 @pytest.fixture(autouse=True)
 def soon() -> Iterator[None]:
-    """Fork servers that were of no use are started anew after shorter times than those of users."""
+    """Restart fork servers that were of no use after shorter times than those of users."""
     with mock.patch.object(server_starter, "POLICY", SOON):
         yield
 
@@ -50,7 +50,7 @@ def in_fork_servers() -> Iterator[Callable[[Callable[[], None]], None]]:
 
 
 def unknown(team: Team) -> set[int]:
-    """Pids of forks that are servers of the job, or were about to be, and that nobody knows."""
+    """Return pids of forks that are servers of the job, or were about to be, and are unknown."""
     found = set()
     for one in psutil.process_iter(["pid", "name"]):
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def test_it_hangs(job_name: str, tmp_path: Path) -> None:
 
 
 def test_it_ends_with_the_watchdog(job_name: str, tmp_path: Path) -> None:
-    """Its servers live on, and the next watchdog has its own."""
+    """Check that its servers live on, and that the next watchdog has its own."""
     with Team(job_name, tmp_path, start=start) as team:
         servers = {team.find(role).pid for role in (Role.SERVER, Role.STANDBY)}
         fork_server = team.find(Role.FORK_SERVER)
@@ -142,7 +142,7 @@ def test_it_dies_before_it_tells_of_a_fork(
         assert forked not in team.control["server"]["pid"]
         team.goes_on()
         team.find(Role.STANDBY)
-        eventually(lambda: gone(forked), what="the one that nobody knows has ended")
+        eventually(lambda: gone(forked), what="the unknown one has ended")
         team.settle()
 
 

@@ -128,7 +128,7 @@ class Job:
             yield from self._round(self.learner)
 
     def _push(self, client: Client) -> None:
-        """Pushes the next gradient of the sequence, which dead learners have begun."""
+        """Push the next gradient of the sequence, which dead learners have begun."""
         number = self.total + client.published
         if number % KINDS == KINDS - 1:
             client.push({"table": rows(), "w": gradient(400_000, 0)}, samples=1)
@@ -150,10 +150,10 @@ class Job:
         learner.kill()
         self.total += learner.published
         entry = self.control["roster"][learner.row]
-        yield from until(lambda: entry["retired"] == entry["generation"], "its ring is let go")
+        yield from until(lambda: entry["retired"] == entry["generation"], "its ring is released")
 
     def _kill_server(self, pushed_to: bool) -> None:
-        """Kills the server, mostly in the middle of a gradient. pushed_to: a learner goes on."""
+        """Kill the server, mostly in the middle of a gradient. pushed_to: a learner continues."""
         shards = self.control["shard"][:SHARDS]
         threads = shards["tid"].copy()
         server = self.processes.server()
@@ -176,7 +176,7 @@ class Job:
             os.close(pidfd)
 
     def kept(self) -> list[np.ndarray]:
-        """Copies of weights and slots."""
+        """Return copies of weights and slots."""
         head = self.state.view(STATE)
         at, size = int(head["slots_at"]), int(head["slot_bytes"])
         slots = [
@@ -187,7 +187,7 @@ class Job:
 
 
 def _undisturbed(job: Job) -> list[np.ndarray]:
-    """Weights and slots after the same gradients without a kill."""
+    """Return weights and slots after the same gradients without a kill."""
     with Rig(job.name, TENSORS, **job.how) as rig, rig.serving():
         for number in range(job.total):
             if number % KINDS == KINDS - 1:
@@ -202,7 +202,7 @@ def _undisturbed(job: Job) -> list[np.ndarray]:
 
 @pytest.mark.timeout(120 + 5 * ROUNDS)
 def test_killed_at_random_instants(job_name: str) -> None:
-    """With two jobs: while one waits for its next server, processes of the other are killed."""
+    """Run two jobs: while one waits for its next server, processes of the other are killed."""
     kinds = ("sgd", "adam")
     for number in range(KINDS):
         gradient(ELEMENTS, number)  # made once, before the learners are forked
@@ -225,6 +225,6 @@ def test_killed_at_random_instants(job_name: str) -> None:
         p50, p99 = 1e3 * np.quantile(job.failovers, [0.5, 0.99])
         team.TOLD.append(
             f"{job.how['optimizer']['kind']}: {job.rounds} servers and {job.rounds} learners "
-            f"killed, {finished} shards with a gradient in hand, {job.total} gradients: equal; "
+            f"killed, {finished} shards with a gradient in flight, {job.total} gradients: equal; "
             f"failover p50 {p50:.1f} ms, p99 {p99:.1f} ms"
         )

@@ -1,4 +1,4 @@
-"""After any death nothing stays behind, and memory use is what the configuration says."""
+"""Deaths that leave nothing behind, and memory use as configured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TENSORS = [{"name": "w", "shape": [1000]}]
 
 
 def _push_until_told(pipe: Connection, job: str) -> None:
-    """Pushes until an error. Sends the name of the error."""
+    """Push until an error. Send the name of the error."""
     client = Client(job)
     client.push({})
     client.wait_applied()
@@ -59,7 +59,7 @@ def open_files(pid: int) -> int:
 
 
 def test_everything_dies_but_the_learners(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learners wait some time for a new watchdog, then say what has happened."""
+    """Check that learners wait some time for a new watchdog, then report what has happened."""
     monkeypatch.setattr(client_module, "JOB_GONE_S", 1.0)  # the fork inherits it
     with daemon(job_name, tensors=TENSORS), fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
@@ -91,11 +91,11 @@ def test_everything_dies(job_name: str) -> None:
 def test_servers_that_die_at_once_are_given_up(
     job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If each start of a server fails, the job fails, says so, and leaves nothing."""
+    """Check that the job fails, reports it, and leaves nothing if each start of a server fails."""
     delay = restart.delay
 
     def hurried(*history: Any) -> float:
-        """Waits less; unit/test_restart.py tests the delays."""
+        """Wait less; unit/test_restart.py tests the delays."""
         return delay(*history) / 20
 
     monkeypatch.setattr(restart, "delay", hurried)  # the watchdog, a fork, inherits it

@@ -49,7 +49,7 @@ def test_cutoff(model: str, job_name: str, tmp_path: Path) -> None:
 
 
 def test_changes(job_name: str, tmp_path: Path) -> None:
-    """Deaths during changes: each gradient is applied or dropped exactly once."""
+    """Check deaths during changes: each gradient is applied or dropped exactly once."""
     chance = random.Random(7)
     models = ["asp", "bsp", "ssp:s=1", "cutoff:c=1", "elastic-bsp:R=3"]
     with Team(job_name, tmp_path, learners=3, sync=models[0]) as team:
@@ -68,11 +68,11 @@ def test_changes(job_name: str, tmp_path: Path) -> None:
 
 
 def _settle(team: Team, *, means: bool = True) -> None:
-    """Waits until all published gradients are consumed. means: weights count supersteps."""
+    """Wait until all published gradients are consumed. means: weights count supersteps."""
     team.watch()
     team.fire()
     roster = team.control["roster"]
-    eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all are let go")
+    eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all are detached")
     now = status(team.name)
     assert now["gradients_applied"] + now["gradients_dropped"] == team.buried
     assert now["gradients_refused"] == 0

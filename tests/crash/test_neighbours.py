@@ -53,7 +53,7 @@ def _leaves(client: Client) -> None:
 
 
 def _ends(client: Client) -> None:
-    """As an interpreter does."""
+    """End as an interpreter does."""
     del client
     gc.collect()
     atexit._run_exitfuncs()
@@ -83,7 +83,7 @@ CHILDREN = {
 def _forking(
     fork: Callable[[], int], child: Callable[[Client], None], ends: int
 ) -> Callable[[Client], None]:
-    """Pushes, each time beside a fork; ends if a fork does not end as it should."""
+    """Push, each time beside a fork; end if a fork does not end as it should."""
 
     def push(client: Client) -> None:
         pid = int(fork())

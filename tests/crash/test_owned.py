@@ -72,7 +72,7 @@ class Owner:
             ranges = self.owned.give(ranges)
 
     def look(self) -> WeightsCopy:
-        """What is in the weights is what was given and is answered, each once, in all shards."""
+        """Check that the weights have each given and answered value exactly once, in all shards."""
         copied = self.owned.copy(self.weights)
         answered = self.given & ~places(copied.unanswered)
         for half in np.split(self.weights[:VALUES], 2):
@@ -111,7 +111,7 @@ def test_each_batch_once_whoever_is_killed(job_name: str, tmp_path: Path) -> Non
                 children[-1].receive()
             owner.give(part[30:])
             owner.look()
-        # What is taken back is handed out to nobody, until it is given again.
+        # Reset batches are handed out to nobody, until it is given again.
         owner.give(ranges)
         owner.owned.take_back()
         eventually(lambda: not owner.owned.copy(owner.weights).unanswered)

@@ -79,7 +79,7 @@ class Servers:
         self.child.kill()
 
     def maybe_kill(self) -> None:
-        """Perhaps kills the server, mostly in the middle of a gradient, and starts the next one."""
+        """Perhaps kill the server, mostly in the middle of a gradient, and start the next one."""
         if self.chance.random() < 0.3:
             return
         cursors = self.rig.state["record"]["cursor"]
@@ -126,7 +126,7 @@ def _runs(
                 done(rig, steps)
             steps += 1
         done(rig, steps - 1)
-        # Tails move last, so now no gradient is in hand.
+        # Tails move last, so now no gradient is in flight.
         applied = (len(rows) - sum(act != Action.APPLY for act in (actions or {}).values())) * steps
         assert int(rig.control["version"]) == applied
         assert (rig.state["record"]["steps"][: rig.shards] == steps).all()

@@ -1,4 +1,4 @@
-"""What killed processes really store is what the models say: their stores are traces of the models.
+"""Stores of killed processes, compared with the models: each is a trace of a model.
 
 The words of the protocol are watched while processes of a job are killed. SPIN then looks for a run
 of the model in which the model's words have the same values in the same order (native/verify/run).
@@ -52,7 +52,7 @@ def _words_of_a_shard(rig: Rig) -> list[tuple[int, int]]:
 
 
 def _run_a_shard(rig: Rig, record: Recorder, chance: random.Random, *, lose: bool) -> Trace:
-    """Frames are applied by servers, two of which are killed. lose: the last one becomes zeros."""
+    """Apply frames by servers, two of which are killed. lose: the last one becomes zeros."""
     memory, at = rig.memory.rings[0], int(rig.ring(0)["slots_at"])
     slots = memory.array(np.uint8, memory.size - at, at)
     tail, cursor = rig.ring(0)["tail"]["value"], rig.state["record"]["cursor"]
@@ -126,8 +126,8 @@ OLD, NEW = (7, 1.0, 2.0, 1), (1, 3.0, 4.0, 1)  # sequence, started, finished, ac
 def test_times_are_never_seen_half_written(
     job_name: str, recorder: Callable[..., Recorder]
 ) -> None:
-    """Over those of an older iteration. Who reads the number twice, and it is the same and not 0,
-    has read the times that belong to it."""
+    """Replace the times of an older iteration. If the number reads the same twice and is not 0,
+    the times read between belong to it."""
     with Rig(job_name, [Tensor("w", (4,))], slots=SLOTS, shards=1) as rig:
         load(rig)
         assert rig.memory.state
@@ -179,7 +179,7 @@ def _push_some(client: Client) -> None:
 
 @contextlib.contextmanager
 def _learner(team: Team) -> Iterator[Pusher]:
-    """Has pushed all that it pushes; is killed in the end."""
+    """Push, report that all pushes have returned, and wait for the kill."""
     one = Pusher(team.name, _push_some)
     try:
         eventually(lambda: one.published == 5)

@@ -1,4 +1,4 @@
-"""What killed servers store of supersteps is what the model `barrier` says."""
+"""Stores of killed servers about supersteps, compared with the model `barrier`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _words_of_a_shard(rig: Rig) -> Words:
 
 
 def _run_a_shard(rig: Rig, record: Recorder, chance: random.Random) -> Trace:
-    """Supersteps of two learners, by two servers: the first one is killed."""
+    """Run supersteps of two learners by two servers, of which the first is killed."""
     cursor = rig.state["record"]["cursor"]
     death = chance.randrange(1, 24)
     child = traced(rig, record)

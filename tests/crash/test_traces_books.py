@@ -1,4 +1,4 @@
-"""What killed servers store of statistics and batches is what the model `books` says."""
+"""Stores of killed servers about statistics and batches, compared with the model `books`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OUT, NEXT = IN_BOOKS.index("now.out[0]"), IN_BOOKS.index("now.next")
 
 
 def _words(rig: Rig) -> list[tuple[int, int]]:
-    """As in IN_BOOKS: of each its address and its bytes."""
+    """Return address and size of each word, as in IN_BOOKS."""
     assert rig.memory.state
     control, state = rig.memory.control, rig.memory.state
     roster, record = control.word(CONTROL, "roster"), state.word(STATE, "record")
@@ -78,7 +78,7 @@ def _in_the_model(row: list[int]) -> tuple[int, ...]:
 class Learners(threading.Thread):
     """Two learners take the batches that they find in their rings, and answer each of them.
 
-    The second one is killed when it has taken as many as it is told. When all is done, a mark is
+    The second one is killed when it has taken as many as ordered. When all is done, a mark is
     stored, and the server stopped, so that the recorder sees it.
     """
 
@@ -104,7 +104,7 @@ class Learners(threading.Thread):
             time.sleep(0.0005)
 
     def _learn(self, row: int, takes: int) -> bool:
-        """Whether it lives on."""
+        """Learn, and return whether it lives on."""
         ring = self.rig.ring(row)
         if int(ring["work_tail"]) < int(ring["work_head"]):
             if int(ring["work_tail"]) == takes:

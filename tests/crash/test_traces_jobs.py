@@ -1,4 +1,4 @@
-"""What a job's processes store is what the models `learner`, `sleep` and `closing` say."""
+"""Stores of a job's processes, compared with the models `learner`, `sleep` and `closing`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FRAMES = 4
 
 
 def _state(team: Team) -> Segment:
-    """Stays mapped as long as it is kept."""
+    """Map the state; it stays mapped as long as it is kept."""
     return segment.attach(shm.segment_name(team.name, "state"), SegmentKind.STATE, writable=False)
 
 
@@ -41,7 +41,7 @@ def _tails(ring: Segment, shards: int) -> list[tuple[int, int]]:
 
 
 def _applied(state: Segment, shards: int) -> list[tuple[int, int]]:
-    """Of the first row."""
+    """Return the applied count of the first row."""
     at = state.word(STATE, "applied")
     return [(at + 8 * layout.MAX_LEARNERS * shard, 8) for shard in range(shards)]
 
@@ -52,7 +52,7 @@ IN_LEARNER = "head", "tail", "writes", "version"
 
 
 def _compute_and_push(pipe: Connection, job: str) -> None:
-    """Pushes, and asks for weights until all of that is in them."""
+    """Push, and request weights until all of that is in them."""
     with Client(job) as client, Pipeline(client, devices.choose("host")) as pipeline:
         pipe.send("here")
         pipe.recv()
@@ -246,10 +246,10 @@ def test_an_end_in_another_order_is_seen() -> None:
     each += [(2, 0, 1, 2, 2, 0), (2, 0, 1, 2, 2, 2)]
     assert accepts("closing", "", IN_CLOSING, each, gaps=True)
     for store, values in (
-        ((stop, 2), {wanted: 0}),  # let go while it may push
-        ((wanted, 0), {checkpoint: 1}),  # saved before it is let go
+        ((stop, 2), {wanted: 0}),  # detached while it may push
+        ((wanted, 0), {checkpoint: 1}),  # saved before it is detached
         ((wanted, 0), {retired: 1}),
-        ((checkpoint, 2), {head: 3}),  # published in a ring that is let go
+        ((checkpoint, 2), {head: 3}),  # published in a ring that is released
     ):
         wrong = with_one_more(each, store, values)
         assert not accepts("closing", "", IN_CLOSING, wrong, gaps=True), wrong

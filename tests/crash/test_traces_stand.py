@@ -1,4 +1,4 @@
-"""What a job's processes store while a learner has the others stand still is what `stand` says."""
+"""Stores of a job's processes during a global pause, compared with the model `stand`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _push(pipe: Connection, job: str) -> None:
 
 
 def _stand(pipe: Connection, job: str) -> None:
-    """In each stand it assigns what it has copied."""
+    """Assign in each pause what was copied."""
     with Client(job) as client:
         pipe.send("here")
         while pipe.recv():
@@ -75,7 +75,7 @@ def _words(team: Team, rings: list[Segment], state: Segment) -> list[tuple[int, 
 
 
 def _in_the_model(row: list[int]) -> tuple[int, ...]:
-    """Which stand is asked for, or has begun; 0: none."""
+    """Return the pause that is requested or has begun; 0: none."""
     found = list(row)
     for word in (ASK, STAND):
         found[word] = row[word] >> 32 if row[word] % 2**32 else 0
@@ -83,7 +83,7 @@ def _in_the_model(row: list[int]) -> tuple[int, ...]:
 
 
 def _see(found: Recorder, word: int, value: int) -> None:
-    """Waits for a sample with it: of a word that changes back unseen, the trace would be none."""
+    """Wait for a sample with it: of a word that changes back unseen, the trace would be none."""
     eventually(lambda: _in_the_model(found.rows[-1])[word] == value)
 
 
@@ -91,7 +91,7 @@ def _see(found: Recorder, word: int, value: int) -> None:
 def test_a_job_stores_what_the_model_of_its_stands_stores(
     stands: int, dies: bool, job_name: str, tmp_path: Path, recorder: Callable[..., Recorder]
 ) -> None:
-    """The learner pushes all the time; perhaps the server is killed while it stands still."""
+    """The learner pushes all the time; perhaps the server is killed during the pause."""
     with (
         Team(job_name, tmp_path, VALUES, learners=0) as team,
         fork(1, _push, job_name) as (pusher,),
@@ -111,7 +111,7 @@ def test_a_job_stores_what_the_model_of_its_stands_stores(
                     asker.send("ask")
                     if number == 1:
                         _see(found, ASK, 1)
-                        pusher.send("go on")
+                        pusher.send("continue")
                     assert asker.receive() == "stands"
                     _see(found, STAND, number)
                     if dies:

@@ -49,7 +49,7 @@ HOW = {
 
 
 class Told(Exception):
-    """What a layer raises that is told to fail."""
+    """Error of a layer that was configured to fail."""
 
 
 class Counts(nn.Module):
@@ -91,7 +91,7 @@ def failing(stage: int, backward: bool) -> int:
 def _work(
     pipe: Connection, job: str, kind: str, order: np.ndarray, most: np.ndarray, epochs: int
 ) -> None:
-    """Trains on the server's batches while the job's version is below most[0].
+    """Train on the server's batches while the job's version is below most[0].
 
     kind: of the job's optimizer. If a stage fails, another worker takes its place in this process.
     """
@@ -120,7 +120,7 @@ def _work(
 
 @pytest.fixture(autouse=True, scope="module")
 def loaded() -> None:
-    """What the first optimizer of a process loads takes a second: here once for all forks."""
+    """Load here, once for all forks, what takes the first optimizer of a process a second."""
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
 
 
@@ -140,7 +140,7 @@ class Worker:
 
     @property
     def published(self) -> int:
-        """Updates; also after its death."""
+        """Return its updates; also after its death."""
         return sum(_native.load(one.word(layout.RING, "head")) for one in self.rings)
 
 
@@ -193,7 +193,7 @@ VICTIMS: list[tuple[str | Role, ...]] = [
 
 
 def _round(crew: Crew, victims: tuple[str | Role, ...], chance: random.Random) -> None:
-    """Some of them die while the others work, and are replaced; then all go on."""
+    """Some of them die while the others work, and are replaced; then all continue."""
     targets = {one: crew.find(one) for one in victims if isinstance(one, Role)}
     before = crew.version
     crew.most[0] = before + WINDOW
@@ -254,7 +254,7 @@ def test_killed_at_random_instants(kind: str, job_name: str, tmp_path: Path) -> 
 
 
 def test_a_stage_that_hangs(job_name: str) -> None:
-    """Its worker does nothing that others could see: it is killed, and its batches go to others."""
+    """Let its worker do nothing that others could see: it is killed, and others get its batches."""
     most = np.array([2**62])
     how = {"optimizer": {"kind": "add"}, "learner_timeout_s": TIMEOUT_S / 2} | HOW
     with daemon(job_name, **how):

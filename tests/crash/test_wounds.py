@@ -21,12 +21,12 @@ HANG_S = 0.5
 
 
 def _threads(server: Target) -> list[int]:
-    """Of a server: the manager's, then those of its shards."""
+    """Return the threads of a server: the manager's, then those of its shards."""
     return sorted(int(task.name) for task in Path(f"/proc/{server.pid}/task").iterdir())
 
 
 def _of(team: Team, server: Target, which: str) -> list[int]:
-    """Threads of the active server."""
+    """Return the threads of the active server."""
     shards = tids(team.control)
     assert set(_threads(server)) >= {server.pid, *shards}
     both = {"manager": [server.pid], "shards": shards, "all": [server.pid, *shards]}
@@ -118,7 +118,7 @@ def test_leases_that_are_not_handed_on(which: str, job_name: str, tmp_path: Path
 def test_a_standby_that_does_not_get_ready(
     job_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stands still in the middle of its start, and another one is started."""
+    """It is stopped in the middle of its start, and another one is started."""
     monkeypatch.setattr(servers, "SERVER_SILENT_S", 2 * HANG_S)
     with Team(job_name, tmp_path) as team:
         late = _stopped_at_its_start(team)
@@ -129,7 +129,7 @@ def test_a_standby_that_does_not_get_ready(
 
 
 def _stopped_at_its_start(team: Team) -> Target:
-    """A standby that is not ready yet, and stands still."""
+    """A standby that is not ready yet, and is stopped."""
     while True:
         old = team.find(Role.STANDBY)
         line = next(line for line in team.control["server"] if int(line["pid"]) == old.pid)
@@ -143,7 +143,7 @@ def _stopped_at_its_start(team: Team) -> Target:
         faults.send(new, signal.SIGCONT)
 
 
-# -- all of them stand still ----------------------------------------------------------------------
+# -- all of them are stopped ----------------------------------------------------------------------
 
 
 def _looks(job: str) -> None:

@@ -1,4 +1,4 @@
-"""What processes store into shared words, in samples, and whether a model does the same."""
+"""Samples of the stores into shared words, and their comparison with a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOM = 4096  # samples
 PTRACE_TRACEME = 0
 PTRACE_TRACEME = 0
 Trace = list[tuple[int, ...]]
-"""What the words held, in this order."""
+"""Values of the words, in this order."""
 
 
 class _Samples(ctypes.Structure):
@@ -51,12 +51,12 @@ class Recorder:
         assert self._code.sample(ctypes.byref(self._samples))
 
     def trace(self, pid: int) -> None:
-        """Begins with a process that has asked to be traced and has stopped itself."""
+        """Trace from the start a process that has asked to be traced and has stopped itself."""
         assert os.WIFSTOPPED(os.waitpid(pid, 0)[1])
         self._guarded = self._code.guard(ctypes.byref(self._samples), pid)
 
     def go_on(self, pid: int, most: int = 0) -> None:
-        """Lets it run until it has stored something else, or for `most` instructions."""
+        """Let it run until it has stored something else, or for `most` instructions."""
         arguments = (ctypes.byref(self._samples), pid, self._guarded, ctypes.c_int64(most))
         assert self._code.go_on(*arguments), "the process has ended"
 
@@ -98,14 +98,14 @@ def _serve(pipe: Connection, rig: Rig) -> None:
 
 
 def load(rig: Rig) -> None:
-    """Loads all that a traced server runs. To be called before there is anything to do."""
+    """Load all that a traced server runs. To be called before there is anything to do."""
     with rig.serving():
         rig.recover()
     rig.board["quit"] = 0
 
 
 def traced(rig: Rig, record: Recorder) -> Child:
-    """A server of one shard that stands still before its recovery; load() has been called."""
+    """A server of one shard that is stopped before its recovery; load() has been called."""
     child = Child(_serve, rig)
     record.trace(child.pid)
     return child

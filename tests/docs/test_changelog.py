@@ -1,4 +1,4 @@
-"""The changelog tells what differs between releases, briefly, and agrees with the version."""
+"""The changelog lists what differs between releases, briefly, and agrees with the version."""
 
 from __future__ import annotations
 

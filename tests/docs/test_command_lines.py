@@ -100,7 +100,7 @@ def look_up(words: list[str]) -> tuple[Any, list[str]]:
 
 
 def check_options(words: list[str]) -> None:
-    """Raises AssertionError for a command or an option that does not exist."""
+    """Raise AssertionError for a command or an option that does not exist."""
     command, rest = look_up(words)
     known = {"--help", "-h"} | {name for one in command.params for name in one.opts}
     for word in rest[: rest.index("--")] if "--" in rest else rest:
@@ -109,7 +109,7 @@ def check_options(words: list[str]) -> None:
 
 
 def is_mention(line: Line) -> bool:
-    """Whether a sentence only names a command, without what it needs to be run."""
+    """Return whether a sentence only names a command, without what it needs to run."""
     command, rest = look_up(line.words[1:])
     needed = any(one.required for one in command.params)
     given = any(not word.startswith("-") for word in rest)
@@ -247,7 +247,7 @@ class Bench:
         cli.made(job)
 
     def _see(self, command: str) -> None:
-        """Before a line of this command."""
+        """Prepare for a line of this command."""
         # A fork of a process that has loaded Ray cannot use another cluster.
         self.cli.interpreters = command == "group" or command not in self._seen
         self._seen.add(command)
@@ -263,7 +263,7 @@ class Bench:
             self.run(*words)
 
     def trace(self) -> None:
-        """Traces of a second each, repeated until they have a run time of both learners."""
+        """Return traces of a second each, repeated until they have a run time of both learners."""
         for words in lines_of("traced", self.job):
             out = words[words.index("--out") + 1] if "--out" in words else f"{self.job}-trace.csv"
 
@@ -275,7 +275,7 @@ class Bench:
             support.eventually(whole)
 
     def serve(self, *words: str) -> Any:
-        """Serves or restores the job until somebody stops it."""
+        """Serve or restore the job until a test stops it."""
         self._see(words[0])
         daemon = self.cli.start(*words, **self.env)
         support.eventually(
@@ -293,7 +293,7 @@ def bench(cli: Cli, job_name: str) -> Bench:
 
 @pytest.mark.timeout(600)
 def test_lines_with_a_job(bench: Bench, compiled: None) -> None:
-    """From its start to its end, through one checkpoint and one death of each process."""
+    """Run a job from start to end, through one checkpoint and one death of each process."""
     job, cli = bench.job, bench.cli
     bench.all("run")
     *others, last = sorted(lines_of("served", job), key=lambda words: words[1] == f"{job}.toml")

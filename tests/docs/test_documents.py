@@ -1,4 +1,4 @@
-"""What the documents point to is there: links, anchors, paths, modules and names in files."""
+"""Targets of the documents exist: links, anchors, paths, modules and names in files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def anchors(text: str, depth: int = 6) -> set[str]:
 
 
 def broken_links(page: Path, text: str) -> list[str]:
-    """Links to files or anchors that do not exist. Addresses of the web are not looked at."""
+    """Return links to files or anchors that do not exist. Web addresses are not looked at."""
     wrong = []
     for target in LINK.findall(prose(text)):
         if re.match(r"[a-z]+:", target):
@@ -100,7 +100,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 @cache
 def tracked() -> frozenset[str]:
-    """Files of the repository and their folders; what is new and not ignored counts."""
+    """Return files of the repository and their folders; what is new and not ignored counts."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = {name for name in told.stdout.splitlines() if (ROOT / name).exists()}
@@ -117,7 +117,7 @@ def alternatives(text: str) -> list[str]:
 
 
 def missing_paths(page: Path, text: str) -> list[str]:
-    """Paths in backticks that look like the repository's, and are not there."""
+    """Return paths in backticks that look like the repository's, and do not exist."""
     tops = {name.split("/")[0] for name in tracked() if "/" in name}
     names = {name.rsplit("/", 1)[-1] for name in tracked()}
     wrong = []
@@ -175,7 +175,7 @@ def identifiers(path: Path) -> set[str]:
 
 
 def misplaced_names(page: Path, text: str) -> Iterator[str]:
-    """Functions that the page places in a file which does not have them."""
+    """Return functions that the page places in a file which does not have them."""
     for names, path in WHERE.findall(prose(text)):
         places = [name for name in tracked() if name == path or name.endswith(f"/{path}")]
         words = set().union(*(identifiers(ROOT / place) for place in places))
@@ -197,7 +197,7 @@ def words() -> frozenset[str]:
 
 
 def unknown_names(text: str) -> list[str]:
-    """Names of code in backticks that nothing in the repository has."""
+    """Return names of code in backticks that nothing in the repository has."""
     spans = {span for span in SPAN.findall(prose(text)) if NAME.fullmatch(span)}
     known = words() | FOREIGN
     return sorted(

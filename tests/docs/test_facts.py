@@ -177,7 +177,7 @@ def texts() -> str:
 
 
 def unknown_messages(text: str) -> list[str]:
-    """Messages of the first column that no source has; capitals stand for what differs."""
+    """Return messages of the first column that no source has; capitals stand for what differs."""
     wrong = []
     for row in (row for table in tables(text) for row in table):
         for message in code(row[0]):

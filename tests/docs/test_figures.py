@@ -132,7 +132,7 @@ def memory() -> list[str]:
 
 
 def failover() -> list[str]:
-    """By size of the weights: p50 of a wait without a death; p50 and p99 of each death; peers."""
+    """Return by size of the weights: p50 without a death; p50 and p99 of each death; peers."""
     shown = ["5"]  # seconds of torchft's default timeout
     for megabytes in (22, 100):
 
@@ -277,7 +277,7 @@ def test_every_mark_has_its_figures() -> None:
 
 
 def unmarked(text: str) -> list[str]:
-    """Figures with a unit that no mark names the source of."""
+    """Return figures with a unit that no mark names the source of."""
     prose = re.sub(r"^(`{3,})[^\n]*\n.*?^\1$", "", MARK.sub("", text), flags=re.M | re.S)
     return MEASURED.findall(re.sub(r"`[^`\n]*`", " ", prose))
 

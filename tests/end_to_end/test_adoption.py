@@ -1,4 +1,4 @@
-"""What the next watchdog of a job finds, and what it makes of it."""
+"""State that the next watchdog of a job finds, and what it does with it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from gadei_ps.watchdog.options import Options
 
 
 def test_a_job_is_adopted(cli: Cli, job_name: str) -> None:
-    """With its history; learners that left meanwhile are gone, those that stayed are heard."""
+    """Adopt it with its history: learners that left are removed, the others stay attached."""
     watchdog = cli.serve(job_name, "standby = false\n" + TOML)
     with team(job_name, 4) as (stays, leaves, dies, dead):
         for child in (stays, leaves, dies, dead):
@@ -105,7 +105,7 @@ def test_another_configuration_is_refused(cli: Cli, job_name: str) -> None:
         assert "with another optimizer:" in said
         assert "--fresh" in said
         call(child, "push", gradient_of(one_at(0)))
-        assert call(child, "wait_applied") is None, "the job goes on as it is"
+        assert call(child, "wait_applied") is None, "the job continues as it is"
         # What does not change what is computed may change.
         file.write_text("standby = false\nwhen_idle = 'stop'\n[checkpoint]\nevery_s = 0\n" + TOML)
         watchdog = again(cli, job_name)
@@ -119,8 +119,8 @@ def test_another_configuration_is_refused(cli: Cli, job_name: str) -> None:
 
 
 def test_a_stop_is_finished_by_the_next(cli: Cli, job_name: str) -> None:
-    """With the last checkpoint, which the watchdog that began it did not live to make. The job then
-    begins anew, as the job file now says."""
+    """Finish with the last checkpoint, which the first watchdog did not live to make. The job then
+    starts again from the job file."""
     text = "standby = false\n[checkpoint]\n" + TOML
     watchdog = cli.serve(job_name, text)
     with team(job_name, 1) as (child,):
@@ -147,7 +147,7 @@ def test_a_stop_is_finished_by_the_next(cli: Cli, job_name: str) -> None:
 
 
 def test_a_job_without_a_watchdog_is_ended(cli: Cli, job_name: str) -> None:
-    """As its watchdog would have ended it: all that was published is in the last checkpoint."""
+    """End it as its watchdog would have: all published gradients are in the last checkpoint."""
     watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
     with team(job_name, 1) as (child,):
         call(child, "push", gradient_of(one_at(0)))
@@ -202,7 +202,7 @@ def test_no_mistake_in_a_job_file_keeps_a_job_from_its_end(
 
 
 def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: str) -> None:
-    """Neither its memory nor its job file tells how it ends."""
+    """Neither its memory nor its job file shows how it ends."""
     watchdog = cli.serve(job_name, "standby = false\n" + TOML)
     server = status(job_name)["server_pid"]
     watchdog.signal(signal.SIGKILL)
@@ -304,7 +304,7 @@ def test_an_end_at_once(cli: Cli, job_name: str) -> None:
 
 
 def test_what_no_checkpoint_took_stays(cli: Cli, job_name: str) -> None:
-    """A stop whose last checkpoint fails leaves the memory, and serve goes on from it."""
+    """A stop whose last checkpoint fails leaves the memory, and serve continues from it."""
     watchdog = cli.serve(job_name, "standby = false\n[checkpoint]\n" + TOML)
     with team(job_name, 1) as (child,):
         call(child, "push", gradient_of(one_at(0)))
@@ -339,7 +339,7 @@ def _fail(pipe: Connection, job: str) -> None:
 
 
 def test_a_job_that_has_failed_is_adopted(cli: Cli, job_name: str) -> None:
-    """Its servers died one after another; what it has learned is still there."""
+    """Check that what it learned is still there after its servers died one after another."""
     watchdog = Child(_fail, job_name)
     eventually(lambda: is_running(job_name))
     with team(job_name, 1) as (child,):

@@ -1,4 +1,4 @@
-"""Writes to the weights that are no gradients: exactly once, in their order, also after deaths."""
+"""Writes to the weights that are not gradients: exactly once, in their order, also after deaths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS = ("asp", "ssp:s=1", "bsp", "cutoff:by=order", "elastic-bsp:R=3", "wsp:D=
 
 @pytest.mark.parametrize("kind", [kind.name.lower() for kind in Kind])
 def test_assigned_values_are_the_weights(kind: str, job_name: str) -> None:
-    """The slots stay, unless they are reset; gradients go on from there."""
+    """The slots stay, unless they are reset; gradients continue from there."""
     spec = OptimizerSpec(Kind[kind.upper()], lr=0.1, momentum=0.9)
     tensors = {"a": np.ones((50, 3), np.float32), "b": np.ones(700, np.float32)}
     buffers = {"mean": np.zeros(40, np.float32)}
@@ -109,7 +109,7 @@ def test_added_values_are_no_gradients(kind: str, job_name: str) -> None:
 
 
 class _Gradient:
-    """As a tensor of torch that requires a gradient."""
+    """Tensor of torch that requires a gradient."""
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         raise RuntimeError("use detach")
@@ -142,7 +142,7 @@ def test_what_cannot_be_assigned(job_name: str) -> None:
 
 
 def test_one_time_limit(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the slot and for the server together, with words that say what was not made."""
+    """Share the limit between slot and server; the error names what was not made."""
     with (
         daemon(job_name) as job,
         Client(job_name, tensors={"w": np.zeros(3, np.float32)}) as client,
@@ -172,7 +172,7 @@ def test_a_job_that_allows_it_takes_a_nan(job_name: str) -> None:
 
 
 def _learn(pipe: Connection, job: str, steps: int, assigns: bool) -> None:
-    """Pushes ones; one of the learners assigns 1000 after each third of its steps."""
+    """Push ones; one of the learners assigns 1000 after each third of its steps."""
     with Client(job) as client:
         pipe.send(None)
         pipe.recv()
@@ -211,7 +211,7 @@ def test_one_of_several_assigns(sync: str, job_name: str) -> None:
 
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_all_assign_the_same(sync: str, job_name: str) -> None:
-    """As a script does that runs in each learner; under BSP all see the same weights."""
+    """Assign as a script does that runs in each learner; under BSP all see the same weights."""
     tensors = [{"name": "w", "shape": [10]}]
 
     def run(pipe: Connection, job: str) -> None:
@@ -241,7 +241,7 @@ def test_all_assign_the_same(sync: str, job_name: str) -> None:
 
 
 def _write(pipe: Connection, job: str) -> None:
-    """Until it is told to end; answers with the number of rounds."""
+    """Write until a message ends it; answer with the number of rounds."""
     client = Client(job)
     pipe.send(None)
     number = 0
@@ -286,7 +286,7 @@ def test_servers_are_killed(shards: int, sync: str, job_name: str) -> None:
 
 
 def _others(job: str, server: int) -> bool:
-    """Whether another server serves, and a second one stands by."""
+    """Return whether another server serves, and a second one is on standby."""
     processes = Processes(job)
     one, other = processes.server(ready=True), processes.standby()
     return one is not None and one.pid != server and other is not None
@@ -303,7 +303,7 @@ def _dies(pipe: Connection, job: str) -> None:
 
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_the_learner_is_killed(sync: str, job_name: str) -> None:
-    """What it has published is made whole, what it has not, not at all."""
+    """Check that published assignments are completed, and unpublished ones have no effect."""
     chance = random.Random(3)
     tensors = [{"name": "w", "shape": [VALUES]}]
     with daemon(job_name, tensors=tensors, shards=2, sync=sync) as job:
@@ -338,7 +338,7 @@ def test_a_trace_leaves_assignments_out(job_name: str) -> None:
 
 
 def test_batches_are_left_alone(job_name: str) -> None:
-    """An assignment answers no batch, and is no iteration of the learner's."""
+    """An assignment answers no batch, and is not an iteration of the learner's."""
     with daemon(job_name) as job, Client(job_name, tensors={"w": np.zeros(4)}) as client:
         answered = []
         for batch in client.batches(samples=20, batch_size=5, epochs=2):

@@ -105,7 +105,7 @@ def test_local_optimizer(sync: str, job_name: str) -> None:
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "of the job"])
 def test_virtual_worker(own: bool, job_name: str) -> None:
-    """The pipeline is drained first, while a stage computes, and goes on from what was assigned."""
+    """The pipeline is drained first, while a stage computes, and continues from the assignment."""
     kind = {} if own else {"kind": "sgd", "lr": 0.1}
     torch.manual_seed(0)
     inputs, targets = torch.randn(8, 10), torch.randint(0, 3, (8,))

@@ -107,7 +107,7 @@ def test_an_installation_renews_the_identity(tmp_path: Path) -> None:
 
 
 def test_learners_of_another_build_are_refused(cli: Cli, job_name: str, tmp_path: Path) -> None:
-    """In C and in Python, and the job goes on."""
+    """Refuse them in C and in Python; the job continues."""
     cli.serve(job_name, TOML.replace("true", "false"))
     native = changed_native(tmp_path)
     package = copied(tmp_path)
@@ -143,9 +143,9 @@ def test_learners_of_another_build_are_refused(cli: Cli, job_name: str, tmp_path
 def test_an_upgrade_under_a_running_job(
     cli: Cli, job_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fork server goes on with the old build.
+    """The fork server continues with the old build.
 
-    Without it, the next standby is refused once, and the active server and a later standby go on.
+    Without it, the next standby is refused once, the active server and a later standby continue.
     """
     upgraded = tmp_path / "upgraded"
     upgraded.mkdir()
@@ -192,14 +192,14 @@ def test_an_upgrade_under_a_running_job(
 
 
 def of_another_build(job: str) -> None:
-    """Makes this job's memory that of another build."""
+    """Make this job's memory that of another build."""
     name = shm.segment_name(job, "control")
     control = segment.attach(name, layout.SegmentKind.CONTROL, writable=True)
     _native.store(control.word(layout.CONTROL, "build"), 0xABC)
 
 
 def test_memory_of_another_build_stays(cli: Cli, job_name: str) -> None:
-    """Its own build can continue with it: nothing removes it unasked, or passes it over."""
+    """Check that nothing removes it unasked or passes it over: its own build can use it."""
     cli.serve(job_name, f"checkpoint = {{directory = '{cli.directory}'}}\n" + TOML)
     with Client(job_name) as learner:
         assert cli("checkpoint", job_name).code == 0

@@ -34,7 +34,7 @@ shape = [{VALUES}]
 
 
 def _push_for_ever(pipe: Connection, job: str) -> None:
-    """Looks at nothing but its own gradients; says how many of its pushes have returned."""
+    """Push without looking at anything else; return how many pushes have returned."""
     returned = 0
     with Client(job) as client:
         try:
@@ -49,7 +49,7 @@ def _push_for_ever(pipe: Connection, job: str) -> None:
 
 
 def _hang_in_a_push(pipe: Connection, job: str) -> None:
-    """As if it had been stopped while it moves the head of its ring."""
+    """Hang as if stopped while the head of the ring is moved."""
     with Client(job) as client:
         client.push(np.ones(VALUES, np.float32), samples=1)
         client.wait_applied()
@@ -61,7 +61,7 @@ def _hang_in_a_push(pipe: Connection, job: str) -> None:
 
 
 def _publish_late(pipe: Connection, job: str) -> None:
-    """Claims a slot and writes it, and publishes it when it is told to."""
+    """Claim a slot and write it; publish it on request."""
     with Client(job) as client:
         client.push(np.ones(VALUES, np.float32), samples=1)
         client.wait_applied()
@@ -79,7 +79,7 @@ def _serve(cli: Cli, job: str, directory: Path, sync: str = "asp") -> None:
 
 
 def _same_everywhere(directory: Path, report: dict[str, object], published: int) -> None:
-    """Learners, the stop, the counters and the weights of the checkpoint agree."""
+    """Check that learners, the stop, the counters and the weights of the checkpoint agree."""
     snapshot, _, problems = newest(directory)
     assert not problems
     assert snapshot is not None
@@ -140,7 +140,7 @@ def test_a_watchdog_that_dies_once_the_rings_are_closed(
 ) -> None:
     """The next one finishes the stop, and the rings stay closed meanwhile.
 
-    If it is told to end meanwhile, the job does not begin anew.
+    If it is stopped meanwhile, the job does not start again.
     """
     _serve(cli, job_name, tmp_path / "kept")
     with fork(2, _push_for_ever, job_name) as learners:
@@ -165,7 +165,7 @@ def test_a_watchdog_that_dies_once_the_rings_are_closed(
 def test_a_gradient_in_hand_over_a_stop_that_did_not_save(
     cli: Cli, job_name: str, tmp_path: Path
 ) -> None:
-    """Its learner was let go while it published nothing, and the job goes on without it."""
+    """Check that its learner is detached before it publishes; the job continues without it."""
     kept = tmp_path / "kept"
     _serve(cli, job_name, kept)
     with fork(1, _publish_late, job_name) as (learner,):

@@ -1,4 +1,4 @@
-"""A learner's view of a job: what it can read, what it cannot write, what it is told."""
+"""A learner's view of a job: what it can read, what it cannot write, what is reported to it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_rows(wire: str, job_name: str) -> None:
             client.pull_rows("table", [1.5])
         with pytest.raises(ModelMismatch, match="indices of float64, not integers"):
             client.push({"table": Rows(np.array([1.5]), np.ones((1, 20)))})
-        # A slot that was given up, with rows in it, may be filled anew.
+        # A slot that was abandoned, with rows in it, may be filled again.
         payload = client.claim() + layout.PAYLOAD_AT
         client.write_named(payload, {"table": some})
         client.write_named(payload, {"flat": np.zeros(1000)})
@@ -228,7 +228,7 @@ def test_another_model_is_refused(job_name: str) -> None:
 
 
 def test_a_client_stays_where_it_was_made(job_name: str) -> None:
-    """What a spawned child is given is pickled. After its end, a client says that it has left."""
+    """Pickle it for a spawned child. After its end, a client says that it has left."""
     with daemon(job_name, sync="bsp"), Client(job_name, tensors={"a": np.ones(3)}) as other:
         client = Client(job_name)
         for carry in (pickle.dumps, copy.deepcopy):
@@ -338,7 +338,7 @@ def test_epochs_are_orders_of_all_samples() -> None:
 
 
 def _scribble(pipe: Connection, job: str, field: str) -> None:
-    """Writes over a field of its own ring, then publishes."""
+    """Write over a field of its own ring, then publish."""
     client = Client(job)
     client.wait_turn()
     memory = client.place.ring

@@ -39,7 +39,7 @@ def job(job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
 
 
 def descriptors(job: Daemon) -> int:
-    """How many the watchdog has open."""
+    """Return how many descriptors the watchdog has open."""
     pid = job.request(Status())["watchdog_pid"]
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
@@ -99,7 +99,7 @@ def said(job: str, message: object) -> dict[str, object]:
 
 
 def in_a_child(function: Callable[..., None], *args: object) -> None:
-    """What it does to the roster ends with it."""
+    """Run it in a child: its changes of the roster end with it."""
 
     def run(pipe: Pipe) -> None:
         function(*args)
@@ -211,7 +211,7 @@ def test_a_message_that_is_too_long(job: Daemon, job_name: str) -> None:
         raw.sendall(struct.pack("!I", MAX_REQUEST + 1))
         reply = receive(raw)
         assert reply is None or reply["ok"] is False
-        assert receive(raw) is None, "what follows cannot be told from payload"
+        assert receive(raw) is None, "what follows cannot be distinguished from payload"
     # The longest that is allowed is read to its end.
     assert "bad request" in str(said(job_name, b" " * MAX_REQUEST)["error"])
 
@@ -296,7 +296,7 @@ def test_a_client_that_never_ends_its_message(job: Daemon, job_name: str) -> Non
 
 @pytest.mark.usefixtures("unharmed")
 def test_a_client_that_never_reads(job: Daemon, job_name: str) -> None:
-    """Its replies are kept up to a bound, then it is dropped."""
+    """Check that its replies are kept up to a bound, and that it is dropped then."""
     question = framed({"v": 1, "op": "status"})
     with connect(job_name) as deaf, pytest.raises((BrokenPipeError, ConnectionResetError)):
         while True:
@@ -390,26 +390,26 @@ def descriptors_at_most(job: str, count: int) -> bool:
 
 
 def limit_files(pid: int, soft: int) -> int:
-    """Changes how many descriptors the process may have; returns how many it might have before."""
+    """Change how many descriptors the process may have; return how many it could have before."""
     before, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
     return before
 
 
 def sleeps(pid: int) -> int:
-    """How often the process has slept: one that spins does not."""
+    """Return how often the process has slept: one that spins does not."""
     status_ = Path(f"/proc/{pid}/status").read_text()
     return int(status_.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 @pytest.mark.usefixtures("unharmed")
 def test_few_descriptors(job: Daemon, job_name: str) -> None:
-    """Who finds none free is told so, and the watchdog keeps some for itself."""
+    """Check the error if none is free, and that the watchdog keeps some for itself."""
     pid = job.request(Status())["watchdog_pid"]
     with ExitStack() as stack:
         before = limit_files(pid, descriptors(job) + RESERVED + OPERATORS // 2)
         stack.callback(limit_files, pid, before)
-        # A learner is refused first: a status and a stop are still heard.
+        # A learner is refused first: a status and a stop are still accepted.
         with pytest.raises(ControlError, match=f"no more are free.*kill -TERM {pid} stops it"):
             Client(job_name)
         assert not status(job_name)["learners"]

@@ -60,7 +60,7 @@ def test_a_running_job_needs_none(cli: Cli, job_name: str) -> None:
 
 @pytest.fixture
 def watchdogs(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
-    """Pids of the watchdogs that have been started in this test."""
+    """Return the pids of the watchdogs that have been started in this test."""
     file = tmp_path / "watchdogs"
     file.touch()
 

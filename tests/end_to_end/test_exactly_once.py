@@ -28,13 +28,13 @@ def _pushed(count: int) -> int:
 
 
 def consumed(learner: Pusher) -> int:
-    """Frames that every shard has let go of."""
+    """Return the frames that every shard has released."""
     head = learner.ring.view(layout.RING)
     return int(head["tail"]["value"][: int(head["shards"])].min())
 
 
 def leaving(job: str, pid: int) -> bool:
-    """Whether the watchdog knows that this learner is gone."""
+    """Return whether the watchdog has detected that this learner is gone."""
     row = learner(job, pid)
     return row is not None and row["leaving"]
 
@@ -71,7 +71,7 @@ def test_killed_and_replaced(shards: int, slots: int, job_name: str) -> None:
             for one in learners:
                 one.kill()
         heads = [one.published for one in (*gone, *learners)]
-        eventually(lambda: not status(job_name)["learners"], what="all that died are let go")
+        eventually(lambda: not status(job_name)["learners"], what="all that died are detached")
         job.check()
         end = status(job_name)
         assert end["gradients_applied"] == end["version"] == sum(heads)

@@ -1,7 +1,7 @@
 """A first start compiles in several processes, of which each may fail, hang or be killed.
 
 The server is a process that loads the loops over weights, which take about a second each. It begins
-once it is told to, so that its helper has compiled, or compiles, by then.
+on request, so that its helper has compiled, or compiles, by then.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Server:
         self.helpers: list[psutil.Process] = []
 
     def helper(self) -> psutil.Process:
-        """Its helper, which is there within a moment."""
+        """Return its helper, which is there within a moment."""
         me = psutil.Process(self.process.pid)
 
         def found() -> list[psutil.Process]:
@@ -95,12 +95,12 @@ class Server:
         return one
 
     def ends_help(self) -> None:
-        """Waits until its helper has ended."""
+        """Wait until its helper has ended."""
         one = self.helper()
         eventually(lambda: ended(one), COMPILED_S)
 
     def go(self) -> list[str]:
-        """Lets it begin; returns what it prints at its end: directory, loops kept, warnings."""
+        """Let it begin; return what it prints at its end: directory, loops kept, warnings."""
         self._go.touch()
         out, _ = self.process.communicate(timeout=COMPILED_S)
         assert self.process.returncode == 0
@@ -110,7 +110,7 @@ class Server:
 
 
 def ended(helper: psutil.Process) -> bool:
-    """Whether it has; its server learns of that at the end only."""
+    """Return whether it has ended; its server detects that at the end only."""
     try:
         return helper.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -128,7 +128,7 @@ def server(*args: object, **how: object) -> Iterator[Server]:
 
 
 def times(cache: Path) -> dict[str, int]:
-    """When each file of code was written."""
+    """Return when each file of code was written."""
     return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.code")}
 
 
@@ -141,7 +141,7 @@ def test_a_helper_compiles_for_the_server(tmp_path: Path) -> None:
         assert one.go()[1:] == [str(LOOPS), COMPILES]
     assert times(cache) == made, "the server has compiled nothing again"
     with server(tmp_path, cache) as one:
-        assert one.go()[1:] == [str(LOOPS)], "all is there: it says nothing and needs no helper"
+        assert one.go()[1:] == [str(LOOPS)], "all is there: it prints nothing and needs no helper"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
@@ -152,7 +152,7 @@ def test_a_helper_that_is_killed_or_hangs(tmp_path: Path, number: int) -> None:
 
 
 def test_a_server_that_is_killed_leaves_no_helper(tmp_path: Path) -> None:
-    """And the next one goes on with what is there."""
+    """Check that the next one continues with what is there."""
     cache = tmp_path / "cache"
     with server(tmp_path, cache) as one:
         helper = one.compiling_helper()
@@ -178,7 +178,7 @@ def test_two_jobs_that_start_at_once(tmp_path: Path) -> None:
 
 
 def test_code_that_cannot_be_kept(tmp_path: Path) -> None:
-    """As on a full disk: the helper ends, and the server compiles all for itself."""
+    """Fill the disk: the helper ends, and the server compiles all for itself."""
 
     def setup() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))

@@ -75,7 +75,7 @@ class Nodes:
         assert self.address, "Ray does not start"
 
     def close(self) -> None:
-        """Kills all of them."""
+        """Kill all of them."""
         if self._process.returncode is None:
             self._process.communicate()
 
@@ -139,7 +139,7 @@ class Run:
         return exchange["state"] == "member" and exchange["rounds"] >= rounds
 
     def rounds(self, number: int) -> int:
-        """That a replica has made."""
+        """Return the rounds that a replica has made."""
         rounds: int = self.facts(number)["exchange"]["rounds"]
         return rounds
 
@@ -167,7 +167,7 @@ class Run:
 def run(
     cli: Cli, job_name: str, place: Path, interpreters: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Run]:
-    """Interpreters: a fork of a process that has loaded Ray has its token."""
+    """Run interpreters: a fork of a process that has loaded Ray has its token."""
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(place))
     cli.patience_s = LONG_S
     yield Run(cli, job_name, place)
@@ -229,7 +229,7 @@ def test_learners_that_end(run: Run, nodes: Nodes) -> None:
 
 
 def test_a_command_that_is_killed(run: Run, place: Path) -> None:
-    """In a cluster of this host's own: the replica trains on, and the same command comes back."""
+    """Kill it in this host's own cluster: the replica trains on, and the command comes back."""
     run.machines = 1
     run.file.write_text("every = 20\n[[groups]]\nmachines = 1\n")
     command = run.start(None)
@@ -284,7 +284,7 @@ def kill(pids: list[int]) -> None:
 
 
 def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
-    """Replicas and the coordinator are killed, replicas leave and join; Ray is killed."""
+    """Kill replicas and the coordinator, let replicas leave and join; kill Ray."""
     command = run.start(nodes)
 
     def all_train(rounds: int = 1, replicas: tuple[int, ...] = (0, 1, 2)) -> bool:

@@ -1,4 +1,4 @@
-"""Groups of parameters: said by scripts or by the job file, kept, shown, and told by all alike."""
+"""Groups of parameters: set by scripts or the job file, kept, shown, and sent by all alike."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_scripts_groups(job_name: str) -> None:
 
 
 def padding(client: Client) -> np.ndarray:
-    """Which values of the model belong to no tensor."""
+    """Return which values of the model belong to no tensor."""
     ones = client.model.flatten({name: np.ones_like(value) for name, value in TENSORS.items()})
     return ones == 0
 
@@ -129,7 +129,7 @@ def test_a_pattern_that_matches_nothing_is_told(cli: Cli, job_name: str) -> None
 
 @pytest.mark.parametrize("says", ["script", "file"])
 def test_groups_outlive_every_process(says: str, cli: Cli, job_name: str) -> None:
-    """Servers, the watchdog, and all of them; later their numbers may change, not their members."""
+    """Kill servers, the watchdog, and all; later their numbers may change, not their members."""
     text = FILE if says == "file" else "standby = false\n[checkpoint]\nevery_s = 0\n"
     said = SAID if says == "script" else {}
     watchdog = cli.serve(job_name, text.replace("standby = false", "standby = true"))
@@ -179,7 +179,7 @@ def test_a_job_file_groups_what_a_checkpoint_has(cli: Cli, job_name: str) -> Non
 
 
 def test_a_model_of_the_job_file(cli: Cli, job_name: str) -> None:
-    """Its groups are said there."""
+    """Set its groups in the job file."""
     model = "".join(
         f'[[tensors]]\nname = "{name}"\nshape = {list(value.shape)}\n'
         for name, value in TENSORS.items()

@@ -38,7 +38,7 @@ shape = [8]
 
 
 def lines(source: str | Path) -> list[dict[str, Any]]:
-    """Points and changes, without the lines on learners, other events and the end."""
+    """Return points and changes, without the lines on learners, other events and the end."""
     found = history.read(str(source))["lines"]
     return [one for one in found if not {"command", "ended", "event"} & one.keys()]
 
@@ -50,7 +50,7 @@ def push(client: Client, count: int = 1) -> None:
 
 
 def push_until_told(client: Client, job: str, count: int) -> None:
-    """Until so many lines are there."""
+    """Push until there are so many lines."""
 
     def told() -> bool:
         push(client)
@@ -182,7 +182,7 @@ def test_it_goes_on_after_deaths(cli: Cli, job_name: str) -> None:
 
 
 def _writers(job: str) -> list[int]:
-    """Children of the watchdog that are no server: the process that writes the history."""
+    """Children of the watchdog that are not servers: the process that writes the history."""
     told = status(job)
     watchdog = psutil.Process(told["watchdog_pid"])
     return [one.pid for one in watchdog.children() if one.pid != told["server_pid"]]
@@ -228,7 +228,7 @@ def test_a_directory_that_takes_nothing(
 
 
 def test_a_file_that_may_not_grow(job_name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """As on a full disk: whole lines stay, and training goes on."""
+    """Check a full disk: whole lines stay, and training continues."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

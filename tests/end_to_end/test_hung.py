@@ -1,6 +1,6 @@
 """Processes that hang: they are replaced, and no other process waits for them.
 
-Learners here do one call at a time, as they are told; what they have pushed is counted in weights.
+Learners here do one call at a time, on request; what they have pushed is counted in weights.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_a_hung_standby_is_replaced(job_name: str) -> None:
 def test_a_server_that_cannot_be_killed(
     job_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a frozen control group: signals take effect only once it is thawed."""
+    """Freeze it as a control group does: signals take effect only once it is thawed."""
     frozen = tmp_path / "frozen"
     send = signal.pidfd_send_signal
 
@@ -102,7 +102,7 @@ SAMPLES, EPOCHS = 60, 2
 
 
 def _answer(pipe: Connection, job: str, holds: bool) -> None:
-    """Answers batches: each has a value of its own, which becomes 1 less."""
+    """Answer batches: each has a value of its own, which becomes 1 less."""
     with Client(job) as client:
         for batch in client.batches(samples=SAMPLES, batch_size=1, epochs=EPOCHS):
             if holds:
@@ -173,7 +173,7 @@ def test_the_slow_and_the_waiting_are_left_alone(job_name: str) -> None:
 
 
 def test_who_holds_nobody_up_may_rest(job_name: str) -> None:
-    """Under ASP, while there are other batches to hand out, or nothing to do at all."""
+    """Rest under ASP while there are other batches, or nothing to do at all."""
     with Watched(job_name, learner_timeout_s=0.3) as job, team(job_name, 2) as (one, other):
         call(one, "set_work", 100, 1, 1)
         assert isinstance(call(one, "take_batch"), int)
@@ -184,7 +184,7 @@ def test_who_holds_nobody_up_may_rest(job_name: str) -> None:
 
 
 def _rest(pipe: Connection, job: str) -> None:
-    """Pauses, then computes without an end, each until it is told to go on."""
+    """Pause, then compute without an end, each until the next order."""
     client = Client(job)
     client.wait_turn()
     with client.pause():
@@ -221,7 +221,7 @@ def test_who_validates_is_not_killed(sync: str, job_name: str) -> None:
                 call(quick, "push", gradient_of(one_at(1)))
                 call(quick, "wait_turn")
         job.look(1.2)
-        slow.send("go on")
+        slow.send("continue")
         assert slow.receive() == "computes"
         if sync != "bsp":
             eventually(lambda: live_weights(job_name)[1] == -3)
@@ -230,7 +230,7 @@ def test_who_validates_is_not_killed(sync: str, job_name: str) -> None:
         waits = [one for one in status(job_name)["learners"] if one["holds_up_s"]]
         assert [one["pid"] for one in waits] == [slow.pid]
         assert 0 < waits[0]["killed_in_s"] < waits[0]["holds_up_s"] + 4
-        slow.send("go on")
+        slow.send("continue")
         assert slow.receive() == "pushed"
         quick.receive()
         assert status(job_name)["learner_deaths"] == 0

@@ -40,7 +40,7 @@ class Environment:
         (self.site / "others.pth").write_text("\n".join(others))
 
     def pip(self, *arguments: str) -> str:
-        """What it says."""
+        """Run pip and return its output."""
         command = [sys.executable, "-m", "pip", "--python", str(self.directory / "bin" / "python")]
         done = subprocess.run(
             [*command, *arguments],
@@ -54,7 +54,7 @@ class Environment:
         return done.stdout
 
     def install(self, what: str, *flags: str) -> str:
-        """Without anything that another installation has left."""
+        """Install without anything that another installation has left."""
         shutil.rmtree(self.site / "gadei_ps", ignore_errors=True)
         for left in self.site.glob("*gadei_ps*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -96,7 +96,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def codes(directory: Path) -> set[str]:
-    """Units of which there is code."""
+    """Return the units with code."""
     return {path.name for path in directory.rglob("*.code")}
 
 
@@ -110,7 +110,7 @@ def check_that_jobs_run(environment: Environment, job: str) -> None:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_installed(environment: Environment, job_name: str) -> None:
-    """As a wheel, which compiles what is missing; then plainly, with what that has compiled."""
+    """Install a wheel, which compiles what is missing; then plainly, with what that compiled."""
     environment.pip("wheel", "--no-deps", "--no-build-isolation", "-w", "dist", ".")
     (wheel,) = (environment.checkout / "dist").glob("*.whl")
     environment.install(str(wheel))
@@ -137,7 +137,7 @@ def test_installed(environment: Environment, job_name: str) -> None:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_an_editable_installation(environment: Environment, job_name: str) -> None:
-    """With what it has compiled in the checkout; the environment of the tests is another one."""
+    """Use what was compiled in the checkout; the environment of the tests is another one."""
     assert "arning" not in environment.install(".", "-e")
     assert list((environment.checkout / "gadei_ps").glob("_native*.so"))
     done = environment("ls", "--json")

@@ -1,4 +1,4 @@
-"""Ctrl-C at any instant of a call: the learner goes on, or leaves no place taken behind."""
+"""Ctrl-C at any instant of a call: the learner continues, or leaves no place taken behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOW: dict[str, Any] = {"kind": "adam", "lr": 1e-3}
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[[Callable[[], object], float], bool]]:
-    """Calls a function, with Ctrl-C after a random time below `most_s`; says whether it came."""
+    """Call a function, with Ctrl-C after a random time below `most_s`; return whether it came."""
     chance = random.Random(7)
     heard = armed = False
 
@@ -58,7 +58,7 @@ def interrupted() -> Iterator[Callable[[Callable[[], object], float], bool]]:
         timer = threading.Timer(wait_s, os.kill, (os.getpid(), signal.SIGUSR1))
         try:
             try:
-                armed = True  # before it may come: batches() goes on until then
+                armed = True  # before it may come: batches() continues until then
                 timer.start()
                 function()
             finally:
@@ -126,7 +126,7 @@ def test_each_call(sync: str, view: bool, job_name: str, interrupted: Any) -> No
 # One that comes when a socket was made and nothing holds it yet leaves the socket to the collector.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_attach(job_name: str, interrupted: Any) -> None:
-    """Whether or not the caller has got the client: only that one is a learner."""
+    """Interrupt attach before and after the caller has the client: only then is it a learner."""
     came = 0
     with daemon(job_name):
         first = Client(job_name, tensors={"w": np.zeros(1000, np.float32)})
@@ -158,7 +158,7 @@ def _interrupt() -> None:
 
 
 def test_a_call_that_is_interrupted_gives_back_its_turn(job_name: str) -> None:
-    """At every instruction: the interrupts come within a few microseconds of each other."""
+    """Interrupt at every instruction: the interrupts are a few microseconds apart."""
     chance = random.Random(1)
 
     def interrupt(*_: object) -> None:

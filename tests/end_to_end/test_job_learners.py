@@ -73,7 +73,7 @@ def with_learners(cli: Cli, count: int, text: str = "", command: list[str] | Non
 
 
 def named(job: str) -> dict[str, int]:
-    """Pids of the learners by the names that they have."""
+    """Return pids of the learners by the names that they have."""
     return {row["name"]: row["pid"] for row in status(job)["learners"] if not row["leaving"]}
 
 
@@ -141,7 +141,7 @@ def test_learners_are_adopted(cli: Cli, job_name: str) -> None:
     assert all_there(job_name, 2) == first
     goes_on(job_name)
     assert status(job_name)["server_pid"] == server
-    # And looked after: nobody else tells the new watchdog of their deaths.
+    # And looked after: nobody else reports their deaths to the new watchdog.
     os.kill(first["learner-1"], signal.SIGKILL)
     eventually(lambda: named(job_name).get("learner-1", first["learner-1"]) != first["learner-1"])
     assert (starts(cli, 0), starts(cli, 1)) == (1, 2)
@@ -166,7 +166,7 @@ def test_learners_are_adopted(cli: Cli, job_name: str) -> None:
 def test_a_learner_that_ends_while_it_is_found_is_not_adopted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its pid may be another process' by then, which would be ended as the job's learner."""
+    """Skip it: its pid may be another process' by then, which would be ended for it."""
     with process.spawn(["sleep", "60"]) as child:
 
         class Found(psutil.Process):
@@ -185,7 +185,7 @@ def test_a_learner_that_ends_while_it_is_found_is_not_adopted(
 def test_a_process_with_the_pid_of_an_adopted_learner_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its pid may become another process' at any time: nobody here waits for an adopted process."""
+    """Let another process get its pid: an adopted process has no waiting parent here."""
     control = np.zeros(1, CONTROL)[0]
     memory = SimpleNamespace(control=SimpleNamespace(view=lambda _: control))
     learners = JobLearners(LearnersConfig(command=["x"]), memory, "job.sock", log.get())  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ STATE = [{"w": np.full(1000, 1.0)}, {"w": np.full(1000, 2.0)}]
 
 
 def _load(pipe: Connection, job: str, trains: bool, stops: bool) -> None:
-    """trains: before it loads. stops: between the two slots, until it is told to go on."""
+    """trains: before it loads. stops: between the two slots, until a message."""
     client = Client(job)
     if trains:
         client.wait_applied(client.push({"w": np.ones(1000, np.float32)}))
@@ -119,7 +119,7 @@ def _load_weights(_: Connection, job: str) -> None:
 
 
 def test_the_job_trains_before_the_next_one_loads(job_name: str) -> None:
-    """What it has trained stays, and the next one hears so: its weights as well as its state."""
+    """Check that its training stays, and that the next one gets weights as well as state."""
     with daemon(job_name, optimizer=ADAM, tensors=TENSORS) as job:
         with fork(1, _load, job_name, False, True) as (one,):
             assert one.receive() == "begins"

@@ -45,7 +45,7 @@ MODEL = {"w": np.arange(VALUES, dtype=np.float32)}
 
 
 class Brake:
-    """What holds the making of large segments back, in all forks of this process."""
+    """Brake on the making of large segments, in all forks of this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._allowed = FORK.Semaphore(0)
@@ -65,7 +65,7 @@ class Brake:
         monkeypatch.setattr("gadei_ps.memory.reserve.PIECE", SLOW, raising=False)
 
     def reached(self) -> None:
-        """Returns when a piece is about to be made."""
+        """Wait until a piece is about to be made."""
         assert self._waiting.acquire(timeout=30)
 
     def allow(self, pieces: int) -> None:
@@ -73,7 +73,7 @@ class Brake:
             self._allowed.release()
 
     def hold(self) -> None:
-        """From now on pieces wait."""
+        """Make pieces wait from now on."""
         self._free.clear()
 
     def release(self) -> None:
@@ -89,7 +89,7 @@ def brake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Brake]:
 
 
 def _learn(pipe: Pipe, job: str, tensors: dict[str, Any] | None) -> None:
-    """A learner that attaches, tells so, and leaves when it is told to."""
+    """A learner that attaches, reports it, and leaves on request."""
     try:
         client = Client(job, tensors=tensors)
     except GadeiError as error:
@@ -175,12 +175,12 @@ def test_a_learner_dies_while_its_ring_is_made(job_name: str, brake: Brake) -> N
 
 
 def is_a_file(link: str) -> bool:
-    """Whether this descriptor, as /proc shows it, is of a learner's file. Raises OSError."""
+    """Return whether this descriptor in /proc is of a learner's file. Raise OSError."""
     return str(Path(link).readlink()).startswith("/memfd:gadei-ps")
 
 
 def files(pid: int) -> int:
-    """How many learners' files a process has open."""
+    """Return how many learners' files a process has open."""
     count = 0
     for one in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -262,7 +262,7 @@ def test_a_stop_while_a_model_is_made(job_name: str, brake: Brake) -> None:
         asking[1].start()
         eventually(lambda: int(control["stop"]))
         allowed = 0
-        while not (first.has_sent and said):  # slowly: the pieces in hand are to be the last ones
+        while not (first.has_sent and said):  # slowly: the pieces in flight are to be the last ones
             brake.allow(1)
             allowed += 1
             assert allowed < PIECES
@@ -276,7 +276,7 @@ def test_a_stop_while_a_model_is_made(job_name: str, brake: Brake) -> None:
 
 
 def test_the_watchdog_is_killed_while_a_model_is_made(job_name: str, brake: Brake) -> None:
-    """The next one begins anew, and the learner offers its model again."""
+    """The next one starts again, and the learner offers its model again."""
     with daemon(job_name) as job, fork(1, _learn, job_name, MODEL) as (first,):
         brake.reached()
         before = status(job_name)

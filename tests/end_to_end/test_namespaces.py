@@ -1,6 +1,7 @@
 """Two pid namespaces that share /dev/shm and not the runtime directory, as containers may.
 
-There, pids and the lock of a job's name tell nothing. The kernel's locks on the control segment do:
+Pids and the lock of a job's name prove nothing there. The kernel's locks on the control segment
+do:
 two watchdogs never both have a job, and what lives in the other namespace is left alone.
 """
 
@@ -78,7 +79,7 @@ class Apart:
         return str(self.runtime / f"{job}.sock")
 
     def close(self) -> None:
-        """Kills all of them: with its first process a namespace ends."""
+        """Kill all of them: with its first process a namespace ends."""
         for child in self._children:
             child.kill()
             child.communicate()

@@ -64,7 +64,7 @@ def ended(job: str) -> bool:
 
 
 def answer(said: str, name: str) -> str:
-    """What `name=...` says."""
+    """Return what `name=...` prints."""
     found = re.findall(rf"{name}=(\S+)", said)
     assert found, said
     return found[0]
@@ -92,7 +92,7 @@ def test_attach_train_interrupt_detach_again(shell: Interactive, job_name: str) 
 
 
 def test_the_same_cell_twice(shell: Interactive, job_name: str) -> None:
-    """With the same model the learner takes the place of the old; with a new one, that leaves."""
+    """Run it twice: with the same model the learner is replaced; else the old one leaves."""
     with daemon(job_name, sync="bsp", optimizer={}):
         cell = f"optimizer = Optimizer(model, {job_name!r}, lr=0.1)\ntrain(3)"
         assert "Warning" not in shell.run(BEGIN) + shell.run(cell)
@@ -153,7 +153,7 @@ with gadei_ps.serve({two!r}, {plain}):
 
 
 def test_a_shell_that_is_killed(shell: Interactive, job_name: str) -> None:
-    """As where a kernel is restarted: the others go on, and a job that it serves ends."""
+    """Restart a kernel: the other learners continue, and a job that it serves ends."""
     own = f"{job_name}-own"
     with daemon(job_name, sync="bsp", optimizer={}):
         assert "Error" not in shell.run(BEGIN)
@@ -175,7 +175,7 @@ train(5)
 
 @pytest.mark.parametrize("now", [True, False], ids=["killed", "asked"])
 def test_a_kernel_is_restarted(kernel: Kernel, now: bool, job_name: str) -> None:
-    """A job that it serves ends; one that is kept goes on, though a kernel that is asked to end
+    """A job that it serves ends; one that is kept continues, though a kernel that is asked to end
     first ends all processes that it has started."""
     kept = f"{job_name}-kept"
     plain = "standby=False, history=False"

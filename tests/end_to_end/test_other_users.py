@@ -153,7 +153,7 @@ def runtime() -> Iterator[Path]:
 
 
 def test_root_trains_at_another_users_job(job_name: str, runtime: Path) -> None:
-    """Over a death of the server and of the learner, as at a job of its own."""
+    """Train through a death of the server and of the learner, as at a job of its own."""
     path = str(runtime / f"{job_name}.sock")
     watchdog = Child(_serve, job_name, runtime)
     try:
@@ -185,7 +185,7 @@ def test_root_trains_at_another_users_job(job_name: str, runtime: Path) -> None:
 
 
 def test_root_looks_at_another_users_job(cli: Cli, job_name: str, runtime: Path) -> None:
-    """With its runtime directory root may do all but what leaves files of root there."""
+    """Check that root may do all but leave files of root in its runtime directory."""
     there = {"GADEI_PS_RUNTIME_DIR": str(runtime)}
     watchdog = Child(_serve, job_name, runtime)
     try:
@@ -227,7 +227,7 @@ def _ends_without_removing(pipe: Connection, runtime: Path) -> None:
 
 
 def test_a_runtime_directory_that_cannot_be_written_any_more(runtime: Path) -> None:
-    """The end of a watchdog goes on to remove the memory, and frees the name."""
+    """The end of a watchdog still removes the memory, and frees the name."""
     assert Child(_ends_without_removing, runtime).receive() is False
 
 
@@ -240,7 +240,7 @@ ONCE = (
 
 
 def test_root_acts_on_another_users_job(cli: Cli, job_name: str, runtime: Path) -> None:
-    """By its name with its runtime directory, or by its socket alone."""
+    """Use its name with its runtime directory, or its socket alone."""
     there = {"GADEI_PS_RUNTIME_DIR": str(runtime)}
     learner = ("--json", "--device", "host", "--", sys.executable, "-c", ONCE)
     watchdog = Child(_serve, job_name, runtime)

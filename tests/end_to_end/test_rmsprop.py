@@ -27,7 +27,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20) -
 
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
 def test_the_state_is_torchs(momentum: float, job_name: str) -> None:
-    """Without a momentum, torch has no buffer for it; taken over, it is zero."""
+    """Compare with torch: without momentum it has no buffer, so the state taken from it is zero."""
     settings = SETTINGS | {"momentum": momentum}
     model, twin = plain_model(), plain_model()
     with daemon(job_name, optimizer={}):

@@ -24,7 +24,7 @@ def _model() -> nn.Module:
 
 
 def _steps(optimizer: Optimizer, model: nn.Module, part: int = 1) -> list[str]:
-    """Warnings of two steps with a part of the data."""
+    """Return warnings of two steps with a part of the data."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -42,7 +42,7 @@ def _first(pipe: Connection, job: str, seed: int) -> None:
 
 
 def _later(job: str, *, then: int | None = None, work: bool = False, part: int = 1) -> list[str]:
-    """Warnings of a learner with seed 5; then: its next seed. work: of the server's batches."""
+    """Return warnings of a learner with seed 5, and its next seed. work: of server batches."""
     torch.manual_seed(5)
     model = _model()
     optimizer = Optimizer(model, job)

@@ -74,7 +74,7 @@ def _learn(pipe: Connection, job: str, workers: int, fixed: bool, slowly: bool) 
             pipe.send(pids)
         for rows in batches:
             if slowly and len(counts) == 2:
-                pipe.recv()  # it is killed here, with batches in hand
+                pipe.recv()  # it is killed here, with batches in flight
             counts[-1].update(train(model, optimizer, [rows]))
     optimizer.close()
     pipe.send(counts)
@@ -103,7 +103,7 @@ def test_every_row_once_an_epoch(workers: int, sync: str, job_name: str) -> None
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_whoever_dies(workers: int, sync: str, job_name: str) -> None:
-    """Killed with batches in hand, which its DataLoader has asked for ahead."""
+    """Killed with batches in flight, which its DataLoader has asked for ahead."""
     with daemon(job_name, sync=sync) as job:
         with fork(1, _learn, job_name, workers, False, True) as (victim,):
             victim.receive()
@@ -138,7 +138,7 @@ def test_a_learner_that_dies_after_the_others_were_done(job_name: str) -> None:
 
 
 def test_a_loop_that_is_left_early(job_name: str) -> None:
-    """What DataLoader had asked for comes again, with the next loop or to another learner."""
+    """Check that batches that DataLoader had requested come again, here or at another learner."""
     with daemon(job_name) as job:
         model = counting_model()
         optimizer = Optimizer(model, job_name)
@@ -162,7 +162,7 @@ def test_a_loop_that_is_left_early(job_name: str) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("sync", "steps"), [("asp", 3), ("wsp:D=0,s_local=2", 1)])
 def test_several_mini_batches_a_step(workers: int, sync: str, steps: int, job_name: str) -> None:
-    """By accumulation in the script, or in a wave; what is left of an epoch is cut into as many."""
+    """Accumulate in the script, or in a wave; the rest of an epoch is cut into as many."""
     with daemon(job_name, sync=sync) as job:
         model = counting_model()
         optimizer = Optimizer(model, job_name)
@@ -202,7 +202,7 @@ class Endless(IterableDataset[int]):
 
 
 def test_what_is_refused(job_name: str) -> None:
-    """In one line that says what to do."""
+    """Refuse it in one line that says what to do."""
     with daemon(job_name):
         model = counting_model()
         optimizer = Optimizer(model, job_name)
@@ -246,7 +246,7 @@ if __name__ == "__main__":
 
 
 def test_workers_under_run(cli: Cli, interpreters: None, job_name: str) -> None:
-    """Of DataLoader, forked, spawned and persistent, as users start them: they are no learners."""
+    """Start workers of DataLoader, forked, spawned and persistent: they are not learners."""
     (cli.directory / "script.py").write_text(SCRIPT)
     script = [sys.executable, "script.py"]
     result = cli("run", job_name, "--learners", 2, "--json", "--", *script)

@@ -52,7 +52,7 @@ class Expected:
 
 
 def learner(job: str, tensors: Mapping[str, Any] | None = TENSORS, **said: Any) -> Client:
-    """One that is told nothing: what its script says is the job's."""
+    """Optimizer without settings of the job: the script's are used."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return Client(job, tensors=tensors, optimizer=said)
@@ -120,7 +120,7 @@ def test_the_job_counts_before_the_script(job_name: str, monkeypatch: pytest.Mon
 
 
 def test_a_model_of_the_job_file(job_name: str) -> None:
-    """Its optimizer is there before the learners; they may still say its numbers."""
+    """Create its optimizer before the learners, which may still set its numbers."""
     model = [{"name": "w", "shape": [8]}]
     with daemon(job_name, optimizer={}, tensors=model):
         assert "or start over (--fresh) with adamw in [optimizer]" in refused(job_name, **ADAMW)
@@ -142,7 +142,7 @@ def kill_servers(job: str) -> None:
 
 
 def test_the_settings_outlive_every_process(cli: Cli, job_name: str) -> None:
-    """Servers before and after the model came, the watchdog, and all of them."""
+    """Kill servers before and after the model came, the watchdog, and all of them."""
     watchdog = cli.serve(job_name, "standby = true\n[checkpoint]\nevery_s = 0\n")
     eventually(lambda: status(job_name)["standby_pid"])
     kill_servers(job_name)
@@ -192,7 +192,7 @@ def test_a_changed_job_file(cli: Cli, job_name: str) -> None:
     service = cli.serve(job_name, "standby = false\n[optimizer]\n")
     file = cli.directory / f"{job_name}.toml"
     with learner(job_name, kind="sgd", lr=0.25) as client:
-        assert reload("kind = 'sgd'").json["changed"] == {}, "it says what counts anyway"
+        assert reload("kind = 'sgd'").json["changed"] == {}, "it repeats what is in force"
         assert "optimizer.kind cannot change" in reload("kind = 'adam'").error
         assert reload("kind = 'sgd'\nlr = 0.5").json["changed"] == {"optimizer.lr": 0.5}
         expected = Expected(OptimizerSpec(Kind.SGD, 0.5))
@@ -206,7 +206,7 @@ def test_a_changed_job_file(cli: Cli, job_name: str) -> None:
 
 
 def test_a_server_that_compiles_the_optimizer_is_not_hung(job_name: str) -> None:
-    """It hears of the optimizer with the model, when it has to show that it lives."""
+    """It receives the optimizer with the model, when it has to show that it lives."""
     compiled = FORK.Event()
 
     def slow(program: str) -> None:
@@ -231,7 +231,7 @@ def test_a_server_that_compiles_the_optimizer_is_not_hung(job_name: str) -> None
 
 
 def test_settings_that_are_given_to_a_client(job_name: str) -> None:
-    """As to an Optimizer."""
+    """Pass them as to an Optimizer."""
     with daemon(job_name):
         with pytest.raises(UsageError, match=r"write optimizer={'kind': 'sgd', 'lr': 0.1}"):
             Client(job_name, lr=0.1)

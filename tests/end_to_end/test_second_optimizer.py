@@ -38,7 +38,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     ids=["view", "copy", "free", "local"],
 )
 def test_it_takes_the_place_of_the_first(make: Any, how: dict[str, Any], job_name: str) -> None:
-    """Under BSP a learner that is left behind would stop all others."""
+    """Check BSP, where a learner that is left behind would stop all others."""
     with daemon(job_name, sync="bsp", optimizer={}):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
@@ -98,7 +98,7 @@ def _is_plain(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"view": False}, {"free_gradients": True}], ids=str)
 def test_a_constructor_that_fails(how: dict[str, Any], job_name: str) -> None:
-    """What was loaded before stays in the model, and the next one has it."""
+    """Check that what was loaded before stays in the model for the next one."""
     with daemon(job_name, optimizer={}):
         model = nn.Linear(3, 2)
         with pytest.raises(ZeroDivisionError):
@@ -139,7 +139,7 @@ def test_gradients_that_leave_and_weights_that_were_loaded(job_name: str) -> Non
 
 
 def test_another_job(job_name: str) -> None:
-    """The model goes on there, with the weights that it has."""
+    """The model continues there, with the weights that it has."""
     with daemon(f"{job_name}-1"), daemon(f"{job_name}-2"):
         model = nn.Linear(3, 2)
         first = Optimizer(model, f"{job_name}-1")
@@ -183,7 +183,7 @@ def test_a_part_of_the_model(job_name: str) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"view": False}], ids=str)
 def test_one_that_is_dropped_leaves(how: dict[str, Any], job_name: str) -> None:
-    """As where a cell makes a new model: nothing refers to the old one then."""
+    """Drop it as a cell does that makes a new model: nothing refers to the old one then."""
     with daemon(job_name):
         for _ in range(3):
             model = nn.Linear(3, 2)

@@ -32,17 +32,17 @@ PLAIN: dict[str, Any] = {"lr": 1.0, "standby": False, "history": False}
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of jobs are forks of this one."""
+    """Fork processes of jobs from this one."""
     monkeypatch.setattr(notebook, "Daemon", QuickDaemon)
 
 
 def ended(job: str) -> bool:
-    """Whether nothing of the job is left."""
+    """Return whether nothing of the job is left."""
     return not segments(job) and not paths.socket_path(job).exists()
 
 
 def pids(job: str) -> list[int]:
-    """Of its watchdog and servers."""
+    """Return the pids of its watchdog and servers."""
     return [status(job)["watchdog_pid"], *presence.server_pids(job)]
 
 
@@ -51,7 +51,7 @@ def pids(job: str) -> list[int]:
 
 @pytest.mark.usefixtures("quick", "runtime_dir")
 def test_a_block() -> None:
-    """Learners find the job, leave it at the end, and keep the weights; nothing else is left."""
+    """Find the job, leave it at the end, and keep the weights; nothing else is left."""
     with gadei_ps.serve(**PLAIN) as job:
         assert job.name == f"serve-{os.getpid()}"
         assert repr(job) == f"<gadei_ps job '{job.name}': served by this process>"
@@ -85,7 +85,7 @@ def test_an_exception_ends_it(job_name: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_two_jobs(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learners join the one that was served last, while it is there."""
+    """Join the one that was served last, while it is there."""
     monkeypatch.setenv(JOB_VARIABLE, "outside")
     one, two = f"{job_name}-1", f"{job_name}-2"
     first = gadei_ps.serve(one, **PLAIN)
@@ -147,7 +147,7 @@ def test_stopped_elsewhere(job_name: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_job_that_has_failed(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block says so, whether or not a learner has heard of it."""
+    """The block raises it, whether or not a learner has noticed."""
     job = gadei_ps.serve(job_name, **PLAIN)
     assert job._keeper is not None
     monkeypatch.setattr(job._keeper._daemon, "check", lambda: daemon.check_code(job_name, 1))
@@ -159,7 +159,7 @@ def test_a_job_that_has_failed(job_name: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("runtime_dir")
 def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the user has too many processes."""
+    """Fail as if the user has too many processes."""
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -191,7 +191,7 @@ def test_a_fork_of_the_process_that_serves(job_name: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_checkpoints(job_name: str, tmp_path: Path) -> None:
-    """A job with checkpoints goes on from where it was; fresh=True begins from zero."""
+    """A job with checkpoints continues from where it was; fresh=True begins from zero."""
     there = tmp_path / "saved"
     for versions, fresh in (((0, 2), False), ((2, 3), False), ((0, 1), True)):
         with gadei_ps.serve(job_name, checkpoint=there, fresh=fresh, **PLAIN) as job:
@@ -280,7 +280,7 @@ with gadei_ps.serve({name!r}, standby=False, history=False, lr=1.0, {further}) a
 
 @pytest.fixture
 def script() -> Iterator[Any]:
-    """Starts an interpreter that serves a job; gives its process."""
+    """Start an interpreter that serves a job; return its process."""
     made: list[subprocess.Popen[str]] = []
 
     def start(name: str, further: str = "") -> subprocess.Popen[str]:
@@ -402,7 +402,7 @@ with gadei_ps.serve({name!r}, standby=False, history=False, tensors=tensors) as 
 
 
 def test_ctrl_c_reaches_learners_that_run(job_name: str) -> None:
-    """They may save; the job goes on."""
+    """They may save; the job continues."""
     text = RUNS.format(name=job_name, program=LEARNS)
     command = [sys.executable, "-P", "-c", text]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:

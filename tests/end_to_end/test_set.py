@@ -1,4 +1,4 @@
-"""Changing a running job's model, stragglers that are told, and waves."""
+"""Changing a running job's model, stragglers that are notified, and waves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from gadei_ps.sync.run_time_file import Sizes, contents
 
 
 def test_every_change_under_load_loses_nothing(job_name: str) -> None:
-    """From each model to each other one, while learners push as fast as they can."""
+    """Change from each model to each other one, while learners push as fast as they can."""
     pairs = list(itertools.permutations(MODELS, 2))
     order = [MODELS[0]]
     while pairs:  # a walk over all pairs
@@ -141,7 +141,7 @@ def slowly_compiled(job: str, *failing: Exception) -> Iterator[tuple[Watched, Fl
 
 
 def test_a_server_that_compiles_the_model_is_not_hung(job_name: str) -> None:
-    """ElasticBSP's search is compiled when it is first wanted. Learners go on meanwhile."""
+    """ElasticBSP's search is compiled when it is first wanted. Learners continue meanwhile."""
     failing = MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")
     with slowly_compiled(job_name, *failing) as (watched, compiled), pushing(job_name):
         control.ask(job_name, SetSync(sync="elastic-bsp:R=4"))
@@ -183,7 +183,7 @@ def test_change_waits_for_the_iteration_in_hand(job_name: str) -> None:
         eventually(lambda: status(job_name)["sync_wanted"] == "bsp")
         with pytest.raises(ControlError, match="is just changing to bsp"):
             change.set_sync(job_name, "asp", 1.0)
-        # Both finish what they have in hand, and neither begins another iteration.
+        # Both finish their iterations in flight, and neither begins another iteration.
         one.send(2)
         with pytest.raises(ControlError, match="is just changing"):
             change.set_sync(job_name, "asp", 1.0)
@@ -234,7 +234,7 @@ def test_straggler_gives_up_and_goes_on(job_name: str) -> None:
         all_granted([one, other])
         np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -200)
         assert tell(slow, "wanted") is False
-        assert tell(slow, "give up") == "granted"
+        assert tell(slow, "abandon") == "granted"
         assert tell(slow, "wanted") is True
         row = learner(job_name, slow.pid)
         assert row
@@ -251,7 +251,7 @@ def test_straggler_gives_up_and_goes_on(job_name: str) -> None:
 
 
 def _batches(pipe: Connection, job: str, slow: bool) -> None:
-    """Answers batches; a slow one waits until its gradient is not wanted, then gives it up."""
+    """Answer batches; a slow one waits until its gradient is not wanted, and is abandoned then."""
     answered = []
     with Client(job) as client:
         pipe.send("attached")
@@ -401,7 +401,7 @@ def test_stopped_learner_holds_a_change_up_until_it_goes_on(job_name: str) -> No
         daemon(job_name, sync="ssp:9", tensors=TENSORS),
         fork(2, push_when_told, job_name) as team,
     ):
-        all_granted(team)  # so each has an iteration in hand
+        all_granted(team)  # so each has an iteration in flight
         team[0].signal(signal.SIGSTOP)
         with pytest.raises(ControlError, match=r"has not reached a barrier within 0\.5 s"):
             change.set_sync(job_name, "bsp", 0.5)

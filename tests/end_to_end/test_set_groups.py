@@ -21,8 +21,8 @@ from gadei_ps.learners.torch import Optimizer
 
 
 def test_a_scripts_groups(cli: Cli, job_name: str) -> None:
-    """As torch with these numbers; other groups keep theirs. Learners that say the groups as before
-    are let in, and everybody sees the change."""
+    """Compare with torch for these numbers; other groups keep theirs. Learners with the old groups
+    may attach, and everybody sees the change."""
     with daemon(job_name, optimizer={}, history=True, shards=2), learner(job_name, **SAID) as one:
         expected = Expected()
         expected.push(one)
@@ -118,7 +118,7 @@ def test_param_groups_and_schedulers_follow(job_name: str) -> None:
     ],
 )
 def test_what_cannot_be(given: str, why: str, cli: Cli, job_name: str) -> None:
-    """In one line, and nothing changes."""
+    """Refuse it in one line; nothing changes."""
     with daemon(job_name, optimizer={}), learner(job_name, **SAID) as one:
         expected = Expected()
         expected.push(one)

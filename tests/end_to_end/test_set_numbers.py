@@ -27,7 +27,7 @@ ROUNDS = 12
 
 
 class Rates:
-    """What the weights must be: each gradient of ones moves them by the rate of its version."""
+    """Expected weights: each gradient of ones moves them by the learning rate of its version."""
 
     def __init__(self, job: str) -> None:
         self.job = job
@@ -54,7 +54,7 @@ class Rates:
 
 @contextlib.contextmanager
 def pushing(job: str, learners: int = 3) -> Iterator[list[Child]]:
-    """Learners that push as fast as they can; at the end all is applied, and they have left."""
+    """Run learners that push as fast as they can; at the end all is applied, and they have left."""
     with fork(learners, push_until_told, job) as team:
         all_granted(team)
         yield team
@@ -66,7 +66,7 @@ def pushing(job: str, learners: int = 3) -> Iterator[list[Child]]:
 
 
 def moved(job: str, by: int = 20) -> None:
-    """Waits until so many more gradients are applied."""
+    """Wait until so many more gradients are applied."""
     before = status(job)["version"]
     eventually(lambda: status(job)["version"] > before + by, what=lambda: status(job))
 

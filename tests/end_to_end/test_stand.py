@@ -1,7 +1,7 @@
-"""All learners stand still while one copies the weights and assigns others: no gradient is lost.
+"""All learners pause while one copies the weights and assigns others: no gradient is lost.
 
-Learners push ones at a rate of 1. The one that has them stand still assigns what it has copied,
-less LEAP. So the weights tell how many gradients and assignments there were.
+Learners push ones at a rate of 1. The one that pauses them assigns what it has copied,
+less LEAP. So the weights show how many gradients and assignments there were.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ LEAP = 1000.0
 
 
 def _ask(pipe: Connection, job: str) -> None:
-    """Has the others stand still each time it is told; tells the version then, and what it copied.
+    """Pause the others on each request; send the version then, and the copy.
 
-    Within, "leap" assigns, "push" pushes, "keep" shows life until told more, and "go" ends it.
+    Within, "leap" assigns, "push" pushes, "keep" shows life until the next order, and "go" ends it.
     """
     with Client(job, name="asks") as client:
         pipe.send("attached")
@@ -73,7 +73,7 @@ def _ask(pipe: Connection, job: str) -> None:
 
 
 def _stand(asks: Child) -> tuple[int, np.ndarray]:
-    """The others stand still; the version and the weights."""
+    """Pause the others; return the version and the weights."""
     asks.send(60.0)
     version, copy = asks.receive()
     assert np.ptp(copy) == 0  # all shards have applied the same
@@ -81,7 +81,7 @@ def _stand(asks: Child) -> tuple[int, np.ndarray]:
 
 
 def _leaps(asks: Child) -> None:
-    """The others stand still, and go on elsewhere."""
+    """Pause the others, which continue elsewhere."""
     version, copy = _stand(asks)
     after, there = tell(asks, "leap")
     assert after == version + 1
@@ -155,7 +155,7 @@ def _kill(job: str, *which: str) -> None:
 
 @pytest.mark.parametrize("model", ["asp", "ssp:s=2", "bsp"])
 def test_no_death_loses_a_gradient(model: str, job_name: str) -> None:
-    """Of a server, the watchdog, both, who asks, or another learner: in each phase of a stand."""
+    """Kill the server, the watchdog, both, the requester or another learner in each phase."""
     dying = (("server_pid",), ("watchdog_pid",), ("watchdog_pid", "server_pid"))
     with (
         daemon(job_name, sync=model, tensors=TENSORS, shards=2, standby=True) as job,
@@ -186,7 +186,7 @@ def test_no_death_loses_a_gradient(model: str, job_name: str) -> None:
             assert tell(other, "go") == "ended"
             leaps += 2
             goes_on(job_name)
-        # The one that asks: before, while the others stand still, with an assignment on its way.
+        # The one that asks: before, while the others pause, with an assignment on its way.
         for phase in range(3):
             with fork(1, _ask, job_name) as (dies,):
                 assert dies.receive() == "attached"
@@ -225,12 +225,12 @@ def test_who_hangs_is_killed_and_who_waits_gives_up(job_name: str) -> None:
         fork(1, push_when_told, job_name) as (hangs,),
         fork(1, _ask, job_name) as (asks,),
     ):
-        all_granted([*team, hangs])  # so it has an iteration in hand
+        all_granted([*team, hangs])  # so it has an iteration in flight
         assert asks.receive() == "attached"
         asks.send(0.2)
         why = "PushTimeout: the other learners did not pause within 0.2 s"
         assert asks.receive() == why
-        assert tell(hangs, 1) == "granted"  # all go on
+        assert tell(hangs, 1) == "granted"  # all continue
         goes_on(job_name, 5)
         hangs.signal(signal.SIGSTOP)
         asks.send(60.0)

@@ -73,7 +73,7 @@ def _serve(pipe: Connection, job: str, fork_server: bool) -> None:
 def test_a_server_may_take_long_to_start(
     before: Before, job_name: str, module: str, what: str
 ) -> None:
-    """As on a busy machine, where compiling takes longer than any limit."""
+    """Start on a busy machine, where compiling takes longer than any limit."""
     before(module, what)
     watchdog = Child(_serve, job_name, module == FORK_SERVER)
     try:
@@ -88,7 +88,7 @@ def test_a_server_may_take_long_to_start(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", [HANG, IDLE, NEVER_READY], ids=["sleeps", "idles", "never-ready"])
 def test_a_server_that_hangs_at_its_start(before: Before, job_name: str, what: str) -> None:
-    """A loop that sleeps uses the processor, but is no progress."""
+    """A loop that sleeps uses the processor, but is not progress."""
     before(SERVER, what)
     watchdog = Child(_serve, job_name, False)
     try:
@@ -114,7 +114,7 @@ def test_a_watchdog_may_take_long_to_start(before: Before, job_name: str) -> Non
 def test_a_watchdog_that_hangs_at_its_start(
     before: Before, job_name: str, module: str, what: str
 ) -> None:
-    """The watchdog's own loop, in which it waits for servers, is no progress of them."""
+    """The watchdog's own loop, in which it waits for servers, is not their progress."""
     before(module, what)
     with (
         pytest.raises(JobFailed, match="did not become ready"),

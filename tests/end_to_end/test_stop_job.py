@@ -55,7 +55,7 @@ def test_data_of_its_own(job_name: str, make: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("limit", [{"gradients": 7}, {"samples": 30}, {"epochs": 2}])
 def test_limits(job_name: str, limit: dict[str, int]) -> None:
-    """Loops over batches() end by themselves, with all that they have pushed applied."""
+    """Check that loops over batches() end by themselves, with all that they have pushed applied."""
     with daemon(job_name, stop_after=limit) as job:
         with Client(job_name, tensors={"w": torch.zeros(8).numpy()}) as client:
             for batch in client.batches(samples=20, batch_size=4, epochs=1000):
@@ -89,7 +89,7 @@ def _raised(error: BaseException) -> BaseException:
 
 
 def test_what_a_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the end of its job one line; of other errors of gadei_ps no frames of gadei_ps."""
+    """Print one line about the end of its job; for other errors, no frames of gadei_ps."""
 
     def report(error: Exception) -> None:
         one = _raised(error)

@@ -151,7 +151,7 @@ def test_learners_come_and_go_while_the_standby_sleeps(job_name: str) -> None:
 
 
 def test_segments_without_names(cli: Cli, job_name: str) -> None:
-    """As logind's RemoveIPC does it. What runs goes on, also over the active server's death."""
+    """Remove them as logind's RemoveIPC does. All continues, even if the active server dies."""
     watchdog = cli.serve(job_name, "standby = true\n" + TOML)
     with pushing(job_name) as one:
         weights = live_weights(job_name)[:VALUES]

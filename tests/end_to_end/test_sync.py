@@ -22,7 +22,7 @@ TENSORS = [{"name": "w", "shape": [VALUES]}]
 
 
 def _push_when_told(pipe: Connection, job: str) -> None:
-    """Pushes a vector of the number that it is sent, then waits for its next turn."""
+    """Push a vector of the number that it is sent, then wait for its next turn."""
     with Client(job) as client:
         client.wait_turn()
         pipe.send("granted")
@@ -83,7 +83,7 @@ def test_bsp_applies_the_mean_of_the_living(job_name: str) -> None:
         expected -= mean(300, 9, 12)
         np.testing.assert_array_equal(weights[:VALUES], expected)
 
-        # A newcomer takes part.
+        # A joining learner takes part.
         (late,) = stack.enter_context(fork(1, _push_when_told, job_name))
         assert late.receive() == "granted"
         for child in (*team[:2], late):
@@ -133,10 +133,10 @@ def test_bounded_spread(model: str, bound: int, job_name: str) -> None:
             heads = _heads(job_name)
             return all(heads[child.pid] == heads[stopped.pid] + bound for child in others)
 
-        eventually(caught_up, what="the others go on as far as the model lets them")
+        eventually(caught_up, what="the others continue as far as the model lets them")
         watch(100, team)
         assert caught_up()
-        # Goes on where it was.
+        # Continues where it was.
         there = _heads(job_name)[stopped.pid]
         stopped.signal(signal.SIGCONT)
         eventually(lambda: min(_heads(job_name).values()) > there + 20)
@@ -210,7 +210,7 @@ SPREAD = 16  # each batch of each epoch has a value of its own, several chunks a
 
 
 def _answer_and_die(pipe: Connection, job: str, seed: int, deaths: bool) -> None:
-    """Answers batches: each adds 1 to a value of its own. Kills itself at any point of it."""
+    """Answer batches: each adds 1 to a value of its own. Kill itself at any point of it."""
     chance = random.Random(seed)
     client = Client(job)
     pipe.send("attached")

@@ -36,7 +36,7 @@ WHY_NOT = blocked_disk.why_not()
 
 
 class Systemd(Manager):
-    """Every assignment that it has heard, in order, and when it looked for it."""
+    """Every assignment that it has received, in order, and when it looked for it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -56,13 +56,13 @@ class Systemd(Manager):
         return [name for name, _, _ in self.assigned()]
 
     def extensions(self) -> list[int]:
-        """Of the stop, in microseconds."""
+        """Return the extensions of the stop (µs)."""
         begun = self.names().index("STOPPING")
         more = "EXTEND_TIMEOUT_USEC"
         return [int(value) for name, value, _ in self._assigned[begun:] if name == more]
 
     def wait(self, name: str, count: int = 1) -> list[str]:
-        """Until it has said so, and so often."""
+        """Wait until it has sent this so often."""
         eventually(lambda: len(self.said(name)) >= count, what=self.assigned)
         return self.said(name)
 
@@ -77,7 +77,7 @@ def manager(runtime_dir: Path) -> Iterator[Systemd]:
 def start(
     cli: Cli, manager: Systemd, job: str, text: str, *options: str, unit: str = "gadei-ps"
 ) -> Running:
-    """As the unit does; WATCHDOG_PID would be the child's, which nobody knows yet."""
+    """Start as the unit does; WATCHDOG_PID would be the child's, which is not known yet."""
     file = cli.directory / f"{job}.toml"
     file.write_text(text)
     cli.made(job)
@@ -184,7 +184,7 @@ def test_names_and_processes_that_are_lost_are_told(
     manager.wait("READY")
     control = shm.path_of(shm.segment_name(job_name, "control"))
     control.unlink()
-    control.write_bytes(b"another file")  # also where something else has the name
+    control.write_bytes(b"another file")  # even if something else has the name
     eventually(lambda: "lost their names" in "".join(manager.said("STATUS")[-1:]))
     control.unlink()
     eventually(lambda: "memory limit" in service.err)
@@ -196,7 +196,7 @@ def test_names_and_processes_that_are_lost_are_told(
 def test_a_lost_marker_for_learners(
     cli: Cli, manager: Systemd, job_name: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is made again, before the unit is ready and later; where it cannot be, that is told."""
+    """It is made again, before the unit is ready and later; if it cannot be, that is reported."""
     monkeypatch.setattr(supervisor, "SLOW_TICK_S", 0.05)
     service = start(cli, manager, job_name, MODEL)
     manager.wait("READY")
@@ -346,7 +346,7 @@ def test_pings(cli: Cli, manager: Systemd, job_name: str) -> None:
 def test_nobody_else_speaks_in_its_name(
     cli: Cli, manager: Systemd, job_name: str, interpreters: None
 ) -> None:
-    """Servers and learners do not inherit the socket: systemd would take them for the service."""
+    """Check that servers and learners do not inherit the socket, which would act as the service."""
     script = """
         from gadei_ps.learners.client import Client
         with Client() as client:
@@ -371,7 +371,7 @@ def test_nobody_else_speaks_in_its_name(
 
 
 def test_a_restart_adopts(cli: Cli, manager: Systemd, job_name: str) -> None:
-    """As systemd restarts a service whose watchdog it has killed: KillMode=process."""
+    """Restart as systemd does after it has killed the watchdog: KillMode=process."""
     service = start(cli, manager, job_name, MODEL)
     manager.wait("READY")
     with Client(job_name) as client:
@@ -393,7 +393,7 @@ def test_a_restart_adopts(cli: Cli, manager: Systemd, job_name: str) -> None:
 
 
 def test_a_start_over_an_interrupted_stop(cli: Cli, manager: Systemd, job_name: str) -> None:
-    """It is ready once the stop is complete and the job has begun anew, and goes on then."""
+    """It is ready once the stop is complete and the job has started again, and continues then."""
     text = MODEL + "[checkpoint]\nevery_s = 0\n"
     service = start(cli, manager, job_name, text)
     manager.wait("READY")

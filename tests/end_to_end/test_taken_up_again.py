@@ -179,7 +179,7 @@ def test_own_data_and_the_servers_have_no_wave_in_common(job_name: str) -> None:
 
 @pytest.mark.parametrize("sync", ["ssp:s=1", "bsp", "elastic-bsp:R=2", "cutoff:c=1", "wsp:D=0"])
 def test_own_data_after_the_servers_batches(sync: str, job_name: str) -> None:
-    """Of two learners, which took turns at the batches, too."""
+    """Train two learners, which took turns at the batches, too."""
     with (
         daemon(job_name, sync=f"{sync},s_local=0" if sync.startswith("wsp") else sync),
         fork(2, _both, job_name) as team,
@@ -187,7 +187,7 @@ def test_own_data_after_the_servers_batches(sync: str, job_name: str) -> None:
         for one in team:
             assert one.receive() == "took all"
         for one in team:
-            one.send("go on")
+            one.send("continue")
         assert [one.join() for one in team] == [0, 0]
         end = status(job_name)
         assert end["gradients_applied"] + end["gradients_dropped"] >= 8 + 2 * 5
@@ -291,7 +291,7 @@ def test_an_interrupt_right_after_a_push(job_name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["add", "sgd"])
 def test_a_wave_that_is_interrupted_when_it_is_pushed(kind: str, job_name: str) -> None:
-    """It is pushed once, and in hand no more."""
+    """It is pushed once, and no longer in flight."""
     settings = {"kind": kind} if kind == "add" else {"kind": kind, "lr": 1.0}
     with (
         daemon(job_name, optimizer=settings, sync="wsp:D=0,s_local=1"),
@@ -392,14 +392,14 @@ class Slow(nn.Module):
 
 
 def test_a_worker_that_pauses_holds_nobody_up(job_name: str) -> None:
-    """Another one goes on, past the waves that it may be ahead; the paused one's are pushed."""
+    """Another one continues, past the waves that it may be ahead; the paused one's are pushed."""
     with (
         daemon(job_name, sync="wsp:D=0,s_local=0", **ADDS),
         fork(1, _until_five, job_name) as (one,),
     ):
         worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name)
         worker.train(INPUTS[:2], LABELS[:2], CRITERION)
-        one.send("go on")
+        one.send("continue")
         with worker.pause():
             assert worker.waves.in_flight == 0
             assert one.join() == 0
@@ -419,7 +419,7 @@ def _until_five(pipe: Any, job: str) -> None:
 
 
 def test_a_worker_that_has_left_keeps_the_weights_alone(job_name: str) -> None:
-    """Of the pipeline's memory, which is several times the weights."""
+    """Check that the memory of the pipeline, several times the weights, is freed."""
     with daemon(job_name, sync="wsp:D=0,s_local=3", **ADDS):
         worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name)
         for _ in range(6):

@@ -113,7 +113,7 @@ def test_as_torch(
 @pytest.mark.parametrize("how", [{"view": False}, {"wait": True}], ids=str)
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_alone_as_torch(kind: str, how: dict[str, bool], job_name: str) -> None:
-    """Under ASP, too, a learner that waits computes with its own gradient in the weights."""
+    """Check that a learner that waits under ASP computes with its own gradient in the weights."""
     settings, local = LOCAL[kind]
     with daemon(job_name, optimizer=settings, shards=2):
         model, twin = plain_model(), plain_model()
@@ -128,7 +128,7 @@ def test_alone_as_torch(kind: str, how: dict[str, bool], job_name: str) -> None:
 
 
 def test_closed_with_its_last_gradient(job_name: str) -> None:
-    """What close() leaves in the model has all that this learner has pushed."""
+    """Check that close() leaves all gradients of this learner in the model."""
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 2.0**-12}, hang_s=60):
         model = plain_model()
         optimizer = Optimizer(model, job_name)
@@ -204,7 +204,7 @@ def test_scheduler_view_and_batch_norm(view: bool, job_name: str) -> None:
         assert np.shares_memory(model[0].weight.detach().numpy(), optimizer.client.flat) == view
         shared = optimizer.client.weights
         optimizer.close()
-        same_state(model, twin)  # the job's, also where the learner had a copy
+        same_state(model, twin)  # the job's, even if the learner had a copy
         eventually(lambda: int(shared["1.num_batches_tracked"]) == STEPS)
         for name in ("1.running_mean", "1.running_var"):
             np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""What scripts write to a model's weights in the middle of training, as torch alone does."""
+"""Writes of scripts to a model's weights in the middle of training, compared with torch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def begin_anew(model: nn.Module, optimizer: Any, write: Any) -> None:
 
 
 def plain(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], None]:
-    """How torch alone writes."""
+    """Write as torch alone does."""
 
     def write(values: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -145,7 +145,7 @@ def test_a_whole_state_dict(job_name: str) -> None:
 
 
 def test_what_is_refused(job_name: str) -> None:
-    """In one line, and nothing of it is written; the script may go on."""
+    """Refuse it in one line without writing anything; the script may continue."""
     model, before = plain_model(), plain_model()
     with daemon(job_name) as job:
         optimizer = Optimizer(model, job_name, kind="sgd", lr=1.0)

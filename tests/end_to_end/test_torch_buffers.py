@@ -119,7 +119,7 @@ def batches(learner: int, count: int = 8, size: int = 16) -> Iterator[torch.Tens
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """About 1 at best: a part of the targets cannot be learned."""
+    """Return the loss, about 1 at best: a part of the targets cannot be learned."""
     targets = (inputs - 3).sum(1) + torch.sign(torch.sin(50 * inputs[:, 0]))
     loss: torch.Tensor = (model(inputs)[:, 0] - targets).pow(2).mean()
     return loss
@@ -134,7 +134,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tenso
 
 
 def alone(which: str, learner: int) -> nn.Module:
-    """What torch has after a learner's batches."""
+    """Return what torch alone has after a learner's batches."""
     model = made(which)
     local = torch.optim.SGD(model.parameters(), 0.0)
     for inputs in batches(learner):
@@ -197,7 +197,7 @@ def test_under_each_model(how: str, job_name: str) -> None:
 
 
 def test_a_new_learner_begins_with_the_jobs(job_name: str) -> None:
-    """As DDP sends those of its first process; also of layers that are not trained."""
+    """Send those of the first process as DDP does; also of layers that are not trained."""
 
     def model(seed: int) -> nn.Module:
         with seeded(seed):
@@ -271,7 +271,7 @@ FLOATS = st.floats(-1e3, 1e3, width=32)
 )
 @settings(deadline=None)
 def test_the_mean_is_a_contraction(own: list[float], copy: float, writers: list[int]) -> None:
-    """Whoever writes at once, each from the same copy, it stays within the range of all values;
+    """Check simultaneous writes from one copy: they stay within the range of all values;
     if all do, it is their mean."""
     at = np.float32(copy)
     moves = [
@@ -340,7 +340,7 @@ def _writes(pipe: Connection, job: str) -> None:
 
 
 def test_the_writer_is_killed_while_it_writes(job_name: str) -> None:
-    """Each write is whole or absent, and the next learner goes on to write."""
+    """Each write is whole or absent, and the next learner continues to write."""
     with daemon(job_name, optimizer=STILL, shards=1) as job:
         keeper = Filled()
         held = Optimizer(keeper, job_name)
@@ -385,7 +385,7 @@ def test_recomputed_statistics_stay(job_name: str) -> None:
 
 
 def test_best_weights_at_the_end_are_not_the_jobs(job_name: str) -> None:
-    """What is only loaded to be looked at comes to the job in no way; what was trained does."""
+    """Check that weights that are only loaded do not reach the job, and trained ones do."""
     with daemon(job_name, optimizer=STILL) as job:
         model = made("batch norm")
         optimizer = Optimizer(model, job_name)
@@ -414,7 +414,7 @@ def test_a_script_without_close(job_name: str) -> None:
 
 
 class Resized(nn.Module):
-    """As observers of quantization-aware training, whose shapes the first batch decides."""
+    """Observers of quantization-aware training, whose shapes the first batch decides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -448,7 +448,7 @@ def test_a_buffer_that_gets_another_shape(job_name: str) -> None:
 
 
 def test_quantization_aware_training(job_name: str) -> None:
-    """Observers begin at infinity, and the first batch resizes some of them."""
+    """Check observers that begin at infinity, some of which the first batch resizes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.ao import quantization
@@ -502,7 +502,7 @@ def test_frozen_parameters_that_are_loaded_late(job_name: str) -> None:
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors", "npz"])
 def test_an_export_loads_strictly(suffix: str, tmp_path: Path, job_name: str) -> None:
-    """With buffers of all types, a frozen layer in bfloat16, and tied frozen weights."""
+    """Export buffers of all types, a frozen layer in bfloat16, and tied frozen weights."""
 
     def model() -> nn.Module:
         one = made("scratch")

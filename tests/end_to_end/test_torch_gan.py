@@ -40,7 +40,7 @@ def judged(outputs: torch.Tensor, real: bool) -> torch.Tensor:
 
 
 def train(model: Gan, of_generator: Any, of_critic: Any) -> None:
-    """As in torch's tutorial: the generator's loss leaves gradients in the critic, too."""
+    """Train as in torch's tutorial: the generator's loss leaves gradients in the critic, too."""
     for real, noise in batches():
         of_critic.zero_grad()
         made = model.generator(noise)

@@ -44,7 +44,7 @@ def network() -> nn.Sequential:
 
 
 def groups(model: nn.Sequential, one: dict[str, Any]) -> list[dict[str, Any]]:
-    """As torch takes them; the parameters of a group do not lie side by side."""
+    """Return them as torch takes them; the parameters of a group do not lie side by side."""
     biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
     return [
         {"params": biases, "weight_decay": 0.0},

@@ -35,7 +35,7 @@ def train(model: nn.Module, optimizer: Any, batches: list[Any]) -> None:
 
 
 def back_to_the_best(model: nn.Module, optimizer: Any) -> None:
-    """Trains, looks at earlier weights, and trains on from them."""
+    """Train, look at earlier weights, and train on from them."""
     train(model, optimizer, BATCHES[: HALF // 2])
     best = copy.deepcopy(model.state_dict())
     train(model, optimizer, BATCHES[HALF // 2 : HALF])
@@ -147,7 +147,7 @@ def test_all_learners_load_and_one_writes(
 
 
 class Masked(nn.Module):
-    """With a constant buffer that is not finite, as attention layers have it."""
+    """Layer with a constant buffer that is not finite, as attention layers have it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_other_memory(move: Callable[[nn.Module], None], view: bool, job_name: s
 
 
 def test_a_late_learner_that_is_handed_back_what_it_has_read(job_name: str) -> None:
-    """As accelerate does when it takes an optimizer; meanwhile the job trains on."""
+    """Prepare it as accelerate does with an optimizer; meanwhile the job trains."""
     with daemon(job_name, optimizer=LOCAL["adam"][0]) as job:
         first = Optimizer(model := plain_model(), job_name, wait=True)
         train(model, first, BATCHES[:2])
@@ -308,7 +308,7 @@ def test_a_late_learner_that_is_handed_back_what_it_has_read(job_name: str) -> N
 
 
 def test_another_optimizer_for_the_same_model(job_name: str) -> None:
-    """As a framework makes one for each fit(): it takes the place of the one before."""
+    """Make one for each fit(), as frameworks do: it replaces the one before."""
     settings, of_torch = LOCAL["momentum"]
     twin, model = plain_model(), plain_model()
     theirs = of_torch(list(twin.parameters()))

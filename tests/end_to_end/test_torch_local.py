@@ -115,7 +115,7 @@ def test_gradients_and_updates_are_told_apart(job: Daemon, job_name: str) -> Non
 
 
 def test_an_interrupted_push_is_made_up_for(job_name: str) -> None:
-    """After Ctrl-C in step(), as in a notebook, the next one pushes the changes of both."""
+    """Press Ctrl-C in step(), as in a notebook: the next step pushes the changes of both."""
     with daemon(job_name, optimizer={}):
         model = plain_model()
         optimizer = LocalOptimizer(model, momentum, job_name)
@@ -147,7 +147,7 @@ def test_it_says_itself_that_the_job_adds(job_name: str) -> None:
 
 
 def test_it_is_an_optimizer_of_torch(job: Daemon, job_name: str) -> None:
-    """Its settings are those of the optimizer that was made, for schedulers and for a script."""
+    """Give it the settings of the optimizer that was made, for schedulers and for a script."""
     model, twin = plain_model(), plain_model()
     optimizer, local = LocalOptimizer(model, momentum, job_name), momentum([*twin.parameters()])
     schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in (optimizer, local)]

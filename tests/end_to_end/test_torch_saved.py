@@ -89,7 +89,7 @@ def resumed(file: Path, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, An
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["from torch", "to torch", "to another job"])
 def test_half_and_half(kind: str, way: str, tmp_path: Path, job_name: str) -> None:
-    """The second half goes on as one run of torch does, by torch or by a job, after either."""
+    """The second half continues as one run of torch does, by torch or by a job, after either."""
     settings, of_torch, words = KINDS[kind]
 
     def plain(model: nn.Module) -> torch.optim.Optimizer:
@@ -279,7 +279,7 @@ def test_going_back_in_the_middle(job_name: str) -> None:
 
 @pytest.mark.parametrize("of", ["a job", "torch"])
 def test_going_back_to_the_beginning(of: str, job_name: str) -> None:
-    """The state of before any step: momentum is none, and the steps are 0."""
+    """The state of before any step: there is no momentum, and the steps are 0."""
     settings, of_torch, words = KINDS["momentum"]
     model = plain_model()
     with daemon(job_name, optimizer=settings, shards=2) as job:

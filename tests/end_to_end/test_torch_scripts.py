@@ -1,4 +1,4 @@
-"""What else ordinary scripts do: models of odd tensors, and what they do to model and optimizer."""
+"""Models of odd tensors, and other things that ordinary scripts do to model and optimizer."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_evaluation_under_inference_mode(view: bool, job_name: str) -> None:
 
 
 def test_a_second_model_of_a_process(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As each fold of a cross-validation has one; it would begin with the weights of the first."""
+    """Make one as each fold of a cross-validation does; it would begin with the first's weights."""
     monkeypatch.setenv("GADEI_PS_JOB", job_name)
     model = plain_model()
     with daemon(job_name, optimizer={}):

@@ -27,7 +27,7 @@ class Learner:
         self.group = self.optimizer.param_groups[0]
 
     def step(self) -> float:
-        """Returns how far the weight has gone."""
+        """Return how far the weight has moved."""
         before = float(live_weights(self.job)[0])
         self.optimizer.zero_grad()
         self.model(torch.ones(1, 1)).backward()
@@ -88,7 +88,7 @@ def test_alpha(job_name: str) -> None:
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_schedulers_of_torch_go_on(absolute: bool, job_name: str) -> None:
-    """Whether they set a rate or multiply it: their schedule and the job's rate multiply."""
+    """Set a learning rate or multiply it: the schedule and the job's learning rate multiply."""
     with daemon(job_name, optimizer={}):
         one = Learner(job_name, kind="sgd", lr=1.0)
         scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -107,7 +107,7 @@ def test_schedulers_of_torch_go_on(absolute: bool, job_name: str) -> None:
 
 
 def test_a_learner_that_comes_later(job_name: str) -> None:
-    """Its script says what the first one's said, and it is told what counts."""
+    """Send the settings of the first script again; the reply has those in force."""
     with daemon(job_name, optimizer={}):
         one = Learner(job_name, kind="sgd", lr=1.0)
         assert one.step() == 1.0

@@ -20,7 +20,7 @@ from gadei_ps.learners.torch import Optimizer
 
 
 def test_a_rate_beside_a_rate_of_zero(job_name: str) -> None:
-    """A gradient tells its rate as a share of the job's: none is a share of zero."""
+    """A gradient carries its learning rate as a share of the job's: none is a share of zero."""
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 0}):
         optimizer = Optimizer(plain_model(), job_name)
         optimizer.step()
@@ -34,7 +34,7 @@ def test_a_rate_beside_a_rate_of_zero(job_name: str) -> None:
     ("job", "most"), [(0.1, r"3\.4e\+37"), (1e-30, r"3\.4e\+08"), (0.0, "3.4e")]
 )
 def test_a_rate_that_float32_does_not_hold(job: float, most: str, job_name: str) -> None:
-    """As a scheduler sets it: alone, or as a share of the job's. One that rounds to 0 is none."""
+    """Set it as a scheduler does: alone, or as a share of the job's. One rounds to 0."""
     with daemon(job_name, optimizer={}):
         model = plain_model()
         optimizer = Optimizer(model, job_name, kind="sgd", lr=job)
@@ -53,7 +53,7 @@ def test_a_rate_that_float32_does_not_hold(job: float, most: str, job_name: str)
 
 
 def test_a_loop_that_was_left_goes_on_with_its_batch(job_name: str) -> None:
-    """After break, or Ctrl-C in a notebook: each batch is answered once all the same."""
+    """Leave it by break, or Ctrl-C in a notebook: each batch is still answered once."""
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
         model = plain_model()
         optimizer = Optimizer(model, job_name)
@@ -103,7 +103,7 @@ def _train_shared(_: Connection, job: str, model: nn.Module, how: str, view: boo
 @pytest.mark.parametrize("view", [True, False], ids=["view", "copy"])
 @pytest.mark.parametrize("how", ["closed", "dropped", "at the end"])
 def test_a_model_that_other_processes_share(how: str, view: bool, job_name: str) -> None:
-    """As in mnist_hogwild of pytorch/examples: who has shared it tests it when they have ended."""
+    """Share it as mnist_hogwild of pytorch/examples does: the owner tests it after their end."""
     model = batch_norm_model().share_memory()
     before = [one.detach().clone() for one in model.parameters()]
     with daemon(job_name, optimizer={}) as job:

@@ -21,7 +21,7 @@ from gadei_ps.learners.torch import Optimizer
 
 @pytest.mark.parametrize("own_data", [False, True])
 def test_waves_are_sums_of_mini_batches(own_data: bool, job_name: str) -> None:
-    """Under WSP the loop stays as it is; a wave leaves as one gradient."""
+    """Keep the loop as it is under WSP; a wave leaves as one gradient."""
     with daemon(job_name, sync="wsp:D=0,s_local=2", optimizer={"kind": "sgd", "lr": 0.01}):
         model, twin = plain_model(), plain_model()
         optimizer = Optimizer(model, job_name)

@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS
 
 
 def train_masters(model: nn.Module, made: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
-    """What a job does with a model in 16 bits, by torch alone; returns the weights in float32."""
+    """Train 16-bit weights by torch alone as a job does; return them in float32."""
     masters = {name: one.detach().float() for name, one in model.named_parameters()}
     optimizer = made(list(masters.values()))
     for inputs, targets in data(STEPS):
@@ -67,7 +67,7 @@ def types_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_float64_as_torch(kind: str, job_name: str) -> None:
-    """To the rounding of float32. Statistics of batch norm are float64, too."""
+    """Compare to the rounding of float32. Statistics of batch norm are float64, too."""
     model, twin = batch_norm_model().double(), batch_norm_model().double()
     before = types_of(model)
     with daemon(job_name, optimizer={}, shards=2):
@@ -121,7 +121,7 @@ def test_float32_beside_16_bits(kind: str, dtype: torch.dtype, job_name: str) ->
 
 
 def test_small_steps_are_not_lost(job_name: str) -> None:
-    """In bfloat16 alone, 1 + 1/1024 is 1; the job adds up in float32."""
+    """Check that the job adds in float32: in bfloat16 alone, 1 + 1/1024 is 1."""
     weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     model = nn.ParameterList([weight])
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 2.0**-10}):
@@ -134,7 +134,7 @@ def test_small_steps_are_not_lost(job_name: str) -> None:
 
 
 def mixed_model() -> nn.Module:
-    """Norms in float32, as models in bfloat16 mostly have them; a table in float64."""
+    """Return norms in float32, as models in bfloat16 mostly have them; a table in float64."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -209,7 +209,7 @@ def test_learners_of_different_types(job_name: str) -> None:
 
 
 def test_sparse_rows_and_free_gradients(job_name: str) -> None:
-    """Rows of an embedding in bfloat16; gradients that leave as soon as they are computed."""
+    """Push rows of an embedding in bfloat16, and gradients as soon as they are computed."""
     torch.manual_seed(3)
     model = nn.EmbeddingBag(50, 4, sparse=True).bfloat16()
     before = model.weight.detach().clone()

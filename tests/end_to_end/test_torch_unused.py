@@ -115,7 +115,7 @@ def test_adam_counts_the_jobs_steps(kind: str, job_name: str) -> None:
 
 
 def push_together(optimizers: list[Optimizer]) -> None:
-    """Under BSP each waits for the other."""
+    """Push at the same time: under BSP each waits for the other."""
     other = threading.Thread(target=optimizers[1].step)
     other.start()
     optimizers[0].step()
@@ -123,7 +123,7 @@ def push_together(optimizers: list[Optimizer]) -> None:
 
 
 def test_two_learners_under_bsp(job_name: str) -> None:
-    """What one learner leaves out counts as zero in the mean; what all leave out does not move."""
+    """Count a parameter that one learner leaves out as zero; one that all leave out stays."""
     with daemon(job_name, sync="bsp", optimizer={"kind": "momentum", "lr": 1.0}):
         models = [Heads(), Heads()]
         optimizers = [Optimizer(model, job_name) for model in models]
@@ -146,7 +146,7 @@ def test_two_learners_under_bsp(job_name: str) -> None:
 
 
 def test_counted_as_zero(job_name: str) -> None:
-    """With skip_unused=False a momentum goes on without gradients."""
+    """Check that a momentum continues without gradients with skip_unused=False."""
     model = Heads()
     with daemon(job_name, optimizer={"kind": "momentum", "lr": 1.0, "momentum": 0.5}):
         optimizer = Optimizer(model, job_name, skip_unused=False, wait=True)

@@ -1,4 +1,4 @@
-"""What scripts do around a step: each comes to the weights of plain torch, or is refused."""
+"""Code of scripts around a step: equal to plain torch, or refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def with_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def keeping_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """As models that share memory with their gradients do."""
+    """Share memory with the gradients, as some models do."""
     for inputs, targets in data(STEPS):
         optimizer.zero_grad(set_to_none=False)
         loss_of(model, inputs, targets).backward()
@@ -181,7 +181,7 @@ def test_as_torch(way: str, job_name: str) -> None:
 @pytest.mark.parametrize("kind", ["SGD", "Nesterov", "Adam", "AdamW", "RMSprop"])
 @pytest.mark.parametrize("schedule", MOVING)
 def test_schedulers_that_move_the_momentum(schedule: str, kind: str, job_name: str) -> None:
-    """Of two groups alike."""
+    """Move the momentum of two equal groups."""
     made: Any = torch.optim.SGD if kind == "Nesterov" else getattr(torch.optim, kind)
     rest: dict[str, Any] = {"lr": 0.01}
     if kind in ("SGD", "Nesterov", "RMSprop"):

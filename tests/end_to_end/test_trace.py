@@ -54,7 +54,7 @@ def test_trace_tells_what_was_cut_short(job_name: str) -> None:
         assert tell(fast, 1) == "granted"
         assert tell(slow, 1) == "granted"  # computed, and not wanted any more
         assert tell(fast, 1) == "granted"
-        assert tell(slow, "give up") == "granted"
+        assert tell(slow, "abandon") == "granted"
         lines: list[str] = []
         eventually(lambda: (lines.extend(recorder.read()), len(lines) == 4)[1])
         row = learner(job_name, slow.pid)

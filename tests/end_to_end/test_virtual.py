@@ -194,7 +194,7 @@ class Acting(nn.Module):
 
 
 def _train_until(pipe: Connection, job: str, blocked: int) -> None:
-    """Tells each mini-batch that enters; the last stage stands still at one of them."""
+    """Send each mini-batch that enters; the last stage blocks at one of them."""
     torch.set_num_threads(1)
     still = Acting(lambda number: threading.Event().wait() if number == blocked else None)
     worker = VirtualWorker([*layers(), still], ["host:1", "host:1"], momentum, job, cuts=[3])
@@ -262,7 +262,7 @@ def test_what_a_layer_raises_ends_the_worker(job: Daemon, job_name: str, backwar
             again()
     worker.close()
     worker.model(inputs)  # of its own memory
-    # One that fails while no train() is to come is told by close().
+    # One that fails while no train() is to come is reported by close().
     worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name)
     worker.train(torch.ones(2, 9), torch.zeros(2, dtype=torch.int64), CRITERION)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -313,7 +313,7 @@ def test_an_exception_in_the_block_drops_what_is_not_pushed(job: Daemon, job_nam
 
 
 def test_one_that_is_dropped_leaves(job: Daemon, job_name: str) -> None:
-    """At once, as in a notebook's cell that is run again: others may wait for it."""
+    """Drop it at once, as a notebook's cell that is run again: others may wait for it."""
     gc.disable()
     try:
         worker = VirtualWorker(layers(), ["host:1", "host:1"], momentum, job_name)

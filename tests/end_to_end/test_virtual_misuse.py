@@ -38,7 +38,7 @@ class Buffered(nn.Module):
 
 
 def test_what_cannot_be_a_pipeline_is_refused(job_name: str) -> None:
-    """Before the job is asked: there is none."""
+    """Refuse it before the job is asked: there is no job."""
     shared, two = nn.Linear(3, 3), ["host", "host"]
     pair: list[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3)]
     wrong: list[tuple[str, list[nn.Module], Any, Any]] = [
@@ -92,7 +92,7 @@ def test_layers_of_another_worker(job_name: str) -> None:
 
 
 def test_wrong_mini_batches(job_name: str) -> None:
-    """Inputs are looked at before anything is sent; a wrong loss ends the worker."""
+    """Check that inputs are validated before anything is sent; a wrong loss ends the worker."""
     inputs, targets = next(data())
     with daemon(job_name, optimizer={}, sync="wsp:D=1,s_local=3"):
         worker = VirtualWorker(layers(), ["host", "host"], momentum, job_name)

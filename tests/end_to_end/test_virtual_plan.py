@@ -58,7 +58,7 @@ def test_a_job_with_more_in_flight(made: Plan, job_name: str) -> None:
 
 
 def test_a_job_that_gets_more_in_flight(made: Plan, job_name: str) -> None:
-    """By `set`, which asks no plan: the worker keeps to what its memory is for."""
+    """Use `set`, which does not plan: the worker stays within its memory."""
     with (
         daemon(job_name, sync="wsp:D=0,s_local=3", optimizer={"kind": "add"}),
         VirtualWorker(layers(), plan=made, optimizer=sgd, job=job_name) as worker,
@@ -101,7 +101,7 @@ def test_a_plan_is_trained(made: Plan, job_name: str, tmp_path: Path) -> None:
 
 
 def test_a_plan_for_other_layers_is_refused(made: Plan, job_name: str, tmp_path: Path) -> None:
-    """Before the job is asked: there is none."""
+    """Refuse it before the job is asked: there is no job."""
     told = json.loads(made.model_dump_json())
     files = {
         "list": [],

@@ -24,7 +24,7 @@ ADDS = {"optimizer": {"kind": "add"}}
 
 
 def _obey(pipe: Connection, job: str, me: int) -> None:
-    """Begins and ends mini-batches as told; answers with what the weights hold."""
+    """Begin and end mini-batches on request; answer with what the weights hold."""
     with Client(job) as client:
         waves = Waves(client)
         pipe.send("here")
@@ -43,7 +43,7 @@ def _obey(pipe: Connection, job: str, me: int) -> None:
 
 
 def test_figure_13(job_name: str) -> None:
-    """Of Park et al. 2020, D = 0, s_local = 3: two virtual workers, four mini-batches in flight."""
+    """Reproduce Park et al. 2020, D = 0, s_local = 3: two workers, four mini-batches in flight."""
     counts = {"tensors": [{"name": "count", "shape": [2]}]}
     with (
         daemon(job_name, sync="wsp:D=0,s_local=3", **ADDS, **counts),
@@ -124,7 +124,7 @@ WRONG += [("published", 1, WSP(0, 3)), ("published", -1, WSP(1, 0))]
 def test_a_server_that_grants_a_wave_too_many_or_too_few_is_noticed(
     where: str, waves: int, model: WSP, job_name: str
 ) -> None:
-    """By the test above: the most that a mini-batch misses is another number then."""
+    """Notice it by the test above: the most that a mini-batch misses is another number then."""
     with mock.patch.object(quick, "STARTING", [grants(waves, where)]):
         missed = most_missed(job_name, model, model.D + 1 + waves, _go_on)
     assert missed == model.s_global + waves * model.wave

@@ -17,17 +17,17 @@ TOLD: list[str] = []  # a line of figures for each count, printed at the end of 
 
 @pytest.fixture(scope="session")
 def whole() -> bool:
-    """Whether the whole count is run."""
+    """Return whether the whole count is run."""
     return WHOLE
 
 
 @pytest.fixture(scope="session")
 def told() -> list[str]:
-    """Takes the line of figures of a count."""
+    """Take the line of figures of a count."""
     return TOLD
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the figures, for which whole counts are made."""
+    """Print the figures, for which whole counts are made."""
     for line in TOLD:
         terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""Learners that push ones, as they are told, and whose gradients are counted."""
+"""Learners that push ones on request, with a count of their gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_WATCHDOG = (JobNotFound, ConnectionLost, NoAnswer)
 
 
 def patiently(call: Callable[[], Any]) -> Any:
-    """Calls until a watchdog answers."""
+    """Call until a watchdog answers."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -38,7 +38,7 @@ def patiently(call: Callable[[], Any]) -> Any:
 
 
 def _learn(pipe: Connection, job: str, tensors: bool, stubborn: bool) -> None:
-    """Attaches, and then does as it is told: pushes until it is to rest, detaches.
+    """Attach, then follow orders: push until a pause is requested, detach.
 
     tensors: it brings the model. stubborn: it does not leave by itself when the job stops.
     """
@@ -98,10 +98,10 @@ class Learner:
         self.pid = self._child.pid
         self.row, self.generation = self._hear()
         self._ring = ring_of(job.name, self.row)
-        self._published: int | None = None  # where the ring does not tell
+        self._published: int | None = None  # where the ring does not show it
 
     def _hear(self) -> Any:
-        self._job.until(lambda: self._child.has_sent, "a learner goes on")
+        self._job.until(lambda: self._child.has_sent, "a learner continues")
         said = self._child.receive()
         if isinstance(said, Exception):
             raise said
@@ -109,7 +109,7 @@ class Learner:
 
     @property
     def published(self) -> int:
-        """Gradients; also after its death."""
+        """Return the published gradients; also after its death."""
         if self._published is not None:
             return self._published
         return _native.load(self._ring.word(layout.RING, "head"))
@@ -133,7 +133,7 @@ class Learner:
         return self._hear()
 
     def stand(self) -> None:
-        """It has all others stand still, until go_on(), which assigns what it has copied."""
+        """Pause all others until go_on(), which assigns what this one has copied."""
         self._child.send(("stand",))
         self._hear()
 

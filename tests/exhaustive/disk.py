@@ -25,7 +25,7 @@ from pathlib import Path
 MOST_OPEN = 14  # changes in one directory that are not synced; each may double the states
 
 State = tuple[tuple[str, bytes | None], ...]
-"""Paths below the root, in order, with what files hold; None for a directory."""
+"""Return paths below the root, in order, with what files hold; None for a directory."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class File:
         self.since.clear()
 
     def contents(self) -> list[bytes]:
-        """What it may hold after a power cut: some of that, at most seven."""
+        """Contents that it may have after a power cut: some of that, at most seven."""
         if not self.since:
             return [self.synced]
         before = self.since[-2] if len(self.since) > 1 else self.synced
@@ -115,7 +115,7 @@ class Disk:
     # -- what is done to it -----------------------------------------------------------------------
 
     def play(self, log: Path) -> Iterator[str | None]:
-        """Does what was recorded, step by step; between two steps the power may be cut.
+        """Repeat what was recorded, step by step; between two steps the power may be cut.
 
         Yields once before the first step, and after each: the text of a mark, or None.
         """
@@ -200,7 +200,7 @@ class Disk:
         self.open = [one for one in self.open if one.folder in reached]
 
     def _reached(self) -> set[Folder]:
-        """Directories that some state may show."""
+        """Return directories that some state may show."""
         found: set[Folder] = set()
         todo: list[Node | None] = [self._top]
         while todo:
@@ -215,7 +215,7 @@ class Disk:
     # -- how it may be found ----------------------------------------------------------------------
 
     def states(self) -> Iterator[State]:
-        """States in which the disk may be found after a cut now; some come twice.
+        """Yield states in which the disk may be found after a cut now; some come twice.
 
         Each set of names, with each combination of its files' contents().
         """
@@ -266,7 +266,7 @@ def _walk(folder: Folder, path: str) -> Iterator[tuple[str, Node]]:
 
 
 def found(root: Path) -> State:
-    """What lies in a directory."""
+    """Return what lies in a directory."""
     paths = sorted(root.rglob("*"), key=lambda path: path.relative_to(root).parts)
     return tuple(
         (str(one.relative_to(root)), None if one.is_dir() else _content(one)) for one in paths
@@ -278,7 +278,7 @@ def _content(path: Path) -> bytes:
 
 
 def put(state: State, root: Path) -> None:
-    """Makes a directory that is in this state, in the place of what is there."""
+    """Make a directory that is in this state, in the place of what is there."""
     if root.exists():
         shutil.rmtree(root)
     root.mkdir()

@@ -113,7 +113,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """In this block the processes that start are traced."""
+        """Trace the processes that start in this block."""
         quick.STARTING.append(self._start)
         try:
             yield
@@ -121,7 +121,7 @@ class Tracer:
             quick.STARTING.remove(self._start)
 
     def _start(self, program: str) -> None:
-        """In a process that is about to run its program."""
+        """Begin to trace in a process that is about to run its program."""
         role = ROLES.get(program)
         if role is None:
             sys.settrace(None)  # of the process that has forked this one
@@ -142,7 +142,7 @@ class Tracer:
         self._trace(role)
 
     def _trace(self, role: str) -> None:
-        """From the next call on, this process has the role."""
+        """Give this process the role from the next call on."""
         begin = NAMES.index(role) * self._size
         local = {name: self._watch(begin + at) for name, at in self._at.items()}
 
@@ -186,7 +186,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def other_build(self) -> Iterator[None]:
-        """In this block the servers that start are of another build than the job."""
+        """Start servers of another build than the job in this block."""
         self._plan[REFUSE] = 1
         try:
             yield
@@ -196,16 +196,16 @@ class Tracer:
     # -- the counts -----------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Begins to count."""
+        """Begin to count."""
         self._plan[QUIET] = 0
         self._counts[:] = memoryview(bytes(len(self._counts) * 4)).cast("I")
 
     def stop(self) -> None:
-        """Counts no more."""
+        """Stop counting."""
         self._plan[QUIET] = 1
 
     def ran(self) -> dict[Line, int]:
-        """How often each line has run that may change what other processes see."""
+        """Return how often each line has run that may change what other processes see."""
         found = {}
         for number, role in enumerate(NAMES):
             for path in self._files:
@@ -218,7 +218,7 @@ class Tracer:
 
 
 def _changing(tree: ast.Module, harmless: Set[str]) -> list[int]:
-    """Lines of which a part may change what another process sees, or a file: it calls something
+    """Return lines that may change what another process sees, or a file: a part calls something
     that is not known to be harmless, or stores into an element.
 
     harmless: names of what may be called. A function of the traced files is harmless by itself: its
@@ -237,7 +237,7 @@ def _changing(tree: ast.Module, harmless: Set[str]) -> list[int]:
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
-    """What belongs to a statement itself and not to the statements in it."""
+    """Return what belongs to a statement itself, not to the statements in it."""
     todo: list[ast.AST] = [statement]
     while todo:
         for child in ast.iter_child_nodes(todo.pop()):

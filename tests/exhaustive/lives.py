@@ -75,7 +75,7 @@ def become(role: str) -> None:
 
 
 def _serve() -> None:
-    """In a fork of the fork server, which becomes a server."""
+    """Become a server, in a fork of the fork server."""
     become("server")
     SERVE()
 
@@ -93,7 +93,7 @@ def _in_roles(main: Callable[[str], int]) -> Callable[[str], int]:
 
 
 def _learn(pipe: Connection, job: str) -> None:
-    """Pushes ones; sends what went wrong, and how many gradients it has published."""
+    """Push ones; send the error, and how many gradients it has published."""
     become("learner")
     client = None
     wrong = ""
@@ -115,7 +115,7 @@ def _learn(pipe: Connection, job: str) -> None:
 
 
 def _stay(pipe: Connection, job: str) -> None:
-    """A learner whose own calls do not fail: pushes as many ones as it is told; 0: detaches."""
+    """A learner whose own calls do not fail: pushes as many ones as ordered; 0: detaches."""
     client = Client(job)
     pipe.send(client.row)
     while count := pipe.recv():
@@ -273,7 +273,7 @@ class Life:
             self.wrong.append(f"left behind: {names}")
 
     def twice(self, what: str, do: Callable[[], object]) -> None:
-        """What has failed once succeeds when it is done again."""
+        """Repeat it: what has failed once succeeds the second time."""
         for _ in range(3):
             try:
                 do()
@@ -291,7 +291,7 @@ class Life:
             self.daemon._start(fresh=False)
 
     def _watch(self) -> None:
-        """Starts another watchdog if this one has ended, as systemd does."""
+        """Start another watchdog if this one has ended, as systemd does."""
         process = self.daemon._process
         if process is None or self.alone or process.poll() is None:
             return
@@ -346,7 +346,7 @@ class Life:
         if code == wanted and says in (said if code else told):
             return
         if not code:
-            self.wrong.append(f"{what} and said: {told}")
+            self.wrong.append(f"{what} and printed: {told}")
         raise GadeiError(what)
 
     def _stop(self) -> None:
@@ -368,7 +368,7 @@ SCENES = {
 
 
 def _live(asked: dict[str, Any]) -> dict[str, Any]:
-    """In the fork."""
+    """Live in the fork."""
     directory = Path(tempfile.mkdtemp(prefix="gps-life-", dir="/dev/shm"))
     runtime = Path(tempfile.mkdtemp(prefix="gps-", dir="/dev/shm"))
     os.environ["GADEI_PS_RUNTIME_DIR"] = str(runtime)

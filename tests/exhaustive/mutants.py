@@ -8,8 +8,8 @@
     mutants.py --reached FILE --clean 0  by which tests an earlier run with --reached has found
 
 All are built into one copy of this tree, with a number each; a variable of the environment says
-which one is left out, so that nothing is compiled anew. Each runs with a /dev/shm and pids of its
-own; that needs root. With nothing left out, the tests must pass several times. These runs also tell
+which one is left out, so that nothing is compiled again. Each runs with a /dev/shm and pids of its
+own; that needs root. With nothing left out, the tests must pass several times. These runs also show
 which tests reach which place; for each place only those are run, the quick ones first. One that no
 test notices must stand in EQUIVALENT, with the reason. Where a test runs out of time, a busy
 machine may be the reason, so this does not count as noticed: it is tried once more, alone, after
@@ -52,7 +52,7 @@ EQUIVALENT: dict[str, str] = {
     "gadei_ps/server/statistics.py note_run: fence() -> pass": _ORDER,
     "gadei_ps/server/statistics.py note_run: fence() (number 2) -> pass": _ORDER,
     "native/ps_lease.c ps_lease_make: error = pthread_mutexattr_setpshared(&how, "
-    "PTHREAD_PROCESS_SHARED); -> (void)0;": "glibc shares each robust mutex; POSIX does not say so",
+    "PTHREAD_PROCESS_SHARED); -> (void)0;": "glibc shares each robust mutex; POSIX need not",
 }
 
 
@@ -76,7 +76,7 @@ def known_places(text: str) -> set[str]:
 
 
 def told_of(every: list[Mutant]) -> str:
-    """How many places there are."""
+    """Return how many places there are."""
     kinds = Counter(one.kind for one in every)
     listed = ", ".join(f"{count} of kind {kind}" for kind, count in sorted(kinds.items()))
     return f"{len(every)} places: {listed}"
@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def keep(tree: Tree, keys: list[str], file: Path | None) -> None:
-    """Writes down which tests reach which place, by Mutant.key: the next run needs no clean run."""
+    """Record which tests reach which place, by Mutant.key: the next run needs no clean run."""
     if file is not None:
         kept = {key: tree.reached.get(number, {}) for number, key in enumerate(keys, 1)}
         file.write_text(json.dumps(kept))
@@ -179,7 +179,7 @@ def _run(
 
 
 def exit_code(verdicts: Mapping[str, int]) -> int:
-    """Of a run in which so many had each verdict."""
+    """Return the exit code of a run with so many of each verdict."""
     if set(verdicts) - {"failed", "equivalent", TIMED_OUT}:
         return 1
     return 3 if verdicts.get(TIMED_OUT) else 0

@@ -23,7 +23,7 @@ BY_A_TEST = re.compile(r"(?:E  |FAILED|ERROR) .*(?:\bnot within [\d.]+ s\b|Timeo
 
 
 def ran_out_of_time(lines: Iterable[str]) -> bool:
-    """Whether pytest says that a test took too long, or a test that it has waited too long."""
+    """Return whether pytest, or a test itself, reports that it has waited too long."""
     return any(BY_PYTEST.search(line) or BY_A_TEST.match(line) for line in lines)
 
 
@@ -178,13 +178,13 @@ class Tree:
             raise RuntimeError(f"cannot be built: {done.stderr.strip()[-500:]}")
 
     def stop(self) -> None:
-        """Ends what still runs."""
+        """End what still runs."""
         for group in list(self.running):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
 
     def reach(self, tests: tuple[str, ...]) -> tuple[str, str]:
-        """Runs tests with nothing left out, and notes which places each of them reaches."""
+        """Run tests with nothing left out, and record which places each of them reaches."""
         with tempfile.TemporaryDirectory(dir=self.home) as folder:
             file = Path(folder) / "reached"
             file.write_bytes(bytes(4096))

@@ -1,4 +1,4 @@
-"""What a shard may come upon: each way of a frame, for every optimizer and number format."""
+"""Paths through a shard: each way of a frame, for every optimizer and number format."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def batch_of(rig: Rig, row: int, number: int = 0) -> int:
 
 
 def set_out(rig: Rig, path: Path) -> list[list[Gradient]]:
-    """Brings a rig to rest with a history behind it, and publishes the path's frames.
+    """Bring a rig to rest with a history behind it, and publish the path's frames.
 
     Returns the gradients that are to be applied, step by step; of each, their mean.
     """
@@ -201,7 +201,7 @@ def _spread(rig: Rig, wire: WireType, given: dict[int, np.ndarray]) -> Gradient:
 
 
 def by_numpy(rig: Rig, path: Path, steps: Sequence[Sequence[Gradient]]) -> list[np.ndarray]:
-    """Weights and slots after the steps, from those of now."""
+    """Return weights and slots after the steps, from those of now."""
     arrays = rig.kept()
     done = int(rig.state["record"]["steps"][path.index])
     for number, given in enumerate(steps):
@@ -218,7 +218,7 @@ def _step(
     number: int,
     stale: int,
 ) -> None:
-    """Changes weights and slots by the mean of the gradients, or assigns."""
+    """Change weights and slots by the mean of the gradients, or assign."""
     kind = Kind[path.optimizer.upper()]
     moving = {"momentum": SAID_MOMENTUM, "beta1": SAID_MOMENTUM}
     spec = OptimizerSpec(kind, lr=RATE, weight_decay=DECAY, **moving)
@@ -242,7 +242,7 @@ def _step(
 def _assign(
     rig: Rig, path: Path, arrays: list[np.ndarray], values: np.ndarray, named: np.ndarray
 ) -> None:
-    """Puts the values that are named in the place of weights, or of a slot's of parameters; or adds
+    """Put the values that are named in the place of weights, or of a slot's of parameters; or add
     them to weights."""
     parameter = np.arange(rig.model.elements) < rig.model.parameters
     stream = STREAM[path.way]

@@ -1,4 +1,4 @@
-"""What may be left out, a store, a fence, a lease or a check of a generation, and what notices.
+"""Places that may be left out: stores, fences, leases, checks of a generation.
 
 A store is a call of one of STORES, or an assignment to a word of a shared structure: of a segment
 (SHARED), which other processes see, or in ps_calls.c of what other threads see. What a process
@@ -243,7 +243,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _is_shared(node: ast.Assign | ast.AugAssign) -> bool:
-    """Whether all that is assigned to are words of segments."""
+    """Return whether all targets of an assignment are words of segments."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     each = [one for to in targets for one in (to.elts if isinstance(to, ast.Tuple) else [to])]
     return all(map(_in_segment, each))

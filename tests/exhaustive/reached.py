@@ -20,7 +20,7 @@ FILE = Path(os.environ["GADEI_PS_REACHED"])
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Sets all bytes to zero before a test, and reads them when its fixtures have ended."""
+    """Set all bytes to zero before a test, and read them when its fixtures have ended."""
     with FILE.open("r+b") as file, mmap.mmap(file.fileno(), 0) as places:
         places[:] = bytes(len(places))
         begin = time.monotonic()

@@ -1,7 +1,7 @@
 /*
  * Records what a program changes below a directory, for the count of power cuts (disk.py).
  *
- * Preloaded (LD_PRELOAD), and told what to do by counts_record(). A record is one line, behind which a
+ * Preloaded (LD_PRELOAD), and controlled by counts_record(). A record is one line, behind which a
  * write has its bytes:
  *
  *     create INODE PATH      truncate INODE SIZE     fsync INODE

@@ -80,7 +80,7 @@ class Count:
         assert len(self.missed) <= max(1, MISSED * rounds), "\n".join([missed, *self.missed])
 
     def begin(self) -> None:
-        """Sees which lines run in every scene."""
+        """See which lines run in every scene."""
         self._round(IDLE, None, 0)
         self._always = self._tracer.ran().keys()
 
@@ -104,7 +104,7 @@ class Count:
         print(f"{scene.name}: {len(ran)} lines, {len(chosen)} rounds, {seconds:.1f} s", flush=True)
 
     def _choose(self, scene: Scene, ran: dict[Line, int]) -> list[tuple[Line, int]]:
-        """Lines and times at which to die: the first and, in the whole count, the second."""
+        """Return lines and times at which to die: the first and, in the whole count, the second."""
         lines = [one for one in sorted(ran) if self._part in str(one)]
         if not self._whole:
             step = max(1, len(lines) // (1 if scene.own_job else self._few))

@@ -1,4 +1,4 @@
-"""What happens in the rounds of the count of statements: in each, a process dies at one line."""
+"""Scenes of the count of statements: in each, a process dies at one line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def all_go(job: Job) -> None:
 
 
 def all_push(job: Job, gradients: int = 2) -> None:
-    """Waits until each learner has pushed so many more."""
+    """Wait until each learner has pushed so many more."""
     wanted = {one: one.published + gradients for one in job.learners}
     job.until(lambda: all(one.published >= count for one, count in wanted.items()), "learners push")
 
@@ -92,14 +92,14 @@ def adopted(job: Job, tracer: Tracer, dying: Dying) -> None:
 
 
 def alone(job: Job, tracer: Tracer, dying: Dying) -> None:
-    """Without a watchdog a learner and a server die."""
+    """Kill a learner and a server without a watchdog."""
     dies = job.hire()
     all_go(job)
     with job.without_watchdog(), dying():
         job.let_go(dies, dies.kill)
         job.until(
             lambda: not int(job.roster[dies.row]["wanted"]) or not job.processes.server(),
-            "it is let go",
+            "it is detached",
         )
         job.kill(job.processes.server())
     job.up()
@@ -132,7 +132,7 @@ def from_nothing(job: Job, tracer: Tracer, dying: Dying) -> None:
 
 
 def damaged(job: Job, tracer: Tracer, dying: Dying) -> None:
-    """A learner writes nonsense over its ring and is let go."""
+    """A learner writes nonsense over its ring and is evicted."""
     one = job.hire()
     all_go(job)
     all_push(job)
@@ -283,7 +283,7 @@ def stopped(job: Job, tracer: Tracer, dying: Dying) -> None:
 
 
 def restored(job: Job, tracer: Tracer, dying: Dying) -> None:
-    """All processes have died and the memory is lost: the job goes on from its checkpoint."""
+    """All processes have died and the memory is lost: the job continues from its checkpoint."""
     job.up()
     _work(job)
     saved = job.ask(Checkpoint())
@@ -295,7 +295,7 @@ def restored(job: Job, tracer: Tracer, dying: Dying) -> None:
 
 
 def from_memory(job: Job, tracer: Tracer, dying: Dying) -> None:
-    """All processes have died: the job goes on from memory."""
+    """All processes have died: the job continues from memory."""
     job.up()
     one = job.hire()
     one.go()
@@ -322,7 +322,7 @@ def afresh(job: Job, tracer: Tracer, dying: Dying) -> None:
 
 
 def restored_by_command(job: Job, tracer: Tracer, dying: Dying) -> None:
-    """`restore` drops a dead job that is in memory, and goes on from a checkpoint."""
+    """`restore` drops a dead job that is in memory, and continues from a checkpoint."""
     job.up()
     _work(job)
     saved = job.ask(Checkpoint())
@@ -360,7 +360,7 @@ SCRIPT = 'while [ ! -e "$GADEI_PS_JOB.finish.$GADEI_PS_LEARNER" ]; do sleep 0.1;
 
 
 def _processes(job: Job, index: int) -> set[int]:
-    """Pids of one of the job's own learners: there should be one."""
+    """Return the pid of the job's own learner: there should be one."""
     job_is = f"{JOB_VARIABLE}={paths.socket_path(job.name)}".encode()
     name_is = f"{NAME_VARIABLE}=learner-{index}".encode()
     found = set()
@@ -374,7 +374,7 @@ def _processes(job: Job, index: int) -> set[int]:
 
 
 def with_learners(job: Job, tracer: Tracer, dying: Dying) -> None:
-    """Of the job's own learners one dies and is started again, and one ends and is not."""
+    """Kill one of the job's own learners, which is started again; another one ends and is not."""
     job.up()
     job.until(lambda: _processes(job, 0) and _processes(job, 1), "its learners run")
     first = _processes(job, 0)

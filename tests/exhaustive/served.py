@@ -42,8 +42,7 @@ TENSORS = [{"name": "w", "shape": [VALUES]}]
 
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
-    """In this block processes wait for shorter times than those of users do, so that a round is
-    short. What they do is the same."""
+    """Shorten the waits of processes in this block; what they do is the same."""
     delay = restart.delay
 
     def soon(exits: Any, now: float, policy: restart.Policy) -> float:
@@ -81,9 +80,9 @@ class Job:
         self.config = config(name, **(given | how))
         self.learners: list[Learner] = []
         self.buried = 0  # gradients of learners that are gone
-        self.base = 0  # version of the checkpoint from which the job has gone on
+        self.base = 0  # version of the checkpoint from which the job has continued
         self.assigned = 0  # assignments among the gradients, without a sample
-        self.damaged = 0  # rings, each with a gradient that is none
+        self.damaged = 0  # rings, each with an invalid gradient
         self.saves = True  # a checkpoint when it stops
         self.ended: int | None = None  # exit code of a watchdog that was not killed
         self.flags: tuple[str, ...] = ()  # of the watchdogs to come
@@ -100,7 +99,7 @@ class Job:
     # -- the watchdog -----------------------------------------------------------------------------
 
     def start(self, *flags: str) -> None:
-        """Starts a watchdog; does not wait for it."""
+        """Start a watchdog; do not wait for it."""
         ours, theirs = socket.socketpair()
         read, write = ours.detach(), theirs.detach()
         command = process.module_command("gadei_ps.watchdog", str(write))
@@ -126,7 +125,7 @@ class Job:
         self.ended = None
 
     def watch(self) -> None:
-        """Starts another watchdog if the last one was killed, or was refused the name."""
+        """Start another watchdog if the last one was killed, or was refused the name."""
         if self.ended is not None or self._alone:
             return
         code = None if self._process is None else self._process.poll()
@@ -135,14 +134,14 @@ class Job:
         elif code is not None:
             said = os.read(self._said, 4096).decode().strip()
             in_use = "JobInUse" in said or (self.restores and code == 1)
-            if in_use:  # what a dead one was making is told from the living by its age
+            if in_use:  # what a dead one was making is distinguished from the living by its age
                 self.start(*self.flags)
             else:
                 self.ended = code
                 assert not said or (self.refusal and self.refusal in said), f"{said}\n{self!r}"
 
     def serves(self) -> bool:
-        """Whether a watchdog answers, after one was started if there was none."""
+        """Return whether a watchdog answers; start one first if there is none."""
         self.watch()
         if self.ended is not None:
             return False
@@ -153,7 +152,7 @@ class Job:
         return bool(answer["watchdog_pid"] == self._process.pid)
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Waits for a condition while the job is served."""
+        """Wait for a condition while the job is served."""
         end = time.monotonic() + PATIENCE_S
         while not (value := condition()):
             self.watch()
@@ -172,13 +171,13 @@ class Job:
             self.until(self.processes.standby, "a server stands by")
 
     def look(self) -> None:
-        """Maps the job's memory."""
+        """Map the job's memory."""
         self.processes = Processes(self.name)
         self.control = self.processes.control
         self.roster = self.control["roster"]
 
     def ask(self, message: Any) -> dict[str, Any]:
-        """Asks until a watchdog answers."""
+        """Ask until a watchdog answers."""
         end = time.monotonic() + PATIENCE_S
         while True:
             self.until(self.serves, "a watchdog answers")
@@ -201,7 +200,7 @@ class Job:
 
     @contextlib.contextmanager
     def without_watchdog(self) -> Iterator[None]:
-        """Kills the watchdog; none is started in this block."""
+        """Kill the watchdog; none is started in this block."""
         self._alone = True
         try:
             self.kill_watchdog()
@@ -239,7 +238,7 @@ class Job:
         self.buried += one.published
 
     def retired(self, one: Learner) -> bool:
-        """Whether its row is free."""
+        """Return whether its row is free."""
         return int(self.roster[one.row]["retired"]) >= one.generation
 
     def fire(self) -> None:
@@ -253,11 +252,11 @@ class Job:
         return self.base + self.buried + sum(one.published for one in self.learners)
 
     def settle(self) -> None:
-        """Checks, once everything is at rest, that each gradient counts once and that nothing is
+        """Check, once everything is at rest, that each gradient counts once and that nothing is
         left that nobody uses."""
         self.up()
         for one in self.learners:
-            one.once()  # learners go on
+            one.once()  # learners continue
         self.until(self._rows_are_free, "the rows of those that left are free")
         self.until(self._counted, "counts")
         self.until(lambda: not self._litter(), "segments that nobody uses are removed")
@@ -305,7 +304,7 @@ class Job:
         return segment.attach(name, kind, writable=False).view(layout.STATE)
 
     def change(self, model: str) -> None:
-        """Changes the synchronization model and waits until it is in force."""
+        """Change the synchronization model and wait until it is in force."""
         before = self.status["sync"]
 
         def changed() -> bool:
@@ -321,7 +320,7 @@ class Job:
         self.until(changed, f"the model is {model}")
 
     def limit(self, norm: float) -> None:
-        """Changes the norm of gradients, which none of them reaches; waits until it is in force."""
+        """Change the norm of gradients, which none of them reaches; wait until it is in force."""
         before = self.status["settings"]["clip_norm"]
 
         def changed() -> bool:
@@ -345,11 +344,11 @@ class Job:
         self.forget()
 
     def forget(self) -> None:
-        """Its memory is to be another one."""
+        """Drop its memory and expect another one."""
         del self.processes
 
     def command(self, *words: str) -> None:
-        """Runs a command of gadei-ps, again if it is killed, until it has done its work."""
+        """Run a command of gadei-ps, again if it is killed, until it has done its work."""
         while True:
             with open(self._log, "ab") as log:
                 child = process.spawn(
@@ -365,14 +364,14 @@ class Job:
         self.saves = False
 
     def ends(self) -> bool:
-        """Whether its watchdog has ended by itself; asks for a stop until then."""
+        """Return whether its watchdog has ended by itself; ask for a stop until then."""
         with contextlib.suppress(*NO_WATCHDOG, CheckpointError, ControlError, NotSaved):
             if self.serves():
                 control.ask(self.name, StopJob(drain=True, timeout_s=0.1), PATIENCE_S)
         return self.ended is not None
 
     def end(self) -> None:
-        """Stops it, if it runs, and checks that its last checkpoint has all gradients."""
+        """Stop it, if it runs, and check that its last checkpoint has all gradients."""
         if self.ended is None:
             self.settle()
             self.stop()
@@ -385,7 +384,7 @@ class Job:
         self.nothing_left()
 
     def stop(self) -> None:
-        """Asks the job to stop until it is gone; again if its last checkpoint fails."""
+        """Ask the job to stop until it is gone; again if its last checkpoint fails."""
         end = time.monotonic() + PATIENCE_S
         while self.ended != 0:
             if self.ended:
@@ -400,7 +399,7 @@ class Job:
         assert not left, f"{left} {self!r}"
 
     def drop(self) -> None:
-        """Ends everything, in whatever state it is."""
+        """End everything, in whatever state it is."""
         for one in self.learners:
             one.kill()
         self.learners.clear()

@@ -1,4 +1,4 @@
-"""Scenes in which all learners stand still while one of them copies and assigns."""
+"""Scenes of global pauses, in which one learner copies and assigns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from served import Job
 
 def _stood(model: str) -> Callable[[Job, Tracer, Dying], None]:
     def play(job: Job, tracer: Tracer, dying: Dying) -> None:
-        """Who asks dies in its second stand."""
+        """Kill the requester in its second pause."""
         others, asks = list(job.learners), job.hire()
         for one in others:
             one.go()

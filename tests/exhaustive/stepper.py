@@ -32,15 +32,15 @@ ENDS = (
 )
 RESTED, DIFFERENT, NONE_LEFT = 0, 5, 7
 
-# Words that no recovery reads, and that differ from one life of a server to the next: signs of life
-# and bells. They tell no images apart and are not compared.
+# Words that no recovery reads, and that differ from one server process to the next: heartbeats
+# and bells. They distinguish no images and are not compared.
 PASSING = {
     "control": ("shard_bell", "manager_bell", "sleepers"),
     "shard": ("heartbeat", "tid", "recovered", "cpu"),
     "ring": ("released",),
 }
 # Not compared at rest, because they mean nothing then: the undo log, the journal's words and where
-# chunks belong. They do tell images apart. The times of an iteration (`runs`) may be missing.
+# chunks belong. They do distinguish images. The times of an iteration (`runs`) may be missing.
 
 
 class _Private(ctypes.Structure):
@@ -65,7 +65,7 @@ class _Setting(ctypes.Structure):
 
 
 class Told(ctypes.Structure):
-    """Figures of a count: struct told of steps_images.h."""
+    """Figures of a count: `struct told` of steps_images.h."""
 
     _fields_ = [
         *((name, c_uint64) for name in ("instructions", "stores", "images", "wrong", "runs")),
@@ -76,7 +76,7 @@ class Told(ctypes.Structure):
 
 
 def build(directory: Path) -> ctypes.CDLL:
-    """Compiles steps.c into the directory."""
+    """Compile steps.c into the directory."""
     made = directory / "steps.so"
     subprocess.run([*COMPILER, "-o", made, SOURCE], check=True)
     library = ctypes.CDLL(str(made))
@@ -99,7 +99,7 @@ def _code(function: Any) -> int:
 
 
 def _path(dtype: np.dtype, at: int) -> str:
-    """Which word of a struct is at this byte."""
+    """Return which word of a struct is at this byte."""
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         where = ", ".join(str(int(one)) for one in np.unravel_index(at // base.itemsize, shape))
@@ -138,7 +138,7 @@ class Stepper:
         rig.control["sleepers"] = 0
         self._copies = np.zeros((3, self.bytes), np.uint8)
         self._lines = np.array(list(self._noted()), np.uint64)
-        self._keep = np.full(self.bytes, 255, np.uint8)  # bytes that tell images apart
+        self._keep = np.full(self.bytes, 255, np.uint8)  # bytes that distinguish images
         self._leave_out_passing()
         self._equal = self._keep.copy()  # bytes that are compared at rest
         self._leave_out_spent()
@@ -155,7 +155,7 @@ class Stepper:
         return self._starts[segment] + layout.offset(struct, field)
 
     def _noted(self) -> Iterator[int]:
-        """Where the times of the frames that wait are noted."""
+        """Return where the times of the waiting frames are noted."""
         for row in self.rig.memory.rings:
             first = self._at("state", STATE, "runs") + row * layout.RUNS * RUN.itemsize
             head, tail = int(self.rig.ring(row)["head"]), int(self.rig.state["applied"][0, row])
@@ -192,7 +192,7 @@ class Stepper:
         return self._at("state", STATE, "record") + self.index * RECORD.itemsize
 
     def _moved(self, address: int) -> int:
-        """Where what stands in a segment is in the guarded mapping."""
+        """Return where the contents of a segment are in the guarded mapping."""
         for name, one in self._segments.items():
             if one.address <= address < one.address + one.size:
                 return int(self._guarded) + self._starts[name] + address - one.address
@@ -253,13 +253,13 @@ class Stepper:
         assert end == RESTED, f"the undisturbed run {ENDS[end]}"
 
     def hash(self) -> list[int]:
-        """Of what the segments hold now, two words."""
+        """Return a hash of what the segments hold now, two words."""
         made = np.zeros(2, np.uint64)
         self._library.hash_now(made.ctypes.data)
         return made.tolist()
 
     def wrong(self) -> Iterator[str]:
-        """Recovers the images, in the order in which they were found; tells which went wrong."""
+        """Recover the images, in the order in which they were found; yield which were wrong."""
         while True:
             end = self._library.next_images(1000)
             if end == NONE_LEFT:
@@ -268,13 +268,13 @@ class Stepper:
                 yield f"{self._said()} {ENDS[end]}" + (self._seen() if end == DIFFERENT else "")
 
     def without_ring(self) -> Iterator[str]:
-        """Recovers the images of the first run without the first ring; yields how it ended."""
+        """Recover the images of the first run without the first ring; yield how it ended."""
         while (end := self._library.next_without_ring()) != NONE_LEFT:
             yield f"{self._said()} {ENDS[end]}"
 
     def _said(self) -> str:
         told = self.told
-        return f"image after {told.depth} deaths, store {told.ordinal} of the last life,"
+        return f"image after {told.depth} deaths, store {told.ordinal} of the last process,"
 
     def _seen(self) -> str:
         at = self.told.offset

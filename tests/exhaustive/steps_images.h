@@ -19,19 +19,19 @@ enum { RESTED, CRASHED, ENDLESS, RAISED, NOT_READY, DIFFERENT, TOO_MUCH, NO_IMAG
 typedef int32_t (*entry)(int64_t *result, void **error, void *info, void *parent, int64_t items,
                          int64_t item_bytes, void *data, int64_t shape, int64_t stride);
 
-/* Private memory of the shard, which a new process has anew. */
+/* Private memory of the shard, which a new process makes again. */
 struct private {
     uint8_t *at;
     const uint8_t *fresh;
     uint64_t bytes;
 };
 
-/* What Python tells; all arrays are its. Offsets are bytes from the begin of the first segment. */
+/* Input from Python; all arrays are its. Offsets are bytes from the begin of the first segment. */
 struct setting {
     uint8_t *guarded, *open; /* see map_again */
     uint64_t bytes;
     uint8_t *base, *shadow, *final; /* each as long as the segments */
-    const uint64_t *keep;           /* a mask for each word: bits that tell images apart */
+    const uint64_t *keep;           /* a mask for each word: bits that distinguish images */
     const uint64_t *equal;          /* a mask for each word: bits that must be right at rest */
     const uint64_t *lines;          /* offsets of lines of `runs`, of which a death may cost one */
     uint64_t line_count;
@@ -160,7 +160,7 @@ static void leave_out(uint64_t at, int words)
 }
 
 /* Takes the place of the open chunk into the hash, as chunks.reopen() reads it: which of the two
- * spans tells it makes no difference. */
+ * spans shows it does not matter. */
 static void take_open_chunk(uint64_t piece)
 {
     uint64_t first = word_of(it.open, it.spans), second = word_of(it.open, it.spans + 24);
@@ -171,7 +171,7 @@ static void take_open_chunk(uint64_t piece)
     toggle(it.bytes / 8 + 1, left < it.chunk ? left : it.chunk);
 }
 
-/* The hash of an image without what no recovery reads: spans that do not tell where the open chunk
+/* The hash of an image without what no recovery reads: spans that do not show where the open chunk
  * is, halves of the undo log that do not hold it, and the times of iterations. */
 static void identity(uint64_t *to)
 {

@@ -98,7 +98,7 @@ class Lives:
     def live(
         self, role: str, kind: str, number: int, error: str, *, scene: str = "life"
     ) -> dict[str, Any]:
-        """What became of a job in which this call fails; see lives.py."""
+        """Return the result of a job in which this call fails; see lives.py."""
         asked = {"scene": scene, "role": role, "kind": kind, "number": number}
         asked |= {"error": getattr(errno, error), "programs": kind == "vfork"}
         told: dict[str, Any] = ask(self._process, asked)
@@ -112,7 +112,7 @@ def lives() -> Iterator[Lives]:
 
 
 def numbers(calls: list[str]) -> list[int]:
-    """Which calls are to fail, from 1: the first few for each file, whatever numbers it has."""
+    """Return which calls fail, from 1: the first few for each file, whatever numbers it has."""
     seen: Counter[str] = Counter()
     chosen = []
     for number, path in enumerate(calls, 1):
@@ -136,14 +136,14 @@ class Count:
         self.paths: dict[int, str] = {}  # of the calls of the last kind
 
     def calls(self, kind: str) -> list[int]:
-        """Numbers of those that are to fail."""
+        """Return numbers of those that are to fail."""
         life = self._lives.live(self._role, kind, 0, "EIO", scene=self._scene)
         assert not life["wrong"], life["wrong"]
         self.paths = dict(enumerate(life["calls"], 1))
         return numbers(life["calls"])
 
     def may_have(self, kind: str, number: int, error: str) -> bool:
-        """Whether this call may fail so."""
+        """Return whether this call may fail so."""
         is_pipe = self.paths[number].startswith(("pipe:", "socket:"))
         return not (kind == "write" and is_pipe and error in NOT_OF_PIPES)
 
@@ -154,7 +154,7 @@ class Count:
             life["wrong"].append("wrong advice")
         if life["wrong"]:
             what = f"{self._scene}: {self._role}: {kind} {number}, {error}, of {life['failed']}"
-            self.wrong.append(f"{what}: {life['wrong']}; said: {life['said']}")
+            self.wrong.append(f"{what}: {life['wrong']}; printed: {life['said']}")
 
     def check(self, kinds: Iterable[str]) -> None:
         """kinds: of which calls must have failed."""

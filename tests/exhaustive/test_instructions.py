@@ -65,7 +65,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def figures(told: list[str]) -> Iterator[Counter[str]]:
-    """What is counted, of all paths; the line is printed at the end."""
+    """Yield the counts of all paths; the line is printed at the end."""
     counted: Counter[str] = Counter()
     yield counted
     told.append(
@@ -108,7 +108,7 @@ PIECES = {"dense": range(0, 128, CHUNK), "rows": [0, 48, 96]}  # where they begi
 
 
 class Books:
-    """What is counted of a rig's gradients, and which batches are to be answered."""
+    """Counts of a rig's gradients, and the batches that are to be answered."""
 
     def __init__(self, rig: Rig) -> None:
         control, entry, record = rig.control, rig.roster[0], rig.state["record"][0]
@@ -155,7 +155,7 @@ def test_the_ring_is_lost_with_the_server(path: Path, library: ctypes.CDLL, job_
 def _changed(
     now: list[np.ndarray], old: list[np.ndarray], new: list[np.ndarray], pieces: Iterable[int]
 ) -> str:
-    """Which pieces are changed: all, none, or those before one; the others are as they were."""
+    """Return which pieces have changed: all, none, or those before one; others are unchanged."""
     for first in [0, *pieces, now[0].size]:
         if all(
             (one[:first] == after[:first]).all() and (one[first:] == before[first:]).all()

@@ -1,4 +1,4 @@
-"""What the count of mutants leaves out, and what it says of a run; the run itself takes hours."""
+"""Gaps and verdicts of the count of mutants; the run itself takes hours."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_exit_codes() -> None:
 
 
 class Scripted:
-    """A tree whose runs end as they are told to."""
+    """A tree whose runs end as ordered."""
 
     def __init__(self, **verdicts: list[str]) -> None:
         self.verdicts = verdicts

@@ -43,7 +43,7 @@ class Recorder:
         self._process = process
 
     def record(self, task: str, root: Path, to: Path, die: int = 0) -> int:
-        """Has a task done; returns its exit code. Several tasks may be recorded in one file."""
+        """Run a task; return its exit code. Several tasks may be recorded in one file."""
         to.touch()
         asked = {"task": task, "root": str(root), "log": str(to), "die": die}
         return int(ask(self._process, asked))
@@ -91,7 +91,7 @@ class Count:
         seen_as: Callable[[State], object] = lambda state: state,
         every: int = EVERY,
     ) -> None:
-        """Looks at each state, once for what is allowed. seen_as: what the reader sees of it."""
+        """Look at each state, once for what is allowed. seen_as: what the reader sees of it."""
         known: set[int] = set()
         scratch = self.place / "scratch"
         for told in self.disk.play(self.log):
@@ -130,7 +130,7 @@ class Count:
 
 
 def read_newest(root: Path, allowed: tuple[str | None, ...]) -> None:
-    """What `serve`, `restore` and `export` find; then another checkpoint is written."""
+    """Check what `serve`, `restore` and `export` find; then write another checkpoint."""
     directory = root / "jobs" / "a"
     given = {"name": "a-job", "checkpoint": {"every_s": 0, "directory": str(directory)}}
     log = Mock()
@@ -158,7 +158,7 @@ def read_newest(root: Path, allowed: tuple[str | None, ...]) -> None:
 
 @CUT
 def test_checkpoints(recorder: Recorder, place: Path, whole: bool, told: list[str]) -> None:
-    """From none on: pruned, written again at the same version, superseded."""
+    """Write checkpoints from none on: pruned, written again at the same version, superseded."""
     count = Count(place, whole)
     assert recorder.record("checkpoints", count.root, count.log) == 0
     count.run(read_newest)
@@ -180,7 +180,7 @@ def test_a_writer_is_killed_before(
         count = Count(path, whole, "2" if there else None)
         if recorder.record("fourth", count.root, count.log, die) == 0:
             break
-        # Told apart: what was renamed last is not synced, so it may have both names.
+        # Distinguished: what was renamed last is not synced, so it may have both names.
         renamed = b"rename " in count.log.read_bytes().splitlines()[-1]
         assert recorder.record("fifth", count.root, count.log) == 0
         if whole or renamed or die % EVERY_DEATH == 2:

@@ -3,7 +3,7 @@
 A scene is played once to see which lines run. Then it is played again for each of these lines: the
 process that comes to it dies before it. Afterwards the job is brought to rest and its books are
 checked: each published gradient counts once in weights and counters, rows and rings are free,
-learners go on. Jobs have no fork server here; test_fork_server_statements.py has those jobs.
+learners continue. Jobs have no fork server here; test_fork_server_statements.py has those jobs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What writes to the disk, as programs whose operations are recorded: see test_power_cuts.py.
+"""Programs that write to the disk, with recorded operations: see test_power_cuts.py.
 
 Run with recorder.c preloaded. Each line of standard input is a task: what is done, in which
 directory, where it is recorded, before which operation it dies. A fork does it; its exit code is
@@ -33,7 +33,7 @@ LOG = Path()
 
 
 def mark(text: str) -> None:
-    """Enters into the record that this is done."""
+    """Record that this is done."""
     with open(LOG, "ab") as file:
         file.write(f"mark {text}\n".encode())
 
@@ -64,7 +64,7 @@ def fifth(root: Path) -> None:
 
 
 def exports(root: Path) -> None:
-    """Replaces the files that are there, one of each format."""
+    """Replace the files that are there, one of each format."""
     for suffix in ("safetensors", "npz", "pt"):
         if (root / f"out.{suffix}").exists():
             mark(f"begin out.{suffix}")
@@ -109,7 +109,7 @@ def result_of_old(root: Path) -> None:
 
 
 def results(root: Path) -> None:
-    """What `train` and `predict` write; an older one is replaced of all but the first."""
+    """Write as `train` and `predict` do; all but the first replace an older one."""
     from gadei_ps.classifier import predict
     from gadei_ps.classifier.dataset import Table
 
@@ -143,7 +143,7 @@ def toy(number: int) -> int:
 
 
 def code(root: Path) -> None:
-    """What is kept of a compiled function."""
+    """Store a compiled function."""
     from numba import types
 
     from gadei_ps.kernels import compiled, store
@@ -162,7 +162,7 @@ TASKS: dict[str, Callable[[Path], None]] = {
 
 
 def _do(task: str, root: str, log: str, die: int) -> int:
-    """In a fork; returns its exit code, negative for a signal."""
+    """Run it in a fork; return its exit code, negative for a signal."""
     global LOG
     LOG = Path(log)
     pid = os.fork()

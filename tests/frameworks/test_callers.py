@@ -88,7 +88,7 @@ print("loss", model.get_weights()[0].sum())
 
 @pytest.fixture(scope="module", params=NEEDS)
 def name(request: pytest.FixtureRequest) -> str:
-    """Of an example, whose framework is there."""
+    """Return the name of an example, whose framework is there."""
     for package in NEEDS[request.param]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"there is no {package}: pip install {package}")
@@ -97,7 +97,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def loaded(name: str) -> Iterator[Loaded]:
-    """Runs examples and scripts of the framework."""
+    """Run examples and scripts of the framework."""
     with contextlib.closing(Loaded(IMPORTS[name])) as made:
         yield made
 
@@ -131,7 +131,7 @@ def test_one_learner_does_what_the_framework_alone_does(
 
 
 def test_two_learners(name: str, cli: Cli, interpreters: None, job_name: str) -> None:
-    """As users start them; under BSP there are two in the next test."""
+    """Start them as users do; under BSP there are two in the next test."""
     script = [sys.executable, EXAMPLES / f"{name}.py", *SHORT[name]]
     sync = ("--sync", "wsp:D=0,s_local=3")
     result = cli(

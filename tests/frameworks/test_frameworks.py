@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.fixture(scope="module", params=NEEDS)
 def name(request: pytest.FixtureRequest) -> str:
-    """Of an example, whose framework is there."""
+    """Return the name of an example, whose framework is there."""
     for package in NEEDS[request.param]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"there is no {package}: pip install '.[frameworks]' brings it")
@@ -43,7 +43,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def loaded(name: str) -> Iterator[Loaded]:
-    """Runs the example."""
+    """Run the example."""
     with contextlib.closing(Loaded(IMPORTS[name])) as made:
         yield made
 
@@ -59,7 +59,7 @@ def options(epochs: int, directory: Path) -> list[str]:
 
 
 def figures(output: str) -> list[float]:
-    """Of the last line."""
+    """Return the figures of the last line."""
     found = [float(one) for one in re.findall(r"\d+\.\d+(?:e-\d+)?", output.splitlines()[-1])]
     assert len(found) == 2, output
     return found
@@ -85,7 +85,7 @@ def test_one_learner_does_what_the_framework_alone_does(
 
 
 def test_two_learners(name: str, cli: Cli, interpreters: None, job_name: str) -> None:
-    """As users start them."""
+    """Start them as users do."""
     script = [sys.executable, EXAMPLES / f"{name}.py", *options(2, Path("kept"))]
     result = cli("run", job_name, "--learners", 2, "--json", "--", *script, patience_s=PATIENCE_S)
     assert result.code == 0, result

@@ -317,7 +317,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         drop(learner);
     } else {
         ps_learner_begin(&learner->common, learner->ring_map.at, learner->control_map.at,
-                         learner->weights_map.at); /* as gadei_attach goes on */
+                         learner->weights_map.at); /* as gadei_attach continues */
         use(&in, learner);
         gadei_detach(learner);
     }

@@ -2,7 +2,7 @@
 
 It tests what no machine without a GPU could: that every transfer and kernel waits for what it
 needs. Streams are threads that dawdle at random, so that whatever no event orders is soon done in
-the wrong order. Memory is told apart: what is neither allocated on the device nor registered is
+the wrong order. Memory is distinguished: what is neither allocated on the device nor registered is
 refused, and so is a transfer into memory that was registered as read-only. Kernels are the real
 ones, compiled for the host. It says nothing about speed, nor about CUDA itself.
 """
@@ -25,7 +25,7 @@ PACKAGE = "gadei_ps.learners.cuda"
 
 @contextlib.contextmanager
 def installed(*, inline: bool = False) -> Iterator[Device]:
-    """Lets gadei_ps.learners.cuda find this device.
+    """Let gadei_ps.learners.cuda find this device.
 
     inline: another library computes, at once.
     """
@@ -48,7 +48,7 @@ def installed(*, inline: bool = False) -> Iterator[Device]:
 
 
 def _taken_out(names: Container[str]) -> dict[str, ModuleType]:
-    """Has these modules, and those of the package, imported anew; returns the old ones."""
+    """Import these modules, and those of the package, again; return the old ones."""
     found = {
         name: module
         for name, module in sys.modules.items()

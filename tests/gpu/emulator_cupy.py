@@ -177,7 +177,7 @@ def modules(device: Device) -> dict[str, types.ModuleType]:
             return Pointer(self.ctypes.data)
 
         def fill(self, value: float) -> None:
-            """In the order of the current stream, as everything that is computed."""
+            """Fill in the order of the current stream, as everything that is computed."""
             plain = self.view(np.ndarray)
             device.compute.add(lambda: plain.fill(value))
 

@@ -37,7 +37,7 @@ class Device:
         self.registered: dict[int, tuple[int, int]] = {}
         self.failure: BaseException | None = None
         self.waiting: set[int] = set()
-        """Handles of the streams that wait for an event."""
+        """Make handles of the streams that wait for an event."""
         self.handles: dict[int, Any] = {}
         self.numbers = itertools.count(1)
         self.compute: Stream | Inline = Inline(self)

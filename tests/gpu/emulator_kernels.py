@@ -17,7 +17,7 @@ BUILD = HERE.parents[1] / "build"
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
-    """Kernels as functions of the host: launch_NAME(blocks, threads, struct), size_NAME()."""
+    """Return kernels as host functions: launch_NAME(blocks, threads, struct), size_NAME()."""
     pairs = re.findall(r"__global__ void (\w+)\(const (\w+) a\)", source)
     launchers = "".join(f"LAUNCHER({name}, {args})\n" for name, args in pairs)
     text = f'#include "{HERE / "host.hpp"}"\n{source}\n{launchers}'

@@ -143,7 +143,7 @@ def test_a_gpu_that_is_too_small(device: emulator.Device, job_name: str) -> None
         with pytest.raises(DeviceError, match=r"out of memory: .*0\.3 MiB .* of 0\.1 MiB are free"):
             devices.choose("cuda").link(client)
         assert not any(flags for _, flags in device.registered.values())
-        # The job, and this learner on another device, go on.
+        # The job, and this learner on another device, continue.
         client.push({"w": np.ones(VALUES, np.float32)})
         client.wait_applied()
         device.total = 1 << 30
@@ -155,7 +155,7 @@ def test_a_gpu_that_is_too_small(device: emulator.Device, job_name: str) -> None
 
 
 def test_links_give_their_memory_back(device: emulator.Device, job_name: str) -> None:
-    """Both a link that is closed and one that could not be made; the client goes on."""
+    """Both a link that is closed and one that could not be made; the client continues."""
     with daemon(job_name), Client(job_name, tensors=tensors()) as client:
         used = []
         for _ in range(3):
@@ -252,7 +252,7 @@ def test_both_ways_wait_for_what_is_computed(device: emulator.Device, job_name: 
 
 
 def test_a_gradient_that_is_not_wanted(device: emulator.Device, job_name: str) -> None:
-    """Cutoff goes on with the first of two learners; the other one gives its gradient up."""
+    """Cutoff continues with the first of two learners; the other one abandons its gradient."""
     with (
         daemon(job_name, sync="cutoff:c=1"),
         Client(job_name, tensors=tensors()) as client,
@@ -274,7 +274,7 @@ def test_a_gradient_that_is_not_wanted(device: emulator.Device, job_name: str) -
 def test_nothing_is_claimed_while_a_push_is_on_its_way(
     device: emulator.Device, job_name: str
 ) -> None:
-    """What the client itself publishes comes after the push."""
+    """Check that what the client itself publishes comes after the push."""
     with (
         daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}),
         Client(job_name, tensors=tensors()) as client,
@@ -322,7 +322,7 @@ def test_facts_are_refused_before_anything_moves(
 
 
 def test_a_gpu_that_fails_ends_waits(device: emulator.Device, job_name: str) -> None:
-    """What was on its way never arrives; waits end with an error."""
+    """Check that what was on its way never arrives; waits end with an error."""
     with (
         daemon(job_name, sync="bsp"),
         Client(job_name, tensors=tensors()) as client,

@@ -173,7 +173,7 @@ def test_as_the_host(
 
 
 def test_structs_are_those_of_c() -> None:
-    """Sizes are compared here; wrong offsets would show in the kernels' results."""
+    """Compare sizes here; wrong offsets would show in the kernels' results."""
     with emulator.installed():
         from gadei_ps.learners.cuda import kernels
 

@@ -54,7 +54,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> li
     ("name", "sync"), [*((name, "bsp") for name in MODELS), ("plain", "asp"), ("batch norm", "asp")]
 )
 def test_as_torch(gpu: str, name: str, sync: str, job_name: str) -> None:
-    """A lone learner goes on when its gradient is in the weights: under BSP, or if told to wait."""
+    """A lone learner continues when its gradient is in the weights: under BSP, or if it waits."""
     torch.manual_seed(3)
     model = MODELS[name]()
     twin = copy.deepcopy(model)
@@ -96,7 +96,7 @@ def test_as_torch(gpu: str, name: str, sync: str, job_name: str) -> None:
     ("wire", "feedback"), [("float32", False), ("bfloat16", False), ("float16", True)]
 )
 def test_each_gradient_once(gpu: str, wire: str, feedback: bool, job_name: str) -> None:
-    """Under ASP weights and gradients are on their way while the next step computes."""
+    """Check ASP, where weights and gradients are on their way while the next step computes."""
     model = plain_model().to(gpu)
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 2.0**-12}):
         optimizer = Optimizer(model, job_name, wire=wire, error_feedback=feedback)
@@ -150,7 +150,7 @@ def test_beside_learners_on_the_host(gpu: str, job_name: str) -> None:
 
 
 def test_closed_with_its_last_gradient(gpu: str, job_name: str) -> None:
-    """What close() leaves in the model has all that this learner has pushed."""
+    """Check that close() leaves all gradients of this learner in the model."""
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 2.0**-12}, hang_s=60):
         model = plain_model().to(gpu)
         optimizer = Optimizer(model, job_name)
@@ -274,7 +274,7 @@ def test_jax(job_name: str) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name", MODELS)
 def test_assigned_weights(gpu: str, name: str, job_name: str) -> None:
-    """They are in the model when the call returns; training goes on from there, as on the CPU."""
+    """They are in the model when the call returns; training continues from there, as on the CPU."""
     torch.manual_seed(3)
     model = MODELS[name]()
     twin = copy.deepcopy(model)

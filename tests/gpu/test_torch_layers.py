@@ -19,7 +19,7 @@ from gadei_ps.learners.torch import Optimizer, embedding
 
 
 def test_rows_are_read_from_the_segment(gpu: str, job_name: str) -> None:
-    """By a layer, and by embedding(); other learners' writes show at once."""
+    """Read them by a layer, and by embedding(); other learners' writes show at once."""
     model = Words().to(gpu)
     model.own = nn.Parameter(torch.zeros(20, 4, device=gpu))
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
@@ -113,7 +113,7 @@ def test_indices_and_losses_on_the_cpu(job_name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:RNN module weights")  # cuDNN warns, and copies them
 def test_recurrent_layers_with_gaps(gpu: str, job_name: str) -> None:
-    """Tensors with gaps between them are not one piece for cuDNN; the results are right."""
+    """Check tensors with gaps: they are not one piece for cuDNN; the results are right."""
     torch.manual_seed(0)
     model = nn.GRU(3, 5)
     twin = copy.deepcopy(model)
@@ -132,7 +132,7 @@ def test_recurrent_layers_with_gaps(gpu: str, job_name: str) -> None:
 
 
 def test_recurrent_layers_stay_in_one_piece(gpu: str, job_name: str) -> None:
-    """As cuDNN requires: matrices, then biases, from the beginning of one storage."""
+    """Check the order that cuDNN requires: matrices, then biases, from the start of one storage."""
     model = nn.Sequential(nn.Linear(4, 8), nn.LSTM(8, 16, num_layers=2, bidirectional=True))
     model.to(gpu)
     with daemon(job_name):

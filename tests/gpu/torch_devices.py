@@ -1,4 +1,4 @@
-"""Where PyTorch models under test compute: on the CPU with an emulated device, and on a GPU.
+"""Devices of PyTorch models under test: the CPU with an emulated device, and a GPU.
 
 The emulated cases compute on the CPU, and all that comes and goes takes the way of the GPU's code.
 """
@@ -60,6 +60,6 @@ class Words(nn.Module):
 
 
 def arrived(optimizer: Optimizer, version: int) -> bool:
-    """Brings newer weights; whether the model has those of this version."""
+    """Load newer weights; return whether the model has those of this version."""
     optimizer.backend.refresh()
     return optimizer.backend.version == version

@@ -39,7 +39,7 @@ def _hurried(programs: Programs) -> Path:
 
 @pytest.fixture
 def learner(programs: Programs) -> Iterator[Callable[[], Learner]]:
-    """Starts learners in C; they end with the test."""
+    """Start learners in C; they end with the test."""
     with ExitStack() as stack:
         # With sanitizers, a program takes long to compile: one is enough.
         program = _hurried(programs) if SANITIZERS else programs.build(HERE / "driver.c")
@@ -48,14 +48,14 @@ def learner(programs: Programs) -> Iterator[Callable[[], Learner]]:
 
 @pytest.fixture
 def hurried(programs: Programs) -> Iterator[Callable[[], Learner]]:
-    """The same; what they wait ten seconds for they give up after half a one."""
+    """Learners with waits of half a second instead of ten."""
     with ExitStack() as stack:
         yield starter(stack, _hurried(programs))
 
 
 @pytest.fixture
 def job() -> Iterator[Callable[..., Job]]:
-    """Starts jobs that end with the test."""
+    """Start jobs that end with the test."""
     with ExitStack() as stack:
         yield lambda **settings: stack.enter_context(running(settings))
 

@@ -6,8 +6,8 @@
  * Each function is run with a trap after each instruction (the trap flag of x86-64). Between the
  * first word's store and what must come after the fence, a full fence must be executed.
  *
- * Compile with -D_GNU_SOURCE, link with -Wl,--wrap=syscall. Prints a line for each function; the exit code tells how many lack
- * their fence.
+ * Compile with -D_GNU_SOURCE, link with -Wl,--wrap=syscall. Print a line for each
+ * function; the exit code counts those that lack their fence.
  */
 #include <signal.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
 /*
  * While the handler looks for the memory that its thread was using, after its load number argv[1],
- * another thread gives up a guarded range below and guards one above. What lies between, and the new
- * range, are no business of this fault. Prints how many loads the handler made.
+ * another thread drops a guarded range below and guards one above. What lies between, and the new
+ * range, are not part of this fault. Prints how many loads the handler made.
  */
 #define _GNU_SOURCE
 #include <pthread.h>

@@ -1,4 +1,4 @@
-"""What a learner writes into its ring is refused unless right: counted, named, not applied."""
+"""Bad frames in a learner's ring: refused, counted, named, not applied."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_superstep_goes_on_without_the_refused(served: Any) -> None:
 
 
 def test_wild_values_that_only_statistics_see(writer: Writer) -> None:
-    """Versions of the future, batches never handed out, and losses of NaN do no harm."""
+    """Check that versions of the future, batches never handed out, and losses of NaN do no harm."""
     before = writer.job.weights()
     unasked = writer.status()["unasked"]
     writer.publish(1.0, version=ALL, clock=ALL, samples=2**32 - 1, loss=float("nan"))

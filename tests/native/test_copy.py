@@ -191,7 +191,7 @@ HALVES = [WireType.BFLOAT16, WireType.FLOAT16]
 @pytest.mark.parametrize("wire", HALVES)
 @pytest.mark.parametrize("length", [1, 9, 2048, 5003])
 def test_error_feedback_loses_nothing(wire: WireType, length: int) -> None:
-    """What has been sent and what is left over add up to all that was given."""
+    """Check that what was sent and what is left over add up to all that was given."""
     random = np.random.default_rng(5)
     residue = np.zeros(length, np.float32)
     given, sent = np.zeros(length), np.zeros(length)

@@ -38,7 +38,7 @@ def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def _touch(pipe: Connection, path: Path, act: Callable[[Any, np.ndarray], object]) -> None:
-    """Maps two rings, one of which is guarded, and does what it is told with the guarded one."""
+    """Map two rings, one of which is guarded, and do what the test orders with the guarded one."""
     word = np.zeros(1, np.uint64)
     mapped = ring.attach(NAME, SIZE, path.stat().st_ino)
     ring.guard(mapped, word.ctypes.data, 7, word)
@@ -112,9 +112,9 @@ def test_guards_are_given_back(path: Path) -> None:
     assert not word[0]
 
 
-@pytest.mark.parametrize("how", ["let go", "dropped"])
+@pytest.mark.parametrize("how", ["released", "dropped"])
 def test_a_place_that_is_used_again_stays_guarded(path: Path, how: str) -> None:
-    """Another ring may get the address of one that is unmapped before anybody hears of that."""
+    """Another ring may get the address of one that is unmapped before anybody notices."""
 
     def act(pipe: Connection) -> None:
         word, inode, second = np.zeros(2, np.uint64), path.stat().st_ino, []
@@ -127,7 +127,7 @@ def test_a_place_that_is_used_again_stays_guarded(path: Path, how: str) -> None:
         first = ring.attach(NAME, SIZE, inode)
         ring.guard(first, word.ctypes.data, 7, word)
         address = first.address
-        if how == "let go":
+        if how == "released":
             weakref.finalize(first.memory, again)  # this runs before those that are older
             del first
         else:
@@ -209,7 +209,7 @@ def test_no_word_of_a_ring_is_believed(path: Path) -> None:
 
 
 def test_guards_change_while_the_handler_looks(tmp_path: Path) -> None:
-    """After each of its loads another range is given up, and a third one guarded in its place."""
+    """Release another range after each of its loads, and guard a third one in its place."""
     program = tmp_path / "swap"
     source = Path(__file__).with_name("guard_swap.c")
     subprocess.run([*CC, source, "-o", program, "-pthread"], check=True)

@@ -52,7 +52,7 @@ def test_the_header_in_cpp_and_old_c(programs: Any, small: Any) -> None:
 
 
 def test_assignments(programs: Any, job: Callable[..., Any]) -> None:
-    """As Client.assign."""
+    """Assign as Client.assign does."""
     program = programs.build(Path(__file__).parent / "assign.c")
     running = job(**SMALL)
     before = running.weights()
@@ -115,14 +115,14 @@ def test_wrong_use_changes_nothing(small: Any, learner: Callable[[], Any]) -> No
         assert mine.ask("publish", 0, 0, scale) == (ERROR, "rate_scale is negative or not finite")
     assert mine.ask("published") == (0, "")
     mine.do("write", 0, 1e6)
-    mine.do("claim", 1000)  # begins the slot anew: what was written is forgotten
+    mine.do("claim", 1000)  # starts the slot again: what was written is forgotten
     mine.do("publish", 0, 0, 1)
     mine.do("applied", 10_000)
     np.testing.assert_array_equal(running.weights(), before)
 
 
 def test_what_is_null_is_an_error(small: Any, learner: Callable[[], Any]) -> None:
-    """A handle or an array, in each function of gadei.h; the learner can go on after each."""
+    """A handle or an array, in each function of gadei.h; the learner can continue after each."""
     running, mine = small, learner()
     mine.do("attach", running.socket)
     mine.begin("nulls")
@@ -161,7 +161,7 @@ def test_weights_cannot_be_written(small: Any, learner: Callable[[], Any]) -> No
 
 
 def fill(running: Any, mine: Any) -> None:
-    """Attaches and fills the ring while no shard empties it."""
+    """Attach and fill the ring while no shard empties it."""
     mine.do("attach", running.socket)
     running.pause(True)
     for _ in range(int(running.control["slots"])):
@@ -172,7 +172,7 @@ def fill(running: Any, mine: Any) -> None:
 
 
 def test_killed_while_it_writes(wide: Any, learner: Callable[[], Any]) -> None:
-    """What was published is applied, what was being written is not, and the ring is freed."""
+    """Check that published gradients are applied, unpublished ones not, and the ring is freed."""
     running, mine = wide, learner()
     before, applied = running.weights(), running.status()["gradients_applied"]
     mine.do("attach", running.socket)

@@ -24,7 +24,7 @@ LONG_NS = int(PATIENCE_S * 1e9)
 
 
 class Lease:
-    """In a line of memory that is full of what was there before."""
+    """Lease in a line of memory that is full of old contents."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -56,7 +56,7 @@ def lease() -> Lease:
 
 @pytest.fixture
 def other(lease: Lease) -> Iterator[Child]:
-    """Another process that has the lease, and does what it is told."""
+    """Another process that has the lease, and follows orders."""
     child = Child(obey, lease)
     child.send(("take",))
     assert child.receive() == CLEAN
@@ -66,7 +66,7 @@ def other(lease: Lease) -> Iterator[Child]:
 
 @pytest.fixture
 def waiting(lease: Lease) -> Iterator[Child]:
-    """One more, that does what it is told."""
+    """Another process that follows orders."""
     child = Child(obey, lease)
     yield child
     child.kill()

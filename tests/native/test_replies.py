@@ -57,7 +57,7 @@ class Watchdog:
                         break  # the learner waits for more, or has hung up
 
     def says(self, *texts: str | bytes) -> None:
-        """Messages, one after the other."""
+        """Return messages, one after the other."""
         raw = [text.encode() if isinstance(text, str) else text for text in texts]
         self.raw = self._whole = b"".join(struct.pack("!I", len(one)) + one for one in raw)
 
@@ -79,7 +79,7 @@ def watchdog(runtime_dir: Path) -> Iterator[Watchdog]:
 
 @pytest.fixture
 def memory(job_name: str) -> Iterator[JobMemory]:
-    """Segments as the watchdog makes them."""
+    """Make segments as the watchdog does."""
     made = JobMemory(support.config(job_name, shards=2))
     made.create_control(sync.parse("asp"))
     try:
@@ -248,7 +248,7 @@ def test_malformed_replies(
 
 
 def head(part: Segment, dtype: np.dtype[np.void], /, **fields: Any) -> Callable[[], None]:
-    """Overwrites fields of a segment's head."""
+    """Overwrite fields of a segment's head."""
 
     def change() -> None:
         view = part.view(dtype)
@@ -271,7 +271,7 @@ def size(part: Segment, bytes_: int) -> Callable[[], None]:
 
 
 def damages(memory: JobMemory) -> list[tuple[Callable[[], None], str]]:
-    """What is done to the segments, and a part of what the learner says of it."""
+    """Yield changes of the segments, each with a part of the learner's message about it."""
     assert memory.weights
     control, weights, ring = memory.control, memory.weights, memory.rings[ROW]
     kinds = ((control, CONTROL), (weights, WEIGHTS), (ring, RING))

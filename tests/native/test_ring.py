@@ -66,7 +66,7 @@ def test_past_the_low_half_of_head(shards: int, slots: int) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 8])
 def test_past_the_end_of_head(slots: int) -> None:
-    """No job gets there; a count of slots that divides 2**64 would even go on."""
+    """No job gets there; a count of slots that divides 2**64 would even continue."""
     ring = Ring(1, slots, begin=2**64 - 2)
     for sequence in range(2**64 - 2, 2**64 + 3):
         assert ring.claim() == ring.slot(sequence % 2**64)

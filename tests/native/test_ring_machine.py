@@ -51,7 +51,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(mark=st.integers(0, 255))
     def die_while_writing(self, mark: int) -> None:
-        """What is in a claimed slot but not published is nothing; the next claim gets the slot."""
+        """Die with a claimed slot that is not published; the next claim gets the slot."""
         if not self.verdict and self.free:
             assert self.ring.claim() == self.ring.slot(self.begin + len(self.published))
             self.ring.payload(self.begin + len(self.published))[:] = mark

@@ -93,7 +93,7 @@ def test_what_is_wrong_is_seen(extensions: Path) -> None:
 
 
 def _with_sanitizers(*command: object) -> subprocess.CompletedProcess[str]:
-    """Runs a Python whose tests/clients/drivers.py builds programs with both."""
+    """Run a Python whose tests/clients/drivers.py builds programs with both."""
     if not shutil.which("gcc") or not _runtime():
         pytest.skip("needs gcc and its libasan")
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""What a process says as it ends because a script has written to memory that it can only read."""
+"""Messages of a process that ends because a script has stored to read-only memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = mmap.PAGESIZE
 
 
 def dies(told: list[tuple[int, int]], at: int) -> str:
-    """What a process says that calls tell_of_stores(page, pages) so often and stores at a page."""
+    """Return what a process prints that calls tell_of_stores() so often and stores at a page."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

@@ -42,7 +42,7 @@ def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def tsan(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Builds programs under ThreadSanitizer."""
+    """Build programs under ThreadSanitizer."""
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
     directory = tmp_path_factory.mktemp("tsan")
@@ -109,7 +109,7 @@ NO_PAIR = {"hints"}  # words whose order decides nothing
 
 
 def unpaired(lines: list[str], headings: set[str]) -> set[str]:
-    """Arguments of which one end is not marked at its load or store, and marks without argument."""
+    """Return arguments with one end not marked at its load or store, and marks without argument."""
     ends: dict[str, list[str]] = {}
     wrong = set()
     for line in lines:

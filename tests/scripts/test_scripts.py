@@ -39,7 +39,7 @@ class Short:
     second: str = ""
     """The option that names a second job, where the script has two models."""
     loads: str = "torch"
-    """What takes long to import: this process does so once, for all of its forks."""
+    """Module that takes long to import: this process does so once, for all of its forks."""
 
     def options(self, share: int = 1, job: str = "") -> list[str]:
         words = self.words.format(self.whole // share).split()
@@ -90,7 +90,7 @@ NO_LEARNER: Mapping[str, str] = {}
 
 
 def variables(job: str, learners: int) -> list[Mapping[str, str]]:
-    """Of each learner, as `gadei-ps run` sets them."""
+    """Return the variables of each learner, as `gadei-ps run` sets them."""
     return [
         {"GADEI_PS_JOB": job, "GADEI_PS_LEARNER": str(one), "GADEI_PS_LEARNERS": str(learners)}
         for one in range(learners)

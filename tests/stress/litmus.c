@@ -269,7 +269,7 @@ static const struct test tests[] = {
     {"message passing and store buffering, work_head", "batch", {"work_head", "item", "waits_work"},
      batch_lost, "every order relaxed, no fence on either side", hand_out_weak, take_work_weak, 1},
     {"message passing, grant_seq", "grant", {"grant_seq", "grant"}, passed_ahead,
-     "the learner sleeps on the new bell though it may go on", give_grant, wait_grant, 0},
+     "the learner sleeps on the new bell though it may continue", give_grant, wait_grant, 0},
     {"message passing, grant_seq", "grant", {"grant_seq", "grant"}, passed_ahead,
      "every order relaxed", publish_weak, peek_weak, 1},
     {"sequence lock", "chunk of weights", {"before", "same", "first", "last"}, torn,
@@ -283,7 +283,7 @@ static const struct test *volatile current;
 static uint32_t arrived, turn;
 static int over;
 
-/* Both threads go on together. The one that waits gives its core up: there may be only one. */
+/* Both threads continue together. The one that waits yields its core: there may be only one. */
 static void meet(void)
 {
     uint32_t mine = ps_load_acquire32(&turn);

@@ -12,7 +12,7 @@
  * Usage: ring SECONDS LEARNERS SHARDS SLOTS SPIN_NS [hurry] [no-waitv] [pipeline]
  * hurry: nobody pauses at random, so that the sides meet as closely as they can.
  * no-waitv: as on a kernel before 5.16, where shards sleep on their bell alone and look at the
- * rings every 200 us.
+ * rings every 200 µs.
  * pipeline: batches are taken by another thread of the learner, as learners/pipeline.py does.
  */
 #include <pthread.h>
@@ -362,7 +362,7 @@ int main(int count, char **arguments)
     ps_set(AT(&stop_learning), 1);
     for (uint32_t i = 0; i < learners; i++)
         pthread_join(learning[i], NULL);
-    /* That work is done is told by a wake only, which comes too early for one about to sleep. */
+    /* Done work is signalled by a wake only, which comes too early for one about to sleep. */
     ps_set32(AT(&control->work), PS_WORK_DONE);
     for (; ps_get(AT(&taking)); sched_yield())
         for (uint32_t i = 0; i < learners; i++)

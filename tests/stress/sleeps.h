@@ -65,7 +65,7 @@ long __wrap_syscall(long number, long a, long b, long c, long d, long e, long f)
     }
     if (number == SYS_futex && (b & FUTEX_CMD_MASK) == FUTEX_WAKE)
         count_one(&wakes);
-    /* Without futex_waitv a shard's time-out is what tells it of frames. */
+    /* Without futex_waitv a shard finds frames only by its time-out. */
     if (!(wait || waitv) || (polled && a == (long)AT(polled)))
         return __real_syscall(number, a, b, c, d, e, f);
     check(awaited.has_come != NULL, "a sleep that nobody has announced", (uint64_t)number);

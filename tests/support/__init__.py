@@ -1,4 +1,4 @@
-"""What tests share."""
+"""Helpers that tests share."""
 
 from support.frames import Loose, decoded_frame, payload_of, rows_payload, same, written
 from support.jobs import (

@@ -19,7 +19,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_not() -> str:
-    """Why there can be no such disk here; empty if there can."""
+    """Return why there can be no such disk here; empty if there can."""
     if os.geteuid() != 0:
         return "only root can mount a file system"
     return "" if DEVICE.exists() else f"there is no {DEVICE}"
@@ -57,7 +57,7 @@ class BlockedDisk:
         return self
 
     def waits(self) -> None:
-        """Returns when a process waits for it."""
+        """Wait until a process waits for it."""
         assert self._served.receive()
 
     def __exit__(self, *exc: object) -> None:

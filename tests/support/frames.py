@@ -14,7 +14,7 @@ from gadei_ps.memory.weights import Model, payload_bytes, write_table
 
 
 def same(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
-    """To the last bit."""
+    """Compare to the last bit."""
     for one, other in zip(arrays, others, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -48,7 +48,7 @@ def written(
     skip_zeros: bool,
     residue: np.ndarray | None = None,
 ) -> _native.Learner:
-    """Has a learner without a job write a whole frame into `room`. It tells what it has written.
+    """Let a learner without a job write a whole frame into `room`. Return what it has written.
 
     where: as Client.push_from takes it. skip_zeros: whether rows of zeros may be left out. residue:
     what rounding has not sent yet (error feedback).
@@ -69,7 +69,7 @@ def payload_of(
     skip_zeros: bool = False,
     residue: np.ndarray | None = None,
 ) -> tuple[np.ndarray, FrameKind, int, float]:
-    """What a client writes into a slot, uint8; its kind, blocks and sum of squares."""
+    """Return a slot's contents as a client writes them, uint8; kind, blocks and sum of squares."""
     room = np.zeros(payload_bytes(model) + 64, np.uint8)
     room = room[-room.ctypes.data % 64 :]
     where: list[int] = []

@@ -78,7 +78,7 @@ def to_bfloat16(value: float) -> int:
 
 
 def int8(values: Floats) -> tuple[list[np.float32], list[int]]:
-    """Scales and steps of 8 bits."""
+    """Return scales and steps of 8 bits."""
     scales, steps = [], []
     for begin in range(0, len(values), CHUNK):
         chunk = values[begin : begin + CHUNK]

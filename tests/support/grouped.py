@@ -74,7 +74,7 @@ class Expected:
 
 
 def learner(job: str, tensors: Mapping[str, Any] | None = TENSORS, **said: Any) -> Client:
-    """One that is told nothing: what its script says is the job's."""
+    """Optimizer without settings of the job: the script's are used."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return Client(job, tensors=tensors, optimizer=said)

@@ -108,7 +108,7 @@ def linked_fifo(path: Path) -> None:
     path.symlink_to(other)
 
 
-# Of this user or not, these are no files that only this user can open.
+# Of this user or not, these are not files that only this user can open.
 FOREIGN: dict[str, Kind] = {
     "directory": lambda path: path.mkdir(),
     "directory, 0600": lambda path: path.mkdir(0o600),
@@ -153,8 +153,8 @@ DAMAGED: dict[str, Kind] = {
     "a program": file(b"\x7fELF\2\1\1\0" + bytes(5000)),
     "a header less one byte": file(control("x")[: HEADER.itemsize - 1]),
     "a header only": file(control("x")[: HEADER.itemsize]),
-    "a header that says so": file(control("x", header_bytes=HEADER.itemsize)[: HEADER.itemsize]),
-    "a page that says so": file(control("x", header_bytes=4096)[:4096]),
+    "a header of that size": file(control("x", header_bytes=HEADER.itemsize)[: HEADER.itemsize]),
+    "a page of that size": file(control("x", header_bytes=4096)[:4096]),
     "all less a byte": file(control("x")[: CONTROL.itemsize - 1]),
     "all less a page": file(control("x")[: SIZE - 4096]),
     "a page more": file(control("x") + bytes(4096)),

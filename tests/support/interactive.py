@@ -21,7 +21,7 @@ class Interactive(Protocol):
     pid: int
 
     def run(self, cell: str, *, interrupt_at: str = "") -> str:
-        """What the cell has printed, errors included, once it has ended.
+        """Run a cell and return its output, errors included, once it has ended.
 
         interrupt_at: Ctrl-C when it has printed this.
         """

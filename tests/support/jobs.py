@@ -25,20 +25,20 @@ from support.waiting import eventually
 
 
 def segments(prefix: str) -> list[str]:
-    """Segments of the jobs whose name begins so."""
+    """Return segments of the jobs whose name begins so."""
     return [found.name for found in presence.find() if found.job.startswith(prefix)]
 
 
 def remove_segments(prefix: str) -> None:
-    """Of the jobs whose name begins so."""
+    """Remove the segments of the jobs whose name begins so."""
     for name in segments(prefix):
         segment.unlink(name)
 
 
 def config(name: str, **values: Any) -> JobConfig:
-    """SGD with a rate of 1, so that integer gradients give integer weights, unless told.
+    """SGD with a rate of 1, so that integer gradients give integer weights, by default.
 
-    No history is kept, unless told.
+    No history is kept by default.
     """
     usual = {"optimizer": {"kind": "sgd", "lr": 1.0}, "name": name, "history": False}
     return from_mapping(usual | values, "test")
@@ -94,7 +94,7 @@ class Pusher:
 
     @property
     def published(self) -> int:
-        """Gradients; also after its death."""
+        """Return the published gradients; also after its death."""
         return _native.load(self.ring.word(layout.RING, "head"))
 
     def kill(self) -> None:

@@ -41,7 +41,7 @@ def keep() -> None:
 
 
 def of_part() -> Any:
-    """What Numba makes of functions that Python calls with a part."""
+    """Return what Numba makes of functions that Python calls with a part."""
     from numba import from_dtype, types
 
     from gadei_ps.server.structs import PART

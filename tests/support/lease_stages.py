@@ -1,4 +1,4 @@
-"""Stages that a living server can have, by the leases that it has taken."""
+"""Return stages that a living server can have, by the leases that it has taken."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def create_model(memory: JobMemory, model: Model, values: np.ndarray) -> None:
 
 
 def create_ring(memory: JobMemory, row: int, generation: int) -> Segment:
-    """Raises NoSharedMemory."""
+    """Raise NoSharedMemory."""
     ring = memory.make_ring(row, generation)
     memory.enter_ring(row, ring)
     return ring

@@ -23,11 +23,11 @@ from support.waiting import PATIENCE_S, eventually
 
 FORK = multiprocessing.get_context("fork")
 FAULTS = tempfile.TemporaryFile()  # noqa: SIM115
-"""Where children report fatal signals: many tests want them, so a passing run prints none."""
+"""Target of reports of fatal signals: many tests want them, so a passing run prints none."""
 
 
 def children() -> set[int]:
-    """Pids of this process' children; those that have ended are reaped."""
+    """Return pids of this process' children; those that have ended are reaped."""
     found = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError):
@@ -79,14 +79,14 @@ class Child:
 
     @property
     def has_sent(self) -> bool:
-        """Whether there is something to receive, its end included."""
+        """Return whether there is something to receive, its end included."""
         return bool(wait([self._pipe, self._process.sentinel], 0))
 
     def send(self, value: Any = None) -> None:
         self._pipe.send(value)
 
     def signal(self, number: int) -> None:
-        """Sends a signal; after SIGSTOP none of its threads runs any more when this returns."""
+        """Send a signal; after SIGSTOP none of its threads runs any more when this returns."""
         os.kill(self.pid, number)
         if number == signal.SIGSTOP:
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -101,7 +101,7 @@ class Child:
         self.join()
 
     def join(self, timeout_s: float = PATIENCE_S) -> int:
-        """Its exit code, negative for a signal; fails when it does not end."""
+        """Wait for its end and return its exit code, negative for a signal."""
         self._process.join(timeout_s)
         assert self._process.exitcode is not None, f"child {self.pid} does not end"
         self._pipe.close()

@@ -82,7 +82,7 @@ class Forked:
         process_group: int | None = None,
         how: int | None = None,
     ) -> None:
-        """As Popen and process.spawn; how: signal that it gets when this thread ends."""
+        """Start as Popen and process.spawn do; how: signal that it gets when this thread ends."""
         self.returncode: int | None = None
         self._reaping = threading.Lock()
         self.stdin: IO[bytes] | None = None
@@ -182,7 +182,7 @@ class Forked:
 
 def _become_plain(process_group: int | None, how: int | None, parent: int) -> None:
     """Nothing of the tests is left that a new interpreter would not have."""
-    # So that support.wounds may reach into it also where Yama forbids that (an error elsewhere).
+    # So that support.wounds may reach into it even where Yama forbids that (an error elsewhere).
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_long(PR_SET_PTRACER_ANY), 0, 0, 0)
     gc.freeze()  # no finalizer of the parent's objects may close a descriptor of the child
     atexit._clear()
@@ -216,7 +216,7 @@ def _keep_only(streams: Sequence[int], pass_fds: Sequence[int]) -> None:
 
 
 def _main(module: str) -> int:
-    """Runs the program to its end, as an interpreter does; returns its exit code."""
+    """Run the program to its end, as an interpreter does; return its exit code."""
     code = 0
     try:
         importlib.import_module(module).main()
@@ -236,20 +236,20 @@ def _main(module: str) -> int:
 
 
 def can_fork(command: Sequence[str]) -> bool:
-    """Whether a command runs a program of PROGRAMS in this interpreter."""
+    """Return whether a command runs a program of PROGRAMS in this interpreter."""
     words = [word for word in command[:4] if word != "-P"]
     return words[:2] == [sys.executable, "-m"] and words[2] in PROGRAMS
 
 
 def load_commands() -> None:
-    """Imports what the commands do not import at their start."""
+    """Import what the commands do not import at their start."""
     for name in COMMANDS:
         importlib.import_module(f"gadei_ps.{name}")
 
 
 @contextlib.contextmanager
 def without_fork_server() -> Iterator[None]:
-    """In this block watchdogs start their servers themselves."""
+    """Let watchdogs start their servers themselves in this block."""
     with (
         mock.patch.object(fork_server_process, "start_early", lambda: None),
         mock.patch.object(ServerStarter, "_start", lambda self, now: None),
@@ -259,7 +259,7 @@ def without_fork_server() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fork_quickly(*, fork_server: bool = False) -> Iterator[None]:
-    """In this block the product's processes are forks of the process that starts them.
+    """Fork the product's processes from the process that starts them, in this block.
 
     fork_server: jobs have one. It costs a fork more, and is of no use to forks.
     """

@@ -109,7 +109,7 @@ class Rig:
         self.bell()
 
     def forget(self, row: int) -> None:
-        """A learner that has departed is let go; its row may be taken again."""
+        """A learner that has departed is detached; its row may be taken again."""
         self.board["ring"][row] = 0
         self.board["table_version"] += 1
         self.bell()
@@ -137,7 +137,7 @@ class Rig:
         _native.bell(self.word("shard_bell"))
 
     def let_look(self) -> None:
-        """Returns when the first shard, which serves, has looked at everything some times."""
+        """Wait until the first shard, which serves, has looked at everything some times."""
         beats = self.control["shard"]["heartbeat"]
         for _ in range(3):
             before = int(beats[0])
@@ -151,11 +151,11 @@ class Rig:
         return layout.shard_range(self.model.elements, self.shards, index)
 
     def part(self, index: int) -> np.ndarray:
-        """What a shard works with."""
+        """Return the context of a shard."""
         return self._parts.part(index)
 
     def kept(self) -> list[np.ndarray]:
-        """Copies of weights and slots."""
+        """Return copies of weights and slots."""
         return [part.copy() for part in (self.weights, *self.slots)]
 
     def undo(self, index: int, stream: int, chunk: int) -> np.ndarray:
@@ -166,11 +166,11 @@ class Rig:
         return self.memory.state.array(np.float32, layout.CHUNK, at)
 
     def recover(self) -> list[int]:
-        """For each shard whether a gradient was in hand."""
+        """Return for each shard whether a gradient was in flight."""
         return [self._recover.recover(self.part(index)) for index in range(self.shards)]
 
     def can_recover(self, index: int) -> bool:
-        """Whether a shard has all rings that its recovery needs."""
+        """Return whether a shard has all rings that its recovery needs."""
         return bool(self._recover.can_recover(self.part(index)))
 
     @contextlib.contextmanager
@@ -202,7 +202,7 @@ class Rig:
         slot: int | None = None,
         **fields: Any,
     ) -> int:
-        """Publishes a frame as a learner does; `fields` are written over what is right.
+        """Publish a frame as a learner does; `fields` are written over what is right.
 
         slot: that was claimed before. Of a dense payload of all values, those of the parameters go.
         """
@@ -244,7 +244,7 @@ class Rig:
         return np.ones(self.model.elements, np.float32)
 
     def apply(self, row: int, payload: np.ndarray, **fields: Any) -> None:
-        """Publishes a frame and waits until every shard is done with it."""
+        """Publish a frame and wait until every shard is done with it."""
         self.wait_applied(row, self.publish(row, payload, **fields))
 
     def publish_rows(
@@ -254,13 +254,13 @@ class Rig:
         wire: WireType = WireType.FLOAT32,
         **fields: Any,
     ) -> int:
-        """Publishes a frame of rows: by tensor's number its indices and values, or all values."""
+        """Publish a frame of rows: by tensor's number its indices and values, or all values."""
         payload, blocks = rows_payload(self.model, gradients, wire)
         fields = {"kind": FrameKind.ROWS, "blocks": blocks} | fields
         return self.publish(row, payload, wire, **fields)
 
     def superstep(self, actions: dict[int, Action]) -> None:
-        """What the manager does: tells what becomes of these rows' oldest frames."""
+        """Act as the manager: set what becomes of these rows' oldest frames."""
         self.control["superstep_action"] = Action.SKIP
         for row, action in actions.items():
             self.control["superstep_action"][row] = action
@@ -276,7 +276,7 @@ class Rig:
         return bool((done == self.control["superstep"]).all())
 
     def wait_tail(self, row: int, tail: int) -> None:
-        """Waits until every shard has let go of the frames below."""
+        """Wait until every shard has released the frames below."""
         tails = self.ring(row)["tail"]["value"]
         eventually(lambda: (tails[: self.shards] == tail).all(), what=lambda: tails[: self.shards])
 

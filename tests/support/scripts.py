@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
 
 
 def _run(pipe: Connection, name: str, words: list[str]) -> None:
-    """A child: sends what the script prints, and the error that ends it. It is told variables."""
+    """Run as a child: send what the script prints, and the error that ends it."""
     os.environ |= pipe.recv()
     path = SCRIPTS / f"{name}.py"
     sys.argv = [str(path), *words]
@@ -45,7 +45,7 @@ def _run(pipe: Connection, name: str, words: list[str]) -> None:
 def outputs(
     name: str, words: list[str], learners: list[Mapping[str, str]]
 ) -> list[tuple[str, str]]:
-    """Of one script, once for each of these sets of variables and all at once: output and error."""
+    """Run a script once for each set of variables, all at once; return output and error."""
     with fork(len(learners), _run, name, words) as team:
         for child, variables in zip(team, learners, strict=True):
             child.send(dict(variables))
@@ -64,7 +64,7 @@ class Loaded:
     def outputs(
         self, name: str, words: list[str], learners: list[Mapping[str, str]]
     ) -> list[tuple[str, str]]:
-        """As the function of this name; it sees this process's variables."""
+        """Run like the function of this name; it sees this process's variables."""
         self._child.send((name, words, [os.environ | one for one in learners]))
         found: list[tuple[str, str]] = self._child.receive(8 * PATIENCE_S)
         return found

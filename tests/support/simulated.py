@@ -1,4 +1,4 @@
-"""Simulated runs, and what a training is told in them."""
+"""Simulated runs, and the calls of a training in them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def simulate(spec: str, times: RunTimes | Sequence[Sequence[float]], **how: Any)
 
 
 class Watch:
-    """A training that moves nothing: notes what it is told, and works out the staleness itself."""
+    """A training that moves nothing: records its calls, and computes the staleness itself."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, int]] = []

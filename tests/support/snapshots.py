@@ -66,7 +66,7 @@ def values_of(model: Model, seed: int) -> np.ndarray:
 
 
 def make_sums(path: Path) -> None:
-    """Checksums of what is there now, as no damage makes them."""
+    """Make checksums of what is there now, as no damage makes them."""
     (path / "SHA256SUMS").write_text(
         "".join(
             f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n"

@@ -1,4 +1,4 @@
-"""What the weights of a mini-batch lack of other learners' mini-batches, in real processes.
+"""Gradients of others that a mini-batch lacks, in real processes.
 
 Each learner adds 1 to a value of its own in every mini-batch. So the weights themselves say how
 many mini-batches of each learner are in them.
@@ -54,7 +54,7 @@ def most_missed(job: str, model: WSP, ahead: int, go_on: GoOn) -> int:
             one.send("go")
         eventually(lambda: seen[2, 0] > 3 * model.wave)
         with Stopped(slow.pid):
-            # What it had begun to push is in the weights before the others stand still.
+            # What it had begun to push is in the weights before the others pause.
             farthest = eventually(lambda: _where_they_wait(model, ahead, seen, job))
         eventually(lambda: seen[0, 0] > farthest + 2 * model.wave)
         with contextlib.ExitStack() as still:  # before any of them leaves, or is full
@@ -76,7 +76,7 @@ def _where_they_wait(model: WSP, ahead: int, seen: np.ndarray, job: str) -> int:
 
 
 def grants(waves: int, where: str) -> Callable[[str], None]:
-    """For each fork of support.quick: a server grants so many waves more than it should."""
+    """Let a server grant so many waves more than it should, in each fork of support.quick."""
 
     def change(program: str) -> None:
         if program != "gadei_ps.server.manager":

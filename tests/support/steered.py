@@ -1,4 +1,4 @@
-"""Learners that do one thing at a time, when they are told."""
+"""Learners that do one thing at a time, on request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODELS = (
 
 
 def push_until_told(pipe: Connection, job: str) -> None:
-    """Pushes ones until it is told to stop, or the job stops; sends how many."""
+    """Push ones until a request, or the end of the job; send how many."""
     with Client(job) as client:
         client.wait_turn()
         pipe.send("granted")
@@ -38,7 +38,7 @@ def push_until_told(pipe: Connection, job: str) -> None:
 
 
 def push_when_told(pipe: Connection, job: str) -> None:
-    """Pushes when it is sent a number, gives up when it is sent "give up"; else says `wanted`."""
+    """Push each number that it is sent, abandon a push at "abandon"; else send `wanted`."""
     with Client(job) as client:
         client.wait_turn()
         pipe.send("granted")
@@ -46,7 +46,7 @@ def push_when_told(pipe: Connection, job: str) -> None:
             if what == "wanted":
                 pipe.send(client.wanted)
                 continue
-            if what == "give up":
+            if what == "abandon":
                 client.abandon()
             else:
                 client.push({"w": np.full(VALUES, what, np.float32)})

@@ -17,7 +17,7 @@ from support.rig import Rig
 
 
 def make_leases(rig: Rig) -> None:
-    """As the watchdog does while no server lives."""
+    """Make them as the watchdog does while no server lives."""
     logger, selector = log.get(), selectors.DefaultSelector()
     Servers(rig.memory, selector, logger, logger.error)._make_leases()
     selector.close()
@@ -65,7 +65,7 @@ class Stepped:
         self.die()
 
     def die(self) -> None:
-        """Its leases become free; of those that it has not, the kernel says so."""
+        """Release its leases; report those that it has not as the kernel does."""
         for lease in ("heir", "lease"):
             _native.lease_release(self.server.control_segment.word(layout.CONTROL, lease))
         if self.server._hold is not None:
@@ -88,7 +88,7 @@ class Stepped:
         self.shown = self.board["ring"]
 
     def serve(self) -> None:
-        """Its shards have their leases, and know the newest table of rings."""
+        """Give its shards their leases and the newest table of rings."""
         self.board["seen"][: self._rig.shards] = self.board["table_version"]
         self.board["holds"][: self._rig.shards] = 1
 
@@ -98,7 +98,7 @@ class Stepped:
         self.server._drive()
 
     def turns(self) -> None:
-        """Passes of which the shards hear everything."""
+        """Make passes in which the shards see everything."""
         for _ in range(3):
             self.turn()
             self.serve()

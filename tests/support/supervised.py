@@ -37,7 +37,7 @@ TOML = f"[optimizer]\nkind = 'sgd'\nlr = 1.0\n[[tensors]]\nname = 'w'\nshape = [
 
 
 def _obey(pipe: Connection, job: str) -> None:
-    """Calls the client's methods whose names and arguments it is sent."""
+    """Call the client's methods whose names and arguments it is sent."""
     client = Client(job)
     pipe.send("attached")
     while True:
@@ -60,7 +60,7 @@ def call(child: Child, name: str, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def team(job: str, count: int, *calls: str) -> Iterator[list[Child]]:
-    """Learners that obey and have done these calls."""
+    """Yield learners that follow orders and have done these calls."""
     with fork(count, _obey, job) as made:
         for child in made:
             assert child.receive() == "attached"
@@ -81,7 +81,7 @@ def gradient_of(values: np.ndarray) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def pushing(job: str, value: int | None = None) -> Iterator[Pusher]:
-    """A learner that has had its first turn, and goes on; with ones, or a one at a single value."""
+    """Start a learner that has had its first turn; with ones, or a one at a single value."""
     gradient = one_at(value) if value is not None else np.ones(VALUES, np.float32)
 
     def push(client: Client) -> None:
@@ -118,7 +118,7 @@ TICK_S = 0.02
 
 
 class Looks(Notify):
-    """Told by the watchdog after each look at everything."""
+    """Called by the watchdog after each look at everything."""
 
     def __init__(self, count: Any) -> None:
         super().__init__()
@@ -160,13 +160,13 @@ class Watched:
         self.watchdog.kill()
 
     def look(self, seconds: float) -> None:
-        """Until the watchdog has looked for so long, by its own clock."""
+        """Wait until the watchdog has looked for so long, by its own clock."""
         enough = self._looks.value + seconds / TICK_S
         eventually(lambda: self._looks.value >= enough)
 
 
 def again(cli: Cli, job: str, *options: str) -> Running:
-    """Serves the job file once more."""
+    """Serve the job file once more."""
     made = cli.start("serve", f"{job}.toml", *options)
     eventually(lambda: is_running(job) or made.process.poll() is not None, what=lambda: made.err)
     assert made.process.poll() is None, made.err

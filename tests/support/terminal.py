@@ -48,7 +48,7 @@ class Terminal:
         self.type("\x03")
 
     def type(self, text: str) -> None:
-        """What a user types."""
+        """Type like a user."""
         os.write(self._master, text.encode())
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Terminal:
             os.close(self._master)
 
     def wait(self) -> int:
-        """Returns the exit code."""
+        """Wait for the end and return the exit code."""
         return self.process.wait(PATIENCE_S)
 
     def __enter__(self) -> Self:

@@ -21,7 +21,7 @@ STEPS = 50
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """For test files that import it: what torch computes does not depend on the machine."""
+    """Fix the threads for test files that import it: results do not depend on the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,7 +79,7 @@ def same_state(model: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-5, msg=name)
 
 
-# Of a job, and of torch. Under BSP a lone learner goes on when its gradient is in the weights, so
+# Of a job, and of torch. Under BSP a lone learner continues when its gradient is in the weights, so
 # that both come to the same weights.
 LOCAL: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
     "sgd": ({"kind": "sgd", "lr": 0.1}, lambda p: torch.optim.SGD(p, 0.1)),

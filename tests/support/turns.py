@@ -1,4 +1,4 @@
-"""How workers of pytest-xdist share a machine: what they compile once, and which tests run alone.
+"""Shared state of pytest-xdist's workers: what they compile once, and tests that run alone.
 
 The workers of a run agree by locks on files of one directory. A run without workers takes the same
 locks and never waits.
@@ -51,7 +51,7 @@ class Turns:
             yield
 
     def once(self, name: str, do: Callable[[], object]) -> None:
-        """Does it in the first worker that asks; the others wait until it is done."""
+        """Do it in the first worker that asks; the others wait until it is done."""
         with _locked(self.directory / f"{name}.lock", fcntl.LOCK_EX):
             done = self.directory / f"{name}.done"
             if not done.exists():
@@ -59,7 +59,7 @@ class Turns:
                 done.touch()
 
     def compile(self) -> None:
-        """Returns when the server's code is in the cache.
+        """Wait until the server's code is in the cache.
 
         It is compiled in a process of its own. This takes 50 s of a core if the cache is empty,
         which no test's time-out should have to allow.

@@ -18,7 +18,7 @@ def eventually(
     timeout_s: float = PATIENCE_S,
     what: Callable[[], object] | str = "",
 ) -> Any:
-    """Waits until the condition holds and returns its value; fails when it does not.
+    """Wait until the condition holds and return its value; fail when it does not.
 
     It looks less often as time goes by: looking takes the cores from what it waits for.
     """

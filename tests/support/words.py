@@ -1,4 +1,4 @@
-"""Words of shared memory: all that say something, and what stands there at each line of code."""
+"""Words of shared memory with a meaning, and their values at each line of code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def words(record: np.void | np.ndarray) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def at_each_line(look: Callable[[], object], *modules: ModuleType) -> Iterator[None]:
-    """Calls `look` before each line of these modules that this thread executes, and at its end.
+    """Call `look` before each line of these modules that this thread executes, and at its end.
 
     So it sees the memory as a death at any line would leave it.
     """

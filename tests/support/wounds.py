@@ -1,4 +1,4 @@
-"""Harm done to a living process from outside: a thread that stands still, leases that are lost."""
+"""Harm done to a living process from outside: a stopped thread, leases that are lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _check(result: int) -> None:
 
 
 def _hold(pipe: Connection, thread: int) -> None:
-    """Stops a thread, which goes on when this process ends."""
+    """Stop a thread, which continues when this process ends."""
     for request in (PTRACE_SEIZE, PTRACE_INTERRUPT):
         _check(_libc.ptrace(request, thread, None, None))
     os.waitpid(thread, WALL)
@@ -52,7 +52,7 @@ class Held:
 
 
 def lose_leases(pid: int, threads: Sequence[int]) -> None:
-    """What these threads hold is not handed on when they end.
+    """Lose the leases of these threads: they are not handed on at their end.
 
     The kernel finds it in a list in the thread's own memory, and finds none there any more, as if
     the memory had been taken away first. The process is stopped while that is done.

@@ -86,7 +86,7 @@ exec "$LIBRARY/systemd" --system --unit=multi-user.target --log-target=journal -
 
 
 def impossible() -> str:
-    """Why no systemd can be booted here; empty if one can."""
+    """Return why no systemd can be booted here; empty if one can."""
     if os.geteuid() != 0:
         return "needs root"
     for program in ("unshare", "nsenter", "dbus-daemon"):
@@ -165,7 +165,7 @@ class Booted:
             eventually(lambda folder=folder: _removed(Path(folder)), what=f"{folder} is not empty")
 
     def halt(self, *, orderly: bool) -> None:
-        """Until `with` or boot(). orderly: units are stopped first; otherwise the power fails."""
+        """Halt until `with` or boot(). orderly: stop the units first; else the power fails."""
         if orderly:
             self.run("systemctl", "exit")
             eventually(self._is_down, what=self._said)
@@ -197,7 +197,7 @@ class Booted:
 
     @property
     def pid(self) -> int:
-        """Of systemd, here."""
+        """Return the pid of systemd, here."""
         path = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         return int(path.read_text().split()[0])
 
@@ -227,7 +227,7 @@ class Booted:
         return started
 
     def do(self, *arguments: object) -> str:
-        """What a command that succeeds prints."""
+        """Run a command that succeeds; return its output."""
         done = self.run(*arguments)
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return done.stdout

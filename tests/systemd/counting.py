@@ -1,9 +1,9 @@
-"""A learner that never gives up: attaches to its job as often as there is one, and counts.
+"""A learner that always retries: attaches to its job as often as there is one, and counts.
 
 counting.py JOB LANE FILE
 
 Each gradient adds one to its own value of the weights. Its FILE, mapped, has numbers of uint64, as
-named in COUNTS: pushes that have begun and that have returned, what it was told when it left last,
+named in COUNTS: pushes that have begun and that have returned, the last reason for leaving,
 how often it has left, and whether it is attached.
 """
 

@@ -1,4 +1,4 @@
-"""Pushes ones until its job ends; counts the pushes that have returned in a file.
+"""Push ones until its job ends; count the pushes that have returned in a file.
 
 learner.py JOB FILE [PUSHES [CODE]]
 

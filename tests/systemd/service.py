@@ -46,7 +46,7 @@ def learner(job: str, file: str) -> tuple[object, ...]:
 
 
 def install(manager: Booted) -> None:
-    """As an administrator does: the units, and what install-unit says is next, without the job."""
+    """Install the units and do what install-unit says is next, without the job."""
     told = json.loads(manager.do(PROGRAM, "install-unit", "--system", "--json"))
     *before, start = told["next"]
     assert "enable" in start
@@ -78,7 +78,7 @@ def login(user: str) -> tuple[str, ...]:
 
 
 def logout(manager: Booted) -> None:
-    """Ends all sessions with all that runs in them."""
+    """End all sessions with all that runs in them."""
     for line in manager.do("loginctl", "list-sessions", "--no-legend").splitlines():
         manager.run("loginctl", "terminate-session", line.split()[0])
 
@@ -127,7 +127,7 @@ class Service:
         return found
 
     def learn(self) -> None:
-        """Starts a learner outside of the unit, and waits until it pushes.
+        """Start a learner outside of the unit, and wait until it pushes.
 
         The first one of a job runs as the job's user, the second one as root, and so on.
         """
@@ -138,7 +138,7 @@ class Service:
         eventually(lambda: "pushed" in self.manager.run("cat", file).stdout)
 
     def learned(self) -> int:
-        """Pushes that have returned, of all learners; each has been told that the job stopped."""
+        """Return the completed pushes of all learners, each of which has seen the stop."""
         total = 0
         for file, process in self.learners:
             process.wait(60)
@@ -149,7 +149,7 @@ class Service:
         return total
 
     def saved(self) -> int:
-        """Gradients in the newest checkpoint."""
+        """Return the gradients in the newest checkpoint."""
         names = self.manager.do("ls", f"/var/lib/gadei-ps/{self.name}").split()
         newest = max(name for name in names if name.startswith("checkpoint-"))
         path = f"/var/lib/gadei-ps/{self.name}/{newest}/manifest.json"
@@ -157,7 +157,7 @@ class Service:
         return int(counts["applied"])
 
     def attached(self) -> set[int]:
-        """Pids of the learners."""
+        """Return the pids of the learners."""
         found = self.status()["learners"]
         assert isinstance(found, list)
         return {int(one["pid"]) for one in found}
@@ -167,7 +167,7 @@ class Service:
         return [int(str(found[f"{who}_pid"])) for who in ("watchdog", "server", "standby")]
 
     def replaced(self, watchdog: int) -> None:
-        """Waits until there is another watchdog than this one."""
+        """Wait until there is another watchdog than this one."""
         old = ("0", str(watchdog))
         eventually(
             lambda: self.state == "active" and self.manager.show(self.unit, "MainPID") not in old,

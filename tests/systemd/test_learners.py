@@ -29,7 +29,7 @@ class Learner:
         return self.manager.show(self.unit, name)
 
     def learns(self) -> None:
-        """Waits until it pushes."""
+        """Wait until it pushes."""
 
         def attached() -> bool:
             found = self.service.gadei_ps("status", self.service.name, "--json")
@@ -41,7 +41,7 @@ class Learner:
         return self.manager.run("cat", self.file).stdout
 
     def settled(self) -> None:
-        """Waits until systemd has no more to do."""
+        """Wait until systemd has no more to do."""
         eventually(lambda: not self.jobs(), what=self.jobs)
 
     def jobs(self) -> str:
@@ -59,7 +59,7 @@ def learner(service: Service, request: pytest.FixtureRequest) -> Iterator[Learne
 
 @pytest.mark.parametrize("learner", [{"code": 1}], indirect=True)
 def test_a_learner_that_fails_at_a_slow_stop(service: Service, learner: Learner) -> None:
-    """Its unit is started again meanwhile, and that does not bring the job back."""
+    """Start its unit again meanwhile; that does not bring the job back."""
     service.systemctl("start")
     learner.learns()
     own = service.attached()
@@ -80,7 +80,7 @@ def test_a_learner_that_fails_at_a_slow_stop(service: Service, learner: Learner)
 
 
 def test_a_restart_of_the_job(service: Service, learner: Learner) -> None:
-    """What it has stopped is started again."""
+    """Check that the learners that it has stopped start again."""
     service.systemctl("start")
     learner.learns()
     before = learner.show("MainPID")

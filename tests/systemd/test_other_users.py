@@ -23,7 +23,7 @@ class Moving:
         self.user = USER
 
     def install(self, user: str) -> list[str]:
-        """What is to be done next, with the job's start as the last of it."""
+        """Return what is to be done next, with the job's start as the last step."""
         words = ("install-unit", "--system", "--json")
         done = self.manager.do(PROGRAM, *words, "--run-as", user, "--job", self.service.name)
         self.user = user
@@ -64,7 +64,7 @@ def moving(service: Service) -> Iterator[Moving]:
 
 @pytest.mark.timeout(300)
 def test_another_user_goes_on_with_the_job(moving: Moving) -> None:
-    """From its checkpoint, and from memory that no checkpoint has."""
+    """Continue from its checkpoint, and from memory that no checkpoint has."""
     service, manager = moving.service, moving.manager
     service.systemctl("start")
     service.learn()
@@ -123,7 +123,7 @@ def test_an_impossible_name(manager: Booted) -> None:
 def test_a_mistake_in_a_learners_file(
     text: str | None, mistake: str, manager: Booted, job_name: str
 ) -> None:
-    """Its message names the file; the job itself is not needed for that."""
+    """Name the file in its message; the job itself is not needed for that."""
     learner, file = f"gadei-ps-learner@{job_name}.service", f"/etc/gadei-ps/{job_name}.learner"
     if text is not None:
         manager.write(file, text)

@@ -104,7 +104,7 @@ def test_a_mistake_in_the_job_file(service: Service) -> None:
 
 
 def test_an_end_that_fails(service: Service) -> None:
-    """It ends servers and learners all the same, and the next start goes on from memory."""
+    """It ends servers and learners all the same, and the next start continues from memory."""
     end = f"/etc/systemd/system/{service.end}.d/test.conf"
     service.manager.write(end, "[Service]\nExecStop=\nExecStop=/bin/false\n")
     service.drop_in(PATIENT)
@@ -137,7 +137,7 @@ def test_a_stop_without_its_last_checkpoint(service: Service, by: str) -> None:
     if by == "gadei-ps":
         told = service.gadei_ps("stop", service.name)
         assert (told.returncode, service.end[:-8] in told.stderr) == (3, True), told
-    else:  # systemctl tells only whether the unit is stopped
+    else:  # systemctl reports only whether the unit is stopped
         service.systemctl("stop")
         assert service.manager.do("systemctl", "is-failed", service.unit) == "failed\n"
     over = "failed"
@@ -171,7 +171,7 @@ def test_a_stop_without_its_last_checkpoint(service: Service, by: str) -> None:
 
 
 def test_a_newer_checkpoint_than_memory(service: Service) -> None:
-    """The status says how an administrator has the job go on from it, and that is so."""
+    """The status shows how an administrator continues the job from it, and that works."""
     manager, directory = service.manager, f"/var/lib/gadei-ps/{service.name}"
     service.systemctl("start")
     service.learn()
@@ -227,7 +227,7 @@ def test_a_stop_by_the_command(service: Service) -> None:
 
 @pytest.mark.parametrize("user", [USER, "root"])
 def test_a_learners_unit(service: Service, user: str) -> None:
-    """It begins and ends with its job, and goes on when the job's watchdog dies."""
+    """It begins and ends with its job, and continues when the job's watchdog dies."""
     manager, name = service.manager, service.name
     learner = f"gadei-ps-learner@{name}.service"
     if user == "root":  # as documented
@@ -287,7 +287,7 @@ def test_units_are_removed_when_no_job_runs(service: Service) -> None:
 
 
 def test_a_failure_is_told(service: Service) -> None:
-    """In the state of the unit, and in the journal as an object of its priority."""
+    """Show it in the state of the unit, and in the journal as an object of its priority."""
     manager = service.manager
     manager.write(f"/etc/gadei-ps/{service.name}.toml", "slots = 0\n")
     assert manager.run("systemctl", "start", service.unit).returncode
@@ -316,7 +316,7 @@ def test_a_reload(service: Service) -> None:
 
 
 def test_the_documented_commands(service: Service) -> None:
-    """With the runtime directory of the unit, or with none."""
+    """Run them with the runtime directory of the unit, or without one."""
     manager, program = service.manager, PROGRAM
     service.systemctl("start")
     service.learn()
@@ -341,7 +341,7 @@ def test_the_documented_commands(service: Service) -> None:
 
 
 def test_the_administrators_page(service: Service) -> None:
-    """Its commands see the job, with the variable that it begins with."""
+    """Run its commands: they see the job, with the variable that it begins with."""
     page = (ROOT / "docs/administration.md").read_text()
     (variable,) = re.findall(r"^export (\w+=\S+)$", page, re.M)
     (tidy,) = re.findall(r"`(sudo -u gadei-ps env [^`]* gc)`", page)
@@ -360,7 +360,7 @@ def test_the_administrators_page(service: Service) -> None:
 
 
 def test_users_and_their_directories(service: Service) -> None:
-    """What is the job's is of its user alone; another user can make root see nothing else."""
+    """Check that the job's files are its user's alone; another user can show root nothing else."""
     manager = service.manager
     service.systemctl("start")
     for path in ("/run", "/var/lib", "/var/cache"):
@@ -395,7 +395,7 @@ def test_users_and_their_directories(service: Service) -> None:
 
 @pytest.mark.timeout(300)
 def test_names_that_are_lost(service: Service) -> None:
-    """They are told, and the next watchdog ends what runs on: there is one job."""
+    """They are notified, and the next watchdog ends what runs on: there is one job."""
     manager = service.manager
     service.drop_in("[Service]\nRestartSec=1\n")
     service.systemctl("start")
@@ -417,7 +417,7 @@ def test_names_that_are_lost(service: Service) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_stop_without_progress(service: Service) -> None:
-    """As on a disk that blocks, and over a new start of systemd itself: it ends in its time."""
+    """Block a disk, and start systemd itself again: the stop ends in its time."""
     manager = service.manager
     service.systemctl("start")
     service.learn()

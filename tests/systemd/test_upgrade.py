@@ -21,7 +21,7 @@ def upgraded(manager: Booted, tmp_path: Path) -> Path:
 
 
 def use(service: Service, program: Path) -> None:
-    """From the next start on; the end's unit keeps its own."""
+    """Use it from the next start on; the end's unit keeps its own."""
     service.drop_in(versions.of_unit(program))
 
 
@@ -40,7 +40,7 @@ def test_an_upgrade_and_a_downgrade(service: Service, upgraded: Path) -> None:
     learned = service.learned()
     assert learned == service.saved()
 
-    # The new version goes on from there.
+    # The new version continues from there.
     service.manager.run("systemctl", "start", service.unit, timeout_s=600)
     assert service.state == "active", service.said()
     assert service.status()["version"] == learned

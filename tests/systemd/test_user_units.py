@@ -54,7 +54,7 @@ class Login:
         eventually(lambda: self.run("systemctl", "--user", "is-system-running").returncode == 0)
 
     def logout(self) -> None:
-        """Returns when logind has done what it does at the last one."""
+        """Wait until logind has done what it does at the last one."""
         service.logout(self.manager)
         self.session_has_ended()
         lingers = "yes" in self.manager.run("loginctl", "show-user", NAME, "-p", "Linger").stdout
@@ -63,7 +63,7 @@ class Login:
             eventually(lambda: self.manager.run(*shown).returncode, 100, self.said)
 
     def session_has_ended(self) -> None:
-        """Waits for it."""
+        """Wait for it."""
         assert self._session is not None
         self._session.wait(60)
 
@@ -87,7 +87,7 @@ class Login:
 
 @pytest.fixture
 def alice(manager: Booted) -> Iterator[Login]:
-    """With the installed units and a running job. The session ends with the test."""
+    """Provide the installed units and a running job. The session ends with the test."""
     service.forget_users_at_once(manager)
     made = Login(manager)
     made.login()
@@ -135,7 +135,7 @@ def test_with_linger_a_logout_changes_nothing(alice: Login) -> None:
 
 @pytest.mark.timeout(300)
 def test_without_linger_a_logout_ends_the_job(alice: Login) -> None:
-    """As a stop does, and the next login goes on from there. Others lose their memory's names."""
+    """Stop it as a stop does; the next login continues. Others lose their memory's names."""
     file = f"/var/{NAME}/count"
     learner = alice.start(sys.executable, LEARNER, alice.job, file)
     eventually(lambda: "pushed" in alice.run("cat", file).stdout, what=alice.said)

@@ -16,7 +16,7 @@ RELOAD = "reload --name %i %E/gadei-ps/%i.toml"
 
 
 def install(root: Path, directory: Path) -> None:
-    """Makes UPGRADED, whose servers are of another build.
+    """Make UPGRADED, whose servers are of another build.
 
     root: the booted systemd's root directory, here. directory: an empty one, for a while.
     """

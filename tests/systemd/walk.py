@@ -1,7 +1,7 @@
 """A random walk of a job's unit, and what must hold after each step of it.
 
 Learners count (counting.py): each adds ones to a value of its own, so the weights of a checkpoint
-tell how many gradients of each are in it.
+show how many gradients of each are in it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Walk:
     # -- what there is --------------------------------------------------------------------------
 
     def states(self) -> tuple[str, str, str, str]:
-        """Of the unit: active state, sub-state, result; active state of the end's unit."""
+        """Return the unit's active state, sub-state and result; active state of the end's unit."""
         asked = ("-p", "Id", "-p", "ActiveState", "-p", "SubState", "-p", "Result")
         said = self.manager.do("systemctl", "show", self.unit, self.end, *asked)
         one, two = (
@@ -86,7 +86,7 @@ class Walk:
         }
 
     def _inside(self, words: str) -> Iterator[tuple[int, str]]:
-        """Pids here and command lines of processes inside whose command line has these words."""
+        """Return pids here and command lines of processes inside that have these words."""
         inside = Path(f"/proc/{self.manager.pid}/ns/pid").readlink()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ class Walk:
                     yield int(folder.name), text.strip()
 
     def _pids(self, one: Counted) -> list[int]:
-        """Of a learner, here; it may just start."""
+        """Return the pids of a learner, here; it may just start."""
         words = f"{LEARNER.name} {self.job} {one.lane} "
 
         def found() -> list[int]:
@@ -109,7 +109,7 @@ class Walk:
         return [name for name in found if self.job in name]
 
     def saved(self) -> np.ndarray:
-        """Gradients of each lane in the newest checkpoint, int64 (LANES,)."""
+        """Return gradients of each lane in the newest checkpoint, int64 (LANES,)."""
         folder = self.folder / "var/lib/gadei-ps" / self.job
         snapshot, _, problems = checkpoint.newest(folder)
         assert not problems, problems
@@ -204,7 +204,7 @@ class Walk:
             one.bury()
 
     def logout(self) -> None:
-        """Ends all sessions of an ordinary user, and with them the learners started there.
+        """End all sessions of an ordinary user, and with them the learners started there.
 
         logind then removes what that user has in /dev/shm.
         """
@@ -257,7 +257,7 @@ class Walk:
         assert self.settled() == "active"
 
     def upgrade(self) -> None:
-        """To the other version, or back: with a restart, with a stop, or with no orderly end."""
+        """Change to the other version, or back: by a restart, a stop, or without an orderly end."""
         self.program = UPGRADED if self.program == OWN else OWN
         self._write("unit", self.unit, versions.of_unit(self.program))
         how = self.chance.choice(("restart", "stop", "kill watchdog", "kill all"))
@@ -304,7 +304,7 @@ class Walk:
     # -- what must hold -------------------------------------------------------------------------
 
     def settled(self) -> str:
-        """Waits until systemd has nothing to do for the job; returns the unit's state."""
+        """Wait until systemd has nothing to do for the job; return the unit's state."""
         last: list[object] = [None]
 
         def still() -> bool:
@@ -320,7 +320,7 @@ class Walk:
         return self.states()[0]
 
     def exact(self, saved: np.ndarray) -> None:
-        """Nobody is attached: what each learner was told is what the checkpoint has."""
+        """Nobody is attached: what was reported to each learner is what the checkpoint has."""
         for one in self.learners:
             if one.dead:
                 assert one.low <= saved[one.lane] <= one.high, self.tell(one, saved)
@@ -428,7 +428,7 @@ class Walk:
 
 
 def void(_: object) -> None:
-    """Forgets a value."""
+    """Forget a value."""
 
 
 def _pid_inside(pid: int) -> int:

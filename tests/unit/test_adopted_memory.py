@@ -1,4 +1,4 @@
-"""What an adoption makes of the words that a dead watchdog has left, at each of its lines."""
+"""Adoption of the words that a dead watchdog has left, at each of its lines."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_never_the_words_of_two_watchdogs(left: JobMemory, dead: tuple[int, int]
 
 
 def test_an_adoption_that_has_died(left: JobMemory, dead: tuple[int, int]) -> None:
-    """At whichever line: the next one ends where this one would have."""
+    """Kill it at any line: the next one ends where this one would have."""
     control = left.control.view(CONTROL)
     control["phase"], control["stop"] = Phase.FAILED, Stop.CLOSED
     images = dict[bytes, None]()  # in order

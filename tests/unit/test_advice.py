@@ -1,4 +1,4 @@
-"""What `run` says against a model of synchronization, as far as it was measured."""
+"""Advice of `run` about a synchronization model, as far as it was measured."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_refused_server_is_tried_again_with_other_files(
         look(3)
         refuse()
         servers.look(now + FILES_INTERVAL_S / 2)
-        assert len(lines.errors) == 2, "it is said once for each build"
+        assert len(lines.errors) == 2, "it is logged once for each build"
         assert not failed
     finally:
         for one in list(servers.running.values()):

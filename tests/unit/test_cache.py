@@ -1,4 +1,4 @@
-"""Where compiled code is kept: what is used stays."""
+"""Place of compiled code: what is used stays."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_who_was_killed_and_why(tmp_path: Path) -> None:
     assert not kills.describe()
     machine.group("system.slice", {"memory.events": "oom 0\noom_kill 1"})
     assert kills.describe() == "the kernel killed it because no memory was left"
-    assert not kills.describe(), "it is told once"
+    assert not kills.describe(), "it is reported once"
     machine.group("system.slice", {"memory.events": "oom 1\noom_kill 2"})
     assert re.search(r"memory limit .*system.slice/memory.max of 200.0 MiB", kills.describe())
 
@@ -232,7 +232,7 @@ finally:
 
 
 def test_a_job_beyond_the_limit_is_refused(group: tuple[Path, str], job_name: str) -> None:
-    """Weights and two slots of the ring take three times the model; the kernel would kill."""
+    """Refuse it: weights and two slots of the ring take three times the model."""
     directory, name = group
     (directory / name).write_text(str(160 * MB))
     done = subprocess.run(
@@ -281,7 +281,7 @@ finally:
 
 
 def test_a_copy_beyond_the_limit_is_refused(group: tuple[Path, str], job_name: str) -> None:
-    """Weights and moments are 96 MiB; the kernel would kill a process, perhaps the watchdog."""
+    """Refuse it: weights and moments are 96 MiB; the kernel would kill a process."""
     directory, name = group
     (directory / name).write_text(str(208 * MB))
     done = subprocess.run(

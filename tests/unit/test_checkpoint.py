@@ -1,7 +1,7 @@
 """Checkpoints: what is read is what was written, and only the newest are kept.
 
 `one(version)` makes a snapshot whose every part follows from its version, so that a checkpoint put
-together from two can be told.
+together from two can be recognized.
 """
 
 from __future__ import annotations

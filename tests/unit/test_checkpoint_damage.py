@@ -1,6 +1,6 @@
 """Damaged and foreign checkpoints: each is refused, with its file and the reason.
 
-`forge` changes the contents and makes the checksums anew, as no damage does.
+`forge` changes the contents and makes new checksums, as no damage does.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_the_one_before_is_used(tmp_path: Path) -> None:
 
 
 def forge(path: Path, name: str, change: Callable[[Any], Any]) -> None:
-    """Changes a manifest's fields or a file's tensors."""
+    """Change a manifest's fields or a file's tensors."""
     if name == "manifest.json":
         fields = json.loads((path / name).read_text())
         (path / name).write_text(json.dumps(change(fields) or fields))

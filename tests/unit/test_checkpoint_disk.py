@@ -62,7 +62,7 @@ def test_kills_at_random_instants(tmp_path: Path) -> None:
         assert problems == []
         assert snapshot is not None
         assert path is not None
-        assert snapshot.version >= written, "what was said to be written is there"
+        assert snapshot.version >= written, "what was reported as written is there"
         same(snapshot, one(snapshot.version, BIG))
         sha256sum(path)
         first = snapshot.version * 3 // 2 + 1
@@ -75,7 +75,7 @@ STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir",
 
 
 def _die_at(pipe: Connection, directory: Path, version: int, step: int) -> None:
-    """Writes a checkpoint and is killed when it is about to do its step-th thing with files."""
+    """Write a checkpoint and be killed at the step-th operation on files."""
     steps = itertools.count()
 
     def hook(event: str, args: object) -> None:
@@ -141,7 +141,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def kept(directory: Path, before: list[str]) -> None:
-    """What was there is there, whole, and nothing else."""
+    """Check that the old one is there, whole, and nothing else."""
     assert names(directory) == before
     for each in found(directory):
         same(read(each.path), one(each.version, BIG))
@@ -191,7 +191,7 @@ def test_a_read_only_file_system(mount: Callable[[str], Path]) -> None:
 
 
 def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
-    """As a disk that fills up in the midst of a file; Python ignores SIGXFSZ."""
+    """Limit it like a disk that fills up during a write; Python ignores SIGXFSZ."""
     write(tmp_path, one(1, BIG), keep=1)
     before = names(tmp_path)
     _, hard = limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -276,7 +276,7 @@ def test_no_directory(tmp_path: Path) -> None:
 def test_mistakes_and_what_may_pass(
     number: int, lasts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where checkpoints are written and where they are read; only mistakes are for a person."""
+    """Check directories to write and to read; only mistakes are shown to a user."""
     write(tmp_path, one(1), keep=2)
     write(tmp_path, one(2), keep=2)
 

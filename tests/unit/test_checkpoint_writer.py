@@ -90,7 +90,7 @@ class FirstWork:
 def test_work_that_is_being_set_is_in_a_copy_whole_or_not_at_all(
     job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each of the copy's reads the first stores are done, at the next read the others."""
+    """Do the first stores at each of the copy's reads, and the others at the next read."""
     memory = JobMemory(config(job_name))
     memory.create_control(sync.parse("asp"))
     try:

@@ -26,7 +26,7 @@ LONG = b"x" * (1 << 18)  # more than a pipe holds
 
 
 class Loop:
-    """An event loop, and what it has heard of a child."""
+    """An event loop, and the messages of a child."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -141,7 +141,7 @@ def test_a_child_that_cannot_be_started_leaves_nothing(loop: Loop) -> None:
 def test_a_checkpoint_writer_that_does_not_end_blocks_nothing(
     job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has told its outcome, and closed its output; the kernel may still block it."""
+    """It has reported its outcome, and closed its output; the kernel may still block it."""
     told = 'print(\'{"ok": false, "error": "a full disk"}\', flush=True)'
     script = f"import os, signal; {told}; os.close(1); signal.pause()"
     monkeypatch.setattr(process, "module_command", lambda *_: [sys.executable, "-c", script])

@@ -1,4 +1,4 @@
-"""How code is compiled: wrappers, parts of a caller, vectors, and errors."""
+"""Compilation of code: wrappers, parts of a caller, vectors, and errors."""
 
 from __future__ import annotations
 

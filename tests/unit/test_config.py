@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_read_for_now(
 def test_a_mistake_in_toml_is_named_by_its_place(
     text: str, where: str, what: str, tmp_path: Path
 ) -> None:
-    """As in the other files that users write: file, line, and column where it is known."""
+    """Name it as in the other files that users write: file, line, and column if known."""
     path = write(tmp_path / "job.toml", text)
     with pytest.raises(UsageError) as info:
         load(path)

@@ -1,4 +1,4 @@
-"""Cutoff SGD by hand: what is applied, dropped and told, and what is predicted from."""
+"""Cutoff SGD by hand: what is applied, dropped and reported, and what is predicted from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def joined(model: Cutoff, *learners: int) -> Cutoff:
 
 
 class Told:
-    """A predictor that says what it is told to, and keeps what it hears."""
+    """Predictor that returns what it is set to, and keeps what it observes."""
 
     learners = None
 
@@ -99,7 +99,7 @@ def test_run_times_from_grant_to_push_and_censored_at_the_cutoff() -> None:
     model.push(1, 5.0)
     model.push(0, 6.5)
     assert told.heard[1] == ([2.5, 1.0, 2.5], [False, False, True])
-    # The straggler begins anew at 7.0: of that iteration only 1 s has passed at the next cutoff.
+    # The straggler starts again at 7.0: of that iteration only 1 s has passed at the next cutoff.
     model.push(2, 7.0)
     assert model.cutoff == 3
     model.push(0, 7.5)

@@ -42,8 +42,8 @@ def error_of(path: Path, **columns: str) -> str:
         read_training(path, **columns)
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith(str(path)), "the message says where"
-    assert "; " in message, "the message says what to do"
+    assert message.startswith(str(path)), "the message names the place"
+    assert "; " in message, "the message names a remedy"
     return message.removeprefix(str(path))
 
 

@@ -1,4 +1,4 @@
-"""Where things lie: the directories that docs/environment.md names."""
+"""Directories that docs/environment.md names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_runtime_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(DirectoryMistake, match="/tmp/gadei-ps-12345678"):
             paths.directory(make=True)
         patch.setenv("XDG_RUNTIME_DIR", "relative")
-        assert paths.directory() == Path("/tmp/gadei-ps-12345678"), "as its specification says"
+        assert paths.directory() == Path("/tmp/gadei-ps-12345678"), "as its specification requires"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
     assert paths.directory() == home / "gadei-ps"
     assert paths.socket_path("demo") == home / "gadei-ps" / "demo.sock"
@@ -100,7 +100,7 @@ def test_the_runtime_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def roots(monkeypatch: pytest.MonkeyPatch, home: Path) -> Path:
-    """In place of /run/gadei-ps-root; /tmp is the directory home."""
+    """Replace /run/gadei-ps-root; /tmp is the home directory."""
     if os.getuid() != 0:
         pytest.skip("only root can have files of other users")
     monkeypatch.setattr(paths, "ROOTS", home / "run" / "gadei-ps-root")
@@ -124,7 +124,7 @@ def test_nobody_makes_roots_directory(roots: Path, home: Path) -> None:
 
 
 def test_root_where_run_cannot_be_written(roots: Path, home: Path) -> None:
-    """As in a container, or a user namespace, where it is another's."""
+    """Check a container, or a user namespace, where it is another's."""
     roots.parent.rmdir()
     assert paths.directory() == home / "gadei-ps-0"
     paths.directory(make=True).rmdir()
@@ -176,7 +176,7 @@ def test_checkpoints_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home: 
 
 
 def test_compiled_code_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """By the same rule; but only for the units' user, who alone may trust what lies there."""
+    """Apply the same rule; only the units' user may trust what lies there."""
     unit = home / "var/cache/gadei-ps"
     monkeypatch.setattr(homes, "CACHE", unit)
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", "/run/gadei-ps/")
@@ -231,7 +231,7 @@ def test_a_runtime_directory_that_another_user_has_named(
 def test_a_line_that_the_name_of_another_users_socket_forges(
     short: Path, roots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may hold a line feed, and the kernel tells it as it is."""
+    """It may hold a line feed, and the kernel reports it as it is."""
     theirs = short / "theirs"
     _of_nobody(theirs)
     monkeypatch.chdir(short)

@@ -1,4 +1,4 @@
-"""What the driver of a synchronization model tells shards, learners and the next server."""
+"""Messages of a synchronization model's driver to shards, learners and the next server."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_change_of_the_model(job_name: str) -> None:
         entries["obsolete"] = 5
         sync_change.request(rig.memory.control, sync.parse("bsp"))
         one.turns()
-        # Each learner may finish the iteration in hand. One that holds up the others can be seen.
+        # Each learner may finish the iteration in flight. One that holds up the others can be seen.
         assert entries["grant"].tolist() == [1, 1, 1]
         assert entries["member"].tolist() == [1, 0, 1]
         rig.publish(1, rig.ones())
@@ -180,7 +180,7 @@ class _Killed(Exception):
 @pytest.mark.parametrize("collect", [False, True])
 @pytest.mark.parametrize("last", ["hyper", "numbers_done", "mode"])
 def test_new_numbers_whichever_store_is_the_last(last: str, collect: bool, job_name: str) -> None:
-    """No shard may go on before the numbers are whole, whichever server makes them so."""
+    """No shard may continue before the numbers are whole, whichever server makes them so."""
     with Rig(job_name, W, learners=2, shards=2, collect=collect, optimizer={"lr": 1.0}) as rig:
         make_leases(rig)
         memory = rig.memory.control
@@ -239,7 +239,7 @@ def test_new_numbers_wait_for_the_slowest_shard(job_name: str) -> None:
             packed = OptimizerSpec(Kind.SGD, rate).pack()[None]
             hyperparameters.request(memory, packed)
             one.turns()
-            # What a shard has answered to the change before is no answer to this one.
+            # What a shard has answered to the change before is not an answer to this one.
             assert rig.control["mode"] == number << sync_change.MODE_BITS | Mode.HOLD
             one.turns()
             assert hyperparameters.in_force(memory) == number - 1

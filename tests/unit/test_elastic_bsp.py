@@ -1,4 +1,4 @@
-"""ElasticBSP: lengths of supersteps, failing predictions, deaths and newcomers, by hand."""
+"""ElasticBSP: lengths of supersteps, failing predictions, deaths and joining members, by hand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_late_learner_has_arrived_with_its_next_push() -> None:
     assert model.releases == releases + 1, "the other would wait for a second slow iteration"
     assert lengths(model)[1] >= 1, "what was granted stays so"
     assert lengths(model)[0] >= 1
-    # It goes on at once; the iteration in hand is a part of the new superstep.
+    # It continues at once; the iteration in flight is a part of the new superstep.
     model.push(1, now + 60.0)
 
 

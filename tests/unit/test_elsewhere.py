@@ -47,7 +47,7 @@ def memory(job_name: str) -> Iterator[JobMemory]:
 
 
 def serve(pipe: Connection, job: str, namespace: int, *, reign: bool) -> None:
-    """A server up to its lock, which it takes when told. reign: it then takes the leases, once no
+    """A server up to its lock, which it takes on request. reign: it then takes the leases, once no
     watchdog knows of it any more."""
     from gadei_ps.memory.lifecycle import Leases
     from gadei_ps.server.manager import Asked, Server
@@ -66,7 +66,7 @@ def serve(pipe: Connection, job: str, namespace: int, *, reign: bool) -> None:
 
 
 def adopt(pipe: Connection, job: str, namespace: int, *, pauses: bool) -> None:
-    """A watchdog's adoption. pauses: after its look at locks, until it is told to go on."""
+    """A watchdog's adoption. pauses: after its look at locks, until a request."""
     process.namespace = lambda: namespace  # of this child alone
     look = watchdog_memory.check_dead_elsewhere
 
@@ -109,7 +109,7 @@ class Job:
         return child
 
     def adopted(self, namespace: int) -> bool | str:
-        """What becomes of a watchdog that starts in that namespace, and is then killed."""
+        """Return how a watchdog ends that starts in that namespace, and is then killed."""
         child = self.start(adopt, namespace, pauses=False)
         try:
             said: bool | str = child.receive()
@@ -139,7 +139,7 @@ def job(memory: JobMemory) -> Iterator[Job]:
 def test_a_stopped_server_keeps_its_job(
     job: Job, namespace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the next watchdog too, in its own namespace, in the adopting one, or in a third."""
+    """Protect it from the next watchdog in its own, the adopting or a third namespace."""
     monkeypatch.setattr(watchdog_memory, "ELSEWHERE_END_S", 0.1)
     server = job.server(THERE)
     first = job.adopted_while(server)
@@ -165,7 +165,7 @@ def test_a_watchdog_dies_while_it_waits(job: Job, namespace: int) -> None:
 
 
 def test_a_server_that_has_served_meanwhile_is_forgotten(job: Job) -> None:
-    """Its pid is another process' here, which the watchdog would kill as an unknown server."""
+    """Forget it: its pid is another process' here, which the watchdog would kill as a server."""
     server = job.server(THERE, reign=True)
     first = job.adopted_while(server)
     assert server.receive(), "it is active"
@@ -177,7 +177,7 @@ def test_a_server_that_has_served_meanwhile_is_forgotten(job: Job) -> None:
 
 
 def test_watchdogs_of_one_namespace_go_on_with_their_servers(job: Job) -> None:
-    """After an adoption from elsewhere, too."""
+    """Check it after an adoption from elsewhere, too."""
     job.control["header"]["owner_namespace"] = THERE
     assert job.adopted(HERE) is True
     server = job.server(HERE)
@@ -191,7 +191,7 @@ def test_watchdogs_of_one_namespace_go_on_with_their_servers(job: Job) -> None:
 
 
 def test_a_server_that_still_ends_here_holds_nobody_up(job: Job) -> None:
-    """Its lock goes last, when its line tells already that it is dead."""
+    """Release its lock last, when its line already reports its death."""
     hold = holds.take(job.name, holds.SERVERS[LINE])
     assert hold is not None
     line = job.control["server"][LINE]

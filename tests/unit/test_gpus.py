@@ -1,4 +1,4 @@
-"""Which GPUs there are, and which learner gets which; no GPU is needed."""
+"""Detection of GPUs and their assignment to learners; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PATIENCE_S = support.PATIENCE_S
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tests see no GPU of the machine, only those that they make."""
+    """Hide the GPUs of the machine: tests see only those that they make."""
     for name in (VISIBLE, ORDER, DEVICE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
 
 
 def tool(tmp_path: Path, code: str) -> None:
-    """What stands for nvidia-smi from now on."""
+    """Install a stand-in for nvidia-smi."""
     program(tmp_path / "bin/nvidia-smi", code)
 
 
@@ -57,7 +57,7 @@ def tool(tmp_path: Path, code: str) -> None:
         ),
         ("No devices were found\n", []),
     ],
-    ids=["none", "two", "divided", "said so"],
+    ids=["none", "two", "divided", "refused"],
 )
 def test_listed(tmp_path: Path, said: str, found: list[Gpu]) -> None:
     tool(tmp_path, f"import sys\nassert sys.argv[1:] == ['-L']\nprint({said!r}, end='')")
@@ -142,7 +142,7 @@ def test_visible_is_what_cuda_would_see(
 
 
 def test_choose_counts_among_the_visible() -> None:
-    here = {VISIBLE: "what it says"}
+    here = {VISIBLE: "what it holds"}
     assert gpus.choose("1,0", ["2", "3"], here) == ("3", "2")
     assert gpus.choose(" 0, 0,1", ["GPU-a", "GPU-b"], here) == ("GPU-a", "GPU-a", "GPU-b")
     assert gpus.choose("GPU-b", ["GPU-a", "GPU-b"], here) == ("GPU-b",)
@@ -187,7 +187,7 @@ def test_assign_goes_round() -> None:
     ],
 )
 def test_assign_several(there: list[str], each: int, dealt: list[str]) -> None:
-    """In turn too, and none of them twice to one learner."""
+    """Assign in turn too, and no GPU twice to one learner."""
     given = [gpus.assign(there, index, {}, each)[VISIBLE] for index in range(3)]
     assert given == dealt
 

@@ -1,4 +1,4 @@
-"""What `bench group_deaths` counts: each fault is seen, and what is right is none."""
+"""Counts of `bench group_deaths`: each fault is found, and no correct run has one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MACHINES, ROUNDS, EACH = 3, 5, 4
 
 
 class Seen:
-    """Rounds of machines whose agents add each round to their jobs, and tell of it."""
+    """Rounds of machines whose agents add each round to their jobs, and report it."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -48,7 +48,7 @@ class Seen:
             for machine in machines:
                 self.frames[machine] += 1
                 if number > rounds.start:
-                    self.tell(machine, number - 1, life)  # it is applied, and not told of yet
+                    self.tell(machine, number - 1, life)  # it is applied, and not reported yet
                 self.tell(machine, number, life)
         self._rounds.settle()
 
@@ -110,7 +110,7 @@ class Group:
         self.weights[machine, :, at] += 1, self.numbers[at][0] if number is None else number
 
     def exchange(self, again: int | None = None) -> None:
-        """Machines are weighted unequally. again: this one takes its difference twice."""
+        """Weight members unequally. again: this one takes its difference twice."""
         mean = np.average(self.weights, axis=0, weights=[1, 2, 5])
         if again is not None:
             twice = 2 * mean - self.weights[again]

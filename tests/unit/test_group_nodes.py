@@ -1,4 +1,4 @@
-"""What is said at once of a cluster that cannot have the replicas of a run."""
+"""Errors about a cluster that cannot have the replicas of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = {"name": "a", "every": 1, "groups": [{"machines": 2}, {"nodes": ["x", "y"]
 
 
 def cluster(*addresses: str) -> list[dict[str, Any]]:
-    """Nodes at these addresses, as Ray tells of them."""
+    """Return nodes at these addresses, as Ray reports them."""
     head = {"node:__internal_head__": 1.0}
     return [
         {"NodeManagerAddress": one, "Resources": {"CPU": 1.0, f"node:{one}": 1.0} | head}

@@ -1,4 +1,4 @@
-"""Where replicas of a run are placed, what keeps a node out, and what a command prints of them."""
+"""Placement of a run's replicas, what keeps a node out, and what a command prints of them."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_nothing_is_printed_of_replicas_that_end_as_their_command_has_asked() ->
 
 
 def test_a_state_is_printed_again_only_after_another_one() -> None:
-    """Between the end of its job and its own, a replica looks as if it trained."""
+    """Check the time between its job's end and its own, when a replica seems to train."""
     made, said = watching("training")
     for state in ("ending", "training", "ending", "away", "training"):
         made._note({"machine": 1, "state": state, "ended": None})

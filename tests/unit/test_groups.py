@@ -1,4 +1,4 @@
-"""What machines of a group exchange: parts, sums, formats and rules, by properties."""
+"""Exchange between members of a group: parts, sums, formats and rules, by properties."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def models(count: int, values: int) -> st.SearchStrategy[list[Floats]]:
-    """Models by a seed: normal values, and some that are 0 or equal in all models."""
+    """Return models by a seed: normal values, and some that are 0 or equal in all models."""
 
     def made(seed: int) -> list[Floats]:
         chance = np.random.default_rng(seed)

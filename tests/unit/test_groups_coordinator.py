@@ -94,7 +94,7 @@ class Replica:
             self.owned, self.answered = set(), set()
 
     def act(self, chance: random.Random, all_: list[Replica]) -> None:
-        """One step of what it was told."""
+        """Do one step of its orders."""
         reply = self.reply
         if reply is None or reply.place is None or reply.rejoin:
             return
@@ -215,7 +215,7 @@ class World:
         self.check()
 
     def is_done(self, epochs: int) -> bool:
-        """Whether all passes are in the weights of all replicas that live."""
+        """Return whether all passes are in the weights of all replicas that live."""
         shares, members = self.group.shares, set(self.group.members)
         all_there = members == {one.member for one in self.replicas} and not self.group.newcomers
         return (
@@ -223,11 +223,11 @@ class World:
         )
 
     def check(self) -> None:
-        """Members of one generation with equally many rounds have the same weights."""
+        """Check that members of a generation with equally many rounds have the same weights."""
         known: dict[tuple[int, int], Any] = {}
         if self.group.is_settled:
             lineage, rounds = self.group.lineage, self.group.rounds
-            if lineage != self.last[0] and self.last[1]:  # it begins anew if nobody has its state
+            if lineage != self.last[0] and self.last[1]:  # it starts again if nobody has its state
                 assert all(self.reported.get(one.member) != self.last for one in self.replicas)
             elif lineage == self.last[0]:
                 assert rounds >= self.last[1]
@@ -255,7 +255,7 @@ def test_rounds_are_applied_once_by_all(seed: int, count: int, epochs: int) -> N
     for _ in range(30):  # all have applied these rounds
         world.step(disturbs=False)
     longest = max((one.history for one in world.replicas), key=len)
-    for one in world.replicas:  # another round may be in hand
+    for one in world.replicas:  # another round may be in flight
         assert one.history in (longest, longest[:-1])
     _, *results = longest
     in_weights: Counter[Batch] = Counter()

@@ -1,4 +1,4 @@
-"""Who trains what: each batch is in the group's weights once a pass, whoever dies or joins."""
+"""Shares of the batches: each is in the group's weights once a pass, whoever dies or joins."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_each_batch_is_in_the_weights_once(
             for batch in has - one.summed:
                 in_weights[batch] += 1
             one.summed = has
-        # Each member makes the same of it, also one that has fetched what it goes on from.
+        # Each member makes the same of it, even one that has fetched its state.
         heard = Shares.heard(json.loads(json.dumps(shares.told())))
         shares.after(said)
         heard.after(said)

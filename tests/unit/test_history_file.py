@@ -97,7 +97,7 @@ def open_files() -> int:
 
 
 def test_what_has_the_name_of_a_history(tmp_path: Path) -> None:
-    """As in a directory of checkpoints that another user has made: nothing is followed, and nothing
+    """Check a directory of checkpoints that another user has made: nothing is followed, and nothing
     makes the writer wait."""
     path, other = tmp_path / "history.jsonl", tmp_path / "other"
     for make in (os.mkfifo, lambda one: one.symlink_to(other), lambda one: one.touch()):

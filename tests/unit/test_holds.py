@@ -125,7 +125,7 @@ def test_a_mapping_in_a_fork_keeps_no_lock(job_name: str) -> None:
 def test_a_look_at_memory_just_made_refuses_no_start(
     job_name: str, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    """Of two starts, one looks for memory to adopt just as the other has made its own."""
+    """Start two: one looks for memory to adopt just as the other has made its own."""
     looks: list[holds.Hold] = []
     create, tries = segment.create, []
 
@@ -242,7 +242,7 @@ def hold_and_open_files(pipe: Connection, job: str, byte: int) -> None:
 
 
 def test_a_server_that_opens_files_is_seen(job_name: str) -> None:
-    """Its files come and go while /proc is read. Who does not see it would serve the job again."""
+    """Open files while /proc is read: a server that is missed would be started again."""
     made = segment.create(job_name, "control", SegmentKind.CONTROL, SIZE, job_id=bytes(16))
     server = Child(hold_and_open_files, job_name, holds.SERVERS[0])
     try:

@@ -47,7 +47,7 @@ PARTS = ("control", "weights", "state", "ring.3")
 
 @pytest.fixture
 def place(job_name: str) -> Iterator[Callable[[str], Path]]:
-    """Where a part of the job lies; what is there is removed after the test."""
+    """Yield where a part of the job lies; what is there is removed after the test."""
 
     def path_of(part: str) -> Path:
         return SHM / segment_name(job_name, part)[1:]
@@ -79,7 +79,7 @@ def identity(path: Path) -> tuple[int, ...]:
 
 
 def line(call: Callable[[], object]) -> str:
-    """What is said of a failure, which is one line; empty if the call succeeds."""
+    """Return the message of a failure, which is one line; empty if the call succeeds."""
     try:
         call()
     except GadeiError as error:
@@ -190,7 +190,7 @@ def test_another_users_process_is_not_killed(place: Callable[[str], Path], job_n
 def test_root_attaches_to_another_users_job_only_on_purpose(
     place: Callable[[str], Path], job_name: str
 ) -> None:
-    """As a learner does that knows from the kernel whose process answers at the socket."""
+    """Attach as a learner that the kernel has shown whose process answers at the socket."""
     file(control(job_name), owner=NOBODY)(place("control"))
     name = segment_name(job_name, "control")
     mapped = segment.attach(name, SegmentKind.CONTROL, writable=False, owner=NOBODY)
@@ -378,7 +378,7 @@ def _refuse(path: Path, flags: int, mode: int) -> int:
 def test_an_own_file_that_cannot_be_opened_is_not_taken_for_foreign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A policy of the kernel forbids it for now, say: its job is not begun anew in its place."""
+    """A policy of the kernel forbids it for now, say: its job is not started again in its place."""
     path = tmp_path / "segment"
     path.touch(0o600)
     monkeypatch.setattr(os, "open", _refuse)

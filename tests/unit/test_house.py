@@ -71,7 +71,7 @@ MODULES = _modules()
 
 
 def _imported(module: str, tree: ast.AST) -> set[str]:
-    """Modules of the package that it imports, anywhere in its text."""
+    """Return modules of the package that it imports, anywhere in its text."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -86,7 +86,7 @@ def _imported(module: str, tree: ast.AST) -> set[str]:
 
 
 def _started(module: str, tree: ast.AST) -> set[str]:
-    """Modules of the package that it starts as scripts.
+    """Return modules of the package that it starts as scripts.
 
     Seen by `-m` and a name in one sequence, or by a name given to module_command().
     """
@@ -111,7 +111,7 @@ def room(module: str) -> str:
 
 
 def _others(tree: ast.AST) -> set[str]:
-    """Names of all packages that it imports."""
+    """Return the names of all packages that it imports."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -122,7 +122,7 @@ def _others(tree: ast.AST) -> set[str]:
 
 
 def _finds_the_current_directory(tree: ast.AST) -> list[str]:
-    """Commands of the interpreter that would find modules in the current directory."""
+    """Return commands of the interpreter that would find modules in the current directory."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.List | ast.Tuple):
@@ -134,7 +134,7 @@ def _finds_the_current_directory(tree: ast.AST) -> list[str]:
 
 @dataclass(frozen=True)
 class Text:
-    """What the text of a module says. The trees are not kept: they are large, and tests fork."""
+    """Contents of a module's text. The trees are not kept: they are large, and tests fork."""
 
     imports: set[str]
     starts: set[str]
@@ -151,7 +151,7 @@ def _read(module: str, path: Path) -> Text:
 
 @functools.cache
 def texts() -> dict[str, Text]:
-    """Of all modules."""
+    """Return the texts of all modules."""
     return {module: _read(module, path) for module, path in MODULES.items()}
 
 
@@ -184,7 +184,7 @@ def ways(graph: Graph, start: str) -> Iterator[tuple[str, ...]]:
 
 
 def upward(graph: Graph) -> list[str]:
-    """What is imported that does not lie below, with the way there."""
+    """Return imports of modules that do not lie below, each with its path."""
     wrong = []
     for module in graph:
         for way in ways(graph, module):
@@ -195,7 +195,7 @@ def upward(graph: Graph) -> list[str]:
 
 
 def meetings(graph: Graph) -> list[str]:
-    """Ways between rooms that must stay apart."""
+    """Return paths between packages that must stay apart."""
     return [
         " -> ".join(way)
         for module in graph
@@ -206,7 +206,7 @@ def meetings(graph: Graph) -> list[str]:
 
 
 def circles(graph: Graph) -> list[str]:
-    """Modules that reach themselves."""
+    """Return modules that reach themselves."""
     found = []
     for module in graph:
         for way in ways(graph, module):
@@ -289,7 +289,7 @@ def test_rooms_that_meet_are_found() -> None:
 
 
 def test_sources_of_c_run_downwards() -> None:
-    """Headers include headers without a circle; a source's own header comes first."""
+    """Check that headers include headers without a circle; a source's own header comes first."""
     native = ROOT / "native"
     include = re.compile(r'^#include "([^"]+)"', re.M)
     found = {
@@ -308,7 +308,7 @@ def test_sources_of_c_run_downwards() -> None:
 
 
 def calls_in_c(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """For each C source the sources whose functions it names.
+    """Return for each C source the sources whose functions it names.
 
     The sources are formatted so that a function's body begins with a brace in the first column.
     """
@@ -352,7 +352,7 @@ COMPILERS = {"numba", "llvmlite"}
 
 
 def _keeps_code(module: str, graph: Graph) -> bool:
-    """Whether a module makes functions that Numba keeps on disk, or parts of such functions."""
+    """Return whether a module makes functions that Numba keeps on disk, or parts of them."""
     if room(module) == "benchmarks":  # they compile for themselves
         return False
     return (
@@ -361,7 +361,7 @@ def _keeps_code(module: str, graph: Graph) -> bool:
 
 
 def compiled_sources(graph: Graph) -> set[str]:
-    """Modules whose text decides what is compiled: those that keep code, and all they import."""
+    """Return modules whose text decides what is compiled: those with code, and their imports."""
     keeping = {module for module in MODULES if _keeps_code(module, graph)}
     reached = {way[-1] for module in keeping for way in ways(graph, module)}
     return (keeping | reached) - {CEXT}
@@ -455,7 +455,7 @@ WIDE_CONSTRUCTORS = {
     "learners/torch/sampler.py:JobSampler": 9,
     "learners/virtual.py:VirtualWorker": 9,
 }
-"""What is above the limits. Both may only shrink."""
+"""Exceptions above the limits. Both may only shrink."""
 
 
 def sizes(path: str, tree: ast.AST, where: str = "") -> Iterator[tuple[str, int, int | None]]:

@@ -1,4 +1,4 @@
-"""Which learner hangs, which is slow, and which has paused: what is said of made-up looks."""
+"""Verdicts on learners that hang, are slow or have paused, from made-up observations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEP_S = 0.25  # exact in binary
 
 
 class Looked:
-    """What was said until a learner was found to hang, and when, in s. cpu: of it at a time."""
+    """Messages until a learner hangs, and the time of the verdict (s). cpu: its use at a time."""
 
     def __init__(self, cpu: Callable[[float], float], *, paused: bool = False) -> None:
         now = 0.0

@@ -46,7 +46,7 @@ def test_held_until_it_is_asked_for() -> None:
         come()
         with pytest.raises(Interrupted):
             interrupts.check()
-        done.append("told once")
+        done.append("reported once")
     assert done
 
 
@@ -55,7 +55,7 @@ def test_the_first_is_told_and_the_second_raises() -> None:
         assert came() is None
         with interrupts.held():
             come()
-        assert came() == signal.SIGUSR1, "told, though it came while signals were held"
+        assert came() == signal.SIGUSR1, "reported, though it came while signals were held"
         come()
     with pytest.raises(Interrupted):
         come()

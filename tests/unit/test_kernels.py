@@ -231,7 +231,7 @@ COMPILED: list[tuple[Any, tuple[Any, ...]]] = [
 )
 def test_no_kernel_counts_references(kernel: Any, arguments: tuple[Any, ...]) -> None:
     """Counting cost as much as the arithmetic of a chunk; Numba adds it without a word."""
-    # Anew, for code from the cache cannot be looked into.
+    # Compiled again, for code from the cache cannot be looked into.
     fresh = numba.njit(nogil=True, error_model="numpy")(kernel.py_func)
     fresh.compile(arguments)
     (code,) = fresh.inspect_asm().values()
@@ -254,7 +254,7 @@ def test_float16_is_decoded_exactly() -> None:
 
 
 def test_bfloat16_is_decoded_exactly() -> None:
-    """By the definition: sign, eight bits of exponent, seven of mantissa."""
+    """Decode by the definition: sign, eight bits of exponent, seven of mantissa."""
     sign = np.where(ALL_BITS >> 15, -1.0, 1.0)
     exponent = (ALL_BITS.astype(np.int64) >> 7) & 0xFF
     mantissa = (ALL_BITS & 0x7F).astype(np.float64)
@@ -324,7 +324,7 @@ def replayed(spec: OptimizerSpec, gradients: list[Floats]) -> Floats:
 def test_a_stale_gradient_is_carried_as_far_as_one_in_time(
     step: Any, kind: Kind, missed: int
 ) -> None:
-    """As far as momentum would have carried it by now, had it come before those that it missed."""
+    """Compensate by what momentum would have moved, had it come before the missed ones."""
     gradient = np.linspace(-3, 3, 100, dtype=np.float32)
     spec = OptimizerSpec(kind, lr=0.1, momentum=0.8)
     weights, state = np.zeros_like(gradient), [np.zeros_like(gradient)]

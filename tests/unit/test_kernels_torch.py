@@ -84,7 +84,7 @@ def compiled_step(
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize("kind", Kind)
 def test_twenty_steps_are_those_of_torch(kind: Kind, decay: float, step: Any) -> None:
-    """With gradients from 1e-10, where eps decides, to 10."""
+    """Use gradients from 1e-10, where eps decides, to 10."""
     random = np.random.default_rng(int(kind))
     spec = OptimizerSpec(
         kind, lr=0.03, momentum=0.8, beta1=0.85, beta2=0.99, alpha=0.97, weight_decay=decay
@@ -154,7 +154,7 @@ class TestSchedules:
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_encoding_is_that_of_torch(wire_type: WireType, seed: int) -> None:
-    """For any bits of a float32; a NaN stays one."""
+    """Encode any bits of a float32; a NaN stays one."""
     random = np.random.default_rng(seed)
     bits = random.integers(0, 2**32, 4000, dtype=np.uint32)
     # Ties, which random bits hardly ever are.

@@ -33,7 +33,7 @@ def test_no_descriptor_is_free() -> None:
 def test_groups_are_killed_before_their_leaders_are_reaped(
     monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """After that, another process group may have the number."""
+    """Kill them first: another process group may have the number after that."""
     killed: list[int] = []
 
     def kill(leader: int, number: int) -> None:

@@ -139,8 +139,8 @@ def test_the_pages_have_the_tables() -> None:
 
 
 def test_words_of_different_processes_share_no_cache_line() -> None:
-    """Processes that write at the same time; where a word passes on, or a lock is taken, they do
-    not."""
+    """Check concurrent writers; where a word is handed over, or a lock is taken, processes
+    take turns."""
     process = {"W": "W", "writer": "W", "S": "server", "s": "server", "0": "server", "L": "L"}
     process |= {"server": "server", "kernel": "kernel"}
     for name in ("ps_shard", "ps_entry", "ps_control", "ps_ring"):
@@ -151,7 +151,7 @@ def test_words_of_different_processes_share_no_cache_line() -> None:
             for line in range(at // 64, (at + width - 1) // 64 + 1):
                 lines.setdefault(line, set()).add(process[writer])
         shared = {line * 64: writers for line, writers in lines.items() if len(writers) > 1}
-        # The manager's mode and wish to hear of pushes change once a change of model; the books'
+        # The manager's mode and request to see pushes change once a change of model; the books'
         # sizes are written before the ledger is shard 0's.
         allowed = {"ps_control": {128, 768}}.get(name, set())
         assert set(shared) == allowed, (name, shared)

@@ -138,7 +138,7 @@ class Ledger(RuleBasedStateMachine):
         assert sorted(queue.tolist()) == sorted(self.waiting)
         assert int(self.c[0]["requeued_total"]) == self.requeued
         assert all(count == 1 for count in self.answered.values())
-        # Batches are handed out anew only when none waits to be handed out again.
+        # Batches are handed out again only when none waits to be handed out again.
         held = sum(len(one) for one in self.held.values())
         assert held + len(self.waiting) <= len(ROWS) * self.ahead
         open_epochs = {int(self.c[0]["epochs_done"])}

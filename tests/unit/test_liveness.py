@@ -1,4 +1,4 @@
-"""Whether something still moves: what a watch says of made-up looks."""
+"""Progress detection: verdicts on made-up observations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Signs = dict[Hashable, Hashable]
 
 
 def looks(watch: Watch, begin: float, until: float, signs: Signs) -> list[Hashable]:
-    """Looks again and again at the same signs; what the last look says."""
+    """Look again and again at the same counters; return the last verdict."""
     steps = round((until - begin) / STEP_S)
     said: list[Hashable] = []
     for step in range(steps + 1):
@@ -27,7 +27,7 @@ def test_the_limit() -> None:
     watch = Watch(LIMIT_S)
     assert looks(watch, 0, LIMIT_S, {"a": 1, "b": 1}) == []
     assert watch.look(LIMIT_S + STEP_S, {"a": 1, "b": 2}) == ["a"]
-    assert watch.look(LIMIT_S + 2 * STEP_S, {"a": 1, "b": 2}) == ["a"], "it says so again"
+    assert watch.look(LIMIT_S + 2 * STEP_S, {"a": 1, "b": 2}) == ["a"], "it reports it again"
     assert watch.look(LIMIT_S + 3 * STEP_S, {"a": 2, "b": 2}) == []
     # From then on as from the first look.
     assert looks(watch, LIMIT_S + 3 * STEP_S, 2 * LIMIT_S + 3 * STEP_S, {"a": 2}) == []
@@ -35,7 +35,7 @@ def test_the_limit() -> None:
 
 
 def test_any_change_will_do() -> None:
-    """Signs are compared, not ordered: a counter may begin anew."""
+    """Compare counters without an order: one may begin again."""
     watch = Watch(LIMIT_S)
     for step in range(100):
         assert watch.look(step * STEP_S, {"a": (step % 2, "x")}) == []
@@ -52,7 +52,7 @@ def test_keys_that_vanish_are_forgotten() -> None:
 
 
 def test_a_late_observer_blames_nobody() -> None:
-    """After a suspension all clocks begin anew, for those that stand still as well."""
+    """Restart all clocks after a suspension, for stopped processes as well."""
     watch = Watch(LIMIT_S)
     looks(watch, 0, LIMIT_S, {"a": 1})
     late = LIMIT_S + watch.late_s + STEP_S
@@ -106,7 +106,7 @@ def test_against_the_whole_history(story: list[tuple[int, Signs]]) -> None:
 
 
 def hangs(start: Start, begin: float, until: float, *cpu_s: float) -> bool:
-    """Looks again and again at processes that use no more processor time; what the last says."""
+    """Look again and again at processes that use no processor time; return the last verdict."""
     steps = round((until - begin) / STEP_S)
     return [start.hangs(begin + step * STEP_S, cpu_s) for step in range(steps + 1)][-1]
 
@@ -135,7 +135,7 @@ def test_a_start_without_a_process_hangs() -> None:
 
 
 def test_a_start_that_gets_no_further_hangs() -> None:
-    """Servers that die and begin again use the processor, but make no progress."""
+    """Start servers that die and begin again: they use the processor, but make no progress."""
     start = Start(LIMIT_S)
     assert not hangs(start, 0, 0, 5.0)
     for step in range(1, round(LIMIT_S / STEP_S) + 1):

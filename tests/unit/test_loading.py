@@ -1,4 +1,4 @@
-"""Who writes the optimizer's state that all learners load when they begin."""
+"""Writer of the optimizer's state that all learners load when they begin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ W = [Tensor("w", (10,))]
 
 
 def asks(rig: Rig, generation: int, digest: int = 7, *, done: bool = False, **more: Any) -> str:
-    """Of a new watchdog each time: all that counts is in memory."""
+    """Ask a new watchdog each time: all that counts is in memory."""
     asked = Load(generation=generation, digest=digest, done=done, **more)
     return Loading(rig.memory, None).ask(asked)
 
@@ -49,7 +49,7 @@ def test_the_one_that_writes_dies(job_name: str) -> None:
 
 @pytest.mark.parametrize("what", ["state", "weights"])
 def test_the_job_trains_after_the_one_that_writes_has_died(what: str, job_name: str) -> None:
-    """What it has trained stays, whether the dead one had written or not."""
+    """Check that its training stays, whether the dead one had written or not."""
     with Rig(job_name, W, learners=3) as rig:
         assert asks(rig, 1, what=what, gives=50) == "write"
         rig.roster[0]["wanted"] = 0
@@ -68,7 +68,7 @@ def test_a_job_that_has_trained_keeps_its_own(job_name: str) -> None:
 
 
 def test_weights_and_state_are_loaded_one_after_the_other(job_name: str) -> None:
-    """In either order. The weights' turn is not over because the state has brought steps."""
+    """Load in either order. The weights' turn is not over because the state has brought steps."""
     with Rig(job_name, W, learners=2) as rig:
         assert asks(rig, 1) == "write"
         rig.state["record"]["steps"] = 50
@@ -100,7 +100,7 @@ def test_another_load_before_the_first_step(job_name: str) -> None:
 
 
 def test_the_one_that_writes_gives_up(job_name: str) -> None:
-    """As if it had died, also while it lives; it may be the next one that writes."""
+    """Abandon it as if it had died, even while it lives; it may be the next one that writes."""
     with Rig(job_name, W, learners=3) as rig:
         log = mock.Mock()
         loading = Loading(rig.memory, log)
@@ -152,7 +152,7 @@ def test_in_the_middle_of_training(job_name: str) -> None:
 
 
 def test_one_dies_in_the_middle_of_training(job_name: str) -> None:
-    """The next one that loads after a step of its own writes all of it; the log tells."""
+    """The next one that loads after a step of its own writes all of it; the log has it."""
     with Rig(job_name, W, learners=3) as rig:
         log = mock.Mock()
         loading = Loading(rig.memory, log)

@@ -1,4 +1,4 @@
-"""Priorities of log lines in the journal."""
+"""Write priorities of log lines to the journal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ except ZeroDivisionError:
 
 
 def logged(*arguments: str, journal: bool) -> list[str]:
-    """Lines on a stderr that JOURNAL_STREAM names, or another one."""
+    """Return lines on a stderr that JOURNAL_STREAM names, or another one."""
     read, write = os.pipe()
     status = os.fstat(write)
     stream = f"{status.st_dev}:{status.st_ino + (not journal)}"

@@ -16,7 +16,7 @@ from gadei_ps.server import account
 from gadei_ps.show.status import counters
 
 TABLES = metrics.JOB, metrics.LEARNER
-# Words that shard 0 or the watchdog writes beside counters, and that are no metrics.
+# Words that shard 0 or the watchdog writes beside counters, and that are not metrics.
 OTHERS = {
     "ps_entry": {
         *("started", "finished", "version", "clock", "reason", "drained", "handed"),

@@ -1,4 +1,4 @@
-"""Where `train` writes its model: never over an earlier one, unless that is wanted."""
+"""Directory of the model of `train`: an earlier one is kept, unless it may be replaced."""
 
 from __future__ import annotations
 

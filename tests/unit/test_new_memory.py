@@ -55,7 +55,7 @@ def enter(memory: JobMemory, snapshot: Snapshot | None = None) -> np.void:
 
 
 def begin(made: Segment, memory: JobMemory, kind: SegmentKind, **rest: int) -> dict[str, object]:
-    """What stands at the begin of a segment."""
+    """Return the first bytes of a segment."""
     return {
         "header.magic": layout.MAGIC,
         "header.layout_version": layout.LAYOUT_VERSION,

@@ -1,4 +1,4 @@
-"""What systemd hears: a real datagram socket in its place."""
+"""Notifications to systemd: a real datagram socket in its place."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_start_that_goes_on(runtime_dir: Path) -> None:
 
 
 def test_more_time_is_asked_for_again(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manager that is executed anew has forgotten it. Without progress no more is asked for."""
+    """A manager that is executed again has forgotten it. Without progress no more is asked for."""
     manager = Manager(str(runtime_dir / "notify"))
     notify = Notify(str(runtime_dir / "notify"))
     now = time.monotonic()

@@ -39,7 +39,7 @@ def like(optimizer: Any, module: nn.Module, **given: Any) -> OptimizerSettings:
 
 @pytest.mark.parametrize("kind", sorted(CLASSES))
 def test_defaults_are_torchs(kind: str) -> None:
-    """By kind, by class, and by an optimizer; with and without another rate."""
+    """Compare by kind, by class, and by an optimizer; with and without another learning rate."""
     module, made = model(), CLASSES[kind]
     for given in ({}, {"lr": 0.3}):
         wanted = OptimizerSettings(kind=kind, groups=(), **{**OF_TORCH[kind], **given})
@@ -193,7 +193,7 @@ class Memory(dict[str, Any]):
             super().__setitem__(name, value)
 
     def view(self, _: object) -> Memory:
-        """As a segment's."""
+        """Return a view like a segment's."""
         return self
 
 
@@ -219,7 +219,7 @@ def test_a_watchdog_that_dies_while_it_enters_them() -> None:
 
 
 def test_a_default_of_another_optimizer_is_not_the_scripts() -> None:
-    """What sgd takes by default means nothing to AdamW: status must not name the script for it."""
+    """Check AdamW: defaults of sgd do not apply to it, so status must not name the script."""
     spoken = Script(ScriptSettings(kind="sgd", lr=0.1, weight_decay=0.0))
     job = JobConfig(name="a", optimizer=OptimizerConfig(kind="adamw"))
     assert [spoken.source(job, name) for name in ("kind", "lr", "weight_decay")] == [

@@ -1,4 +1,4 @@
-"""What can be said of an optimizer: checks, packing, rates."""
+"""Settings of an optimizer: checks, packing, learning rates."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ENDLESS = OptimizerSpec(Kind.SGD, lr=0.0, schedule=Schedule.STEP, step_size=1, s
 @example(spec=MANY_STEPS, t=1939)
 @example(spec=ENDLESS, t=1024)
 def test_compiled_learning_rate_is_the_reference(spec: OptimizerSpec, t: int) -> None:
-    """To the rounding of a few float64 operations and of two mathematical libraries."""
+    """Compare to the rounding of a few float64 operations and of two mathematical libraries."""
     hyper = spec.pack()
     wanted = reference.learning_rate(hyper, t)
     assert cpu.learning_rate(hyper, t) == pytest.approx(wanted, rel=1e-13, abs=1e-300)

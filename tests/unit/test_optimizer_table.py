@@ -46,7 +46,7 @@ def test_fields_of_the_table_are_those_of_the_specification() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if TABLE[kind].torch])
 def test_the_table_agrees_with_torch(kind: Kind) -> None:
-    """Names and defaults are those of torch's class, and the slots those that it makes."""
+    """Compare names and defaults with torch's class, and the slots with those that it makes."""
     one, made = TABLE[kind], CLASSES[kind]
     assert KINDS[made] in NAMES
     weight = torch.nn.Parameter(torch.ones(3))

@@ -48,7 +48,7 @@ class Looker:
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), count=st.integers(1, MAX_LEARNERS), size=st.sampled_from([512, 1 << 17]))
 def test_no_ring_waits_longer_than_a_round(data: st.DataObject, count: int, size: int) -> None:
-    """Whoever pushes: each ring is looked at once a round, and no ring twice in a pass."""
+    """Look at each ring once a round, whoever pushes, and at no ring twice in a pass."""
     looker = Looker(count, size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order, "QUIET", np.uint64(data.draw(st.integers(0, 5))))

@@ -1,4 +1,4 @@
-"""What several learners print at a time, as lines of one output."""
+"""Output of several learners at a time, as lines of one output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gadei_ps.machine.output import Output, _Stream
 
 
 class Shown:
-    """What has been written to a pipe by now."""
+    """Text that has been written to a pipe by now."""
 
     def __init__(self) -> None:
         self._read, self.fd = os.pipe()
@@ -83,7 +83,7 @@ def test_lines_of_learners_do_not_mix() -> None:
 
 
 def test_what_is_no_text(tmp_path: Path) -> None:
-    """Without an end, with bytes of all kinds: parts of it are shown, and all is in the file."""
+    """Send bytes of all kinds without an end: parts are shown, and all is in the file."""
     endless = bytes(range(14, 256)) * 2000
     with shown() as to:
         lines = Output(1, stdout=to.fd, directory=tmp_path / "logs")
@@ -171,7 +171,7 @@ def test_lines_before_a_death_are_shown() -> None:
 
 
 def test_nobody_reads_it(tmp_path: Path) -> None:
-    """Learners see it as without the pipe between; files are written on."""
+    """Check that learners see it as without the pipe between; files are still written."""
     forever = "while True: print('x' * 1000)"
     read, write = os.pipe()
     os.close(read)

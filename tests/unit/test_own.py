@@ -1,4 +1,4 @@
-"""Which learners of a job a command has started, and which of them have done something."""
+"""Learners of a job that a command has started, and those that have done something."""
 
 from __future__ import annotations
 

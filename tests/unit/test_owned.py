@@ -57,7 +57,7 @@ class Memory:
 
 
 class Owner(RuleBasedStateMachine):
-    """An agent gives and takes back, learners answer and die, servers die in a transaction."""
+    """An agent gives and resets, learners answer and die, servers die in a transaction."""
 
     @initialize(ahead=st.integers(1, 16))
     def begin(self, ahead: int) -> None:
@@ -72,7 +72,7 @@ class Owner(RuleBasedStateMachine):
         self.dropped: set[int] = set()  # came back meanwhile, and shard 0 has not looked yet
 
     def _give(self, epoch: int, begin: int, size: int) -> bool:
-        """Gives what is free of a stretch, in ranges of `size`."""
+        """Give what is free of a stretch, in ranges of `size`."""
         free = [i for i in range(begin, BATCHES) if batch_id(epoch, i) in self.free]
         ranges = [(epoch, one, one + 1) for one in free[:size]]
         if size % 2 and free:  # one range instead
@@ -94,7 +94,7 @@ class Owner(RuleBasedStateMachine):
 
     @property
     def _may_give(self) -> bool:
-        """After taking back, only once nothing is unanswered: so says the copy."""
+        """Return whether it may give: after a reset, only once nothing is unanswered."""
         return not self.drains or not owned.unanswered(self.c[0])
 
     @precondition(lambda self: self._may_give)
@@ -122,7 +122,7 @@ class Owner(RuleBasedStateMachine):
 
     @rule(row=st.sampled_from(ROWS), size=st.integers(1, 40))
     def server_dies_in_a_transaction(self, row: int, size: int) -> None:
-        """What it had handed out is undone, whatever the watchdog has given since."""
+        """Check that its handouts are undone, whatever the watchdog has given since."""
         before = {name: self.c[name].copy() for name in OF_LEDGER}
         entry = self.c["roster"][0][row].copy()
         may_give = self._may_give  # no copy is made amid a transaction

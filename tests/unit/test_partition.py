@@ -28,7 +28,7 @@ PLENTY = 10**9
 
 
 def memory_of(chain: Chain, a: int, b: int, in_flight: int) -> int:
-    """Bytes of a stage, worked out independently of the planner."""
+    """Return bytes of a stage, computed independently of the planner."""
     pieces = chain.pieces[a:b]
     sizes = [*(one.entering for one in chain.pieces), chain.leaving]
     flying = 1 if b == len(chain.pieces) else in_flight
@@ -159,7 +159,7 @@ def test_it_is_the_best_of_all_plans(problem: tuple[Profile, list[Device], int])
 
 
 def row(times: Sequence[int], *, weights: int = 0, entering: int = 0, quick: int = 1) -> Profile:
-    """Pieces with these times forward, and the same backward; on the quick kind a part of them."""
+    """Return pieces with these times forward, and the same backward; less on the quick kind."""
     pieces = tuple(Piece(n, n + 1, weights, 0, 0, entering, n > 0) for n in range(len(times)))
     some = tuple(times)
     parts = tuple(one // quick for one in some)
@@ -176,17 +176,17 @@ def device(kind: str = "slow", memory: str = "host", limit: int = PLENTY) -> Dev
 
 
 def test_equal_plans_are_told_apart() -> None:
-    """As many layers as can be in the stage before; the device that was named first."""
+    """Prefer as many layers as possible in the stage before; the device that was named first."""
     made = balanced_stages.plan(row([5, 1, 1, 1]), [device(), device(), device()], 4)
     assert [(one.device, one.first, one.end) for one in made] == [(0, 0, 1), (1, 1, 3), (2, 3, 4)]
 
 
 def test_a_device_that_only_delays_is_left_out() -> None:
-    """What is brought to it and back takes longer than what it computes."""
+    """Check that transfers to it and back take longer than it computes."""
     both = [device("quick"), device("slow", "gpu 0")]
     far = row([100, 100], entering=10**6, quick=2)
     assert [one.device for one in balanced_stages.plan(far, both, 4)] == [0]
-    # A stage that is slower by less than a hundredth is no reason.
+    # A stage that is slower by less than a hundredth is not a reason.
     near = row([10_000, 20], entering=20)
     assert len(balanced_stages.plan(near, [device(), device("slow", "gpu 0")], 4)) == 2
 
@@ -198,7 +198,7 @@ def test_a_device_that_only_delays_is_left_out() -> None:
 def test_what_is_lacking_is_said(
     limits: tuple[int, ...], number: int, needed: int, factor: str
 ) -> None:
-    """With the memory that the error names there is a plan, and with less there is none."""
+    """Find a plan with the memory that the error names, and none with less."""
     chain = row([1, 1, 1], weights=10 << 20).chain  # of 90 MiB each, nine times the weights
 
     def ask(*limits: int) -> None:
@@ -227,7 +227,7 @@ EVEN = [(10, 20)] * 3
 
 @pytest.mark.parametrize("stages", [EVEN, [(30, 5), (10, 20), (1, 40)], [(7, 11)]])
 def test_a_stage_prefers_a_backward_pass(stages: list[tuple[int, int]]) -> None:
-    """Where a forward pass begins, none waits; and the last stage computes both at once."""
+    """Check that no stage waits where a forward pass begins; the last one computes both at once."""
     passes = timeline.run(stages, 6, 0, 0, 20)
     assert len(passes) == 20 * len(stages) * 2
     by = {(one.stage, one.backward, one.mini_batch): one for one in passes}

@@ -1,4 +1,4 @@
-"""Where shards run: pure decisions on machines made up, and the binding of a real thread."""
+"""Placement of shards: pure decisions for invented machines, and binding of a real thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a virtual worker computes: devices and cores of its stages, and of the learner itself."""
+"""Devices and cores of a virtual worker's stages, and of the learner itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_thread_has_the_cores_of_its_place() -> None:
 
 
 def test_the_cores_of_a_learner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its share, where `gadei-ps run` or another launcher has told it one."""
+    """Return its share, if `gadei-ps run` or another launcher has set one."""
     monkeypatch.setattr(stage_devices.process, "cores", lambda: 8)
     for share, cores in (("", 8), ("3", 3), ("99", 8), ("4,2", 8)):
         monkeypatch.setenv("OMP_NUM_THREADS", share)

@@ -1,4 +1,4 @@
-"""What the display of a plan advises."""
+"""Advice in the display of a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MS = 1e-3
 def told(
     total_s: float = 10 * MS, devices: str = "host:1", stages: int = 2, cores: int = 2, **other: Any
 ) -> str:
-    """Of a plan of equal stages. other: fields of the plan."""
+    """Return the advice for a plan of equal stages. other: fields of the plan."""
     stage = {
         **dict.fromkeys(("forward_s", "backward_s"), total_s / 2),
         "device": devices,

@@ -63,7 +63,7 @@ def lines(axes: Axes) -> list[Any]:
 
 
 def named(figure: Figure) -> Iterator[tuple[str, Any]]:
-    """What a legend names, with its colour."""
+    """Return the names of a legend, with their colours."""
     for axes in figure.axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             patches = getattr(handle, "patches", None)
@@ -75,7 +75,7 @@ def named(figure: Figure) -> Iterator[tuple[str, Any]]:
 
 
 def faults(figure: Figure) -> list[str]:
-    """What would mislead a reader."""
+    """Return what would mislead a reader."""
     found = []
     for axes in figure.axes:
         curves = lines(axes)

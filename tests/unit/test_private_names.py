@@ -22,7 +22,7 @@ DOCUMENTED = {"_getvalue"}
 
 
 def private(text: str) -> set[str]:
-    """Names of Numba and llvmlite that a source uses and that are not public."""
+    """Return names of Numba and llvmlite that a source uses and that are not public."""
     found: set[str] = set()
     attributes: list[ast.Attribute] = []
     imports = False

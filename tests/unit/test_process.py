@@ -120,7 +120,7 @@ def test_a_zombie_does_not_live() -> None:
 
 
 def test_a_process_whose_main_thread_has_ended_lives() -> None:
-    """Its first thread is a zombie then; the others run on."""
+    """Let its first thread become a zombie; the others run on."""
     script = (
         "import ctypes, sys, threading\n"
         "threading.Thread(target=sys.stdin.readline).start()\n"
@@ -319,7 +319,7 @@ def test_a_fork_beside_a_start_can_start_children() -> None:
 
 
 def test_a_signal_to_a_child_that_the_kernel_has_reaped() -> None:
-    """As for all children of a program whose caller ignores SIGCHLD."""
+    """Send one as for all children of a program whose caller ignores SIGCHLD."""
     program = (
         "import signal, subprocess, time\n"
         "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
@@ -334,7 +334,7 @@ def test_a_signal_to_a_child_that_the_kernel_has_reaped() -> None:
 
 @pytest.mark.parametrize(("name", "ends"), [(process.FOREIGN, ""), ("own", "ended\n")])
 def test_the_end_with_a_thread_that_waits(name: str, ends: str) -> None:
-    """In a library of C++ whose objects the interpreter's end destroys: it would crash."""
+    """Wait in a library of C++ whose objects the interpreter's end destroys: it would crash."""
     script = (
         "import atexit, sys, threading\n"
         "from gadei_ps.machine import process\n"

@@ -1,4 +1,4 @@
-"""Durations, sizes and progress of the command line, as texts."""
+"""Format durations, sizes and progress of the command line as texts."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_no_record(job_name: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_what_set_has_changed(job_name: str, request: pytest.FixtureRequest) -> None:
-    """It is told with the configuration, has room, and is dropped where it is no change."""
+    """It comes with the configuration, has room, and is dropped if nothing changes."""
     job = config(job_name)
     control = _made(job, request)
     assert recorded.read_changes(control) == NO_CHANGES

@@ -113,7 +113,7 @@ def test_tabs_with_and_without_quoting(tmp_path: Path, lines: list[str], texts: 
 
 
 def test_an_array_of_json_objects(tmp_path: Path) -> None:
-    """Values are read as texts; a key that is missing is empty."""
+    """Read values as texts; a key that is missing is empty."""
     objects = [{"n": 1, "text": x, "label": y == "x", "all": None} for x, y in ROWS]
     path = written(tmp_path, json.dumps([*objects, {"text": "?"}]), "data.json")
     data = read_training(path)
@@ -174,9 +174,9 @@ def test_the_separator_is_found(texts: list[str], separator: str, header: bool) 
         ),
         (("review", "Sentiment"), {}, "column 'review' holds the sentences, column 'Sentiment' "),
         (("sentence", "what"), {}, "column 'sentence' holds the sentences, column 'what' holds"),
-        (("said", "label"), {}, "column 'said' holds the sentences"),
-        (("said", "what"), {"text_column": "said", "label_column": "what"}, ""),
-        (("said", "what"), {"text_column": "1", "label_column": "2"}, "column 'said' holds"),
+        (("speech", "label"), {}, "column 'speech' holds the sentences"),
+        (("speech", "what"), {"text_column": "speech", "label_column": "what"}, ""),
+        (("speech", "what"), {"text_column": "1", "label_column": "2"}, "column 'speech' holds"),
         (
             (),
             {},
@@ -201,7 +201,7 @@ def test_columns_are_found(
 
 
 def test_rows_that_hold_nothing_are_left_out(tmp_path: Path) -> None:
-    """Files that were put together with their headers; rows without text or label."""
+    """Read files that were put together with their headers; rows without text or label."""
     text = text_of(ROWS[:5]) + "tail\n,x\n" + text_of(ROWS[5:])
     path = written(tmp_path, text)
     data = read_training(path)

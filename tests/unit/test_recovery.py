@@ -27,7 +27,7 @@ def noise(seed: int, count: int) -> np.ndarray:
 def _stopped_inside(
     rig: Rig, done: Rig, shard: int, chunk: int, *, is_open: bool, scratch: float
 ) -> None:
-    """Brings a shard of `rig` to where SIGKILL could leave it on the way to the state of `done`."""
+    """Bring a shard of `rig` to where SIGKILL could leave it on the way to the state of `done`."""
     low, high = rig.range(shard)
     high = min(high, rig.model.parameters)
     record = rig.state["record"][shard]
@@ -188,7 +188,7 @@ def test_recover_without_the_ring(is_open: bool, kind: str, job_name: str) -> No
 
 
 def test_an_open_row_is_restored_without_its_frame(job_name: str) -> None:
-    """Its learner has written other rows over the frame since: the place is the record's."""
+    """Write other rows over the frame before the recovery: the place is the record's."""
     tensors = [Tensor("table", (50, 10)), Tensor("w", (100,))]
     with Rig(job_name, tensors, {"table": noise(1, 500), "w": noise(2, 100)}) as rig:
         before = rig.weights.copy()

@@ -147,7 +147,7 @@ def test_versions_of_models_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_coordinator_is_not_looked_for_while_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without its head, Ray answers that only after a minute."""
+    """Wait: without its head, Ray answers that only after a minute."""
 
     def get(*_: Any, **__: Any) -> Any:
         raise error

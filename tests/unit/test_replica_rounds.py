@@ -156,7 +156,7 @@ def test_an_unexpected_error_ends_the_replica(run: Run, monkeypatch: pytest.Monk
 
 
 def test_a_replica_joins_again_once(run: Run) -> None:
-    """The coordinator is gone right after it has told it to."""
+    """The coordinator is gone right after its request."""
     run.group = Group(None, True, (), ["0"], time.monotonic() + 600)
     Training.has_model["0"].set()
     one = run.start(0)

@@ -1,4 +1,4 @@
-"""What a replica does to its job: what it exchanges, what it keeps, and what it reports."""
+"""Effects of a replica on its job: exchange, weights that it keeps, and reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OVERLAP = pytest.mark.parametrize("overlap", [True, False])
 
 
 class Job:
-    """In the place of a client. The optimizer has its state while it `is_warm`."""
+    """Stand-in for a client. The optimizer has its state while it `is_warm`."""
 
     job, model, current_version = "job", MODEL, 0
 
@@ -67,7 +67,7 @@ class Job:
 
 
 def weights(**values: float) -> FloatArray:
-    """Ones; of some tensors the first value is another one."""
+    """Return ones; in some tensors the first value is another one."""
     made = MODEL.flatten({one.name: np.ones(one.shape) for one in MODEL.tensors})
     for name, value in values.items():
         MODEL.views(made)[name].flat[0] = value
@@ -113,7 +113,7 @@ def test_the_optimizer_keeps_its_state_and_the_job_its_buffers(
 def test_what_learners_push_after_the_copy_stays_if_they_are_not_paused(
     overlap: bool, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without overlap, too, if the group cannot be reached for a while."""
+    """Check it without overlap, too, if the group cannot be reached for a while."""
     job = Job(w=3)
     one = begun(job, overlap, notes, monkeypatch)
     one.copy()
@@ -148,7 +148,7 @@ def test_a_replica_that_has_diverged_gets_all_of_the_group(
 
 
 class Batches:
-    """In the place of what a client owns."""
+    """Stand-in for a client's externally assigned batches."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

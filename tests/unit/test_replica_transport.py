@@ -81,7 +81,7 @@ class Members:
             one.start()
 
     def results(self, count: int) -> dict[int, Any]:
-        """What so many members have sent."""
+        """Return the messages of so many members."""
         found: dict[int, Any] = {}
         while len(found) < count:
             ready = wait([one for one, _ in self.pipes], support.PATIENCE_S)

@@ -1,4 +1,4 @@
-"""When the dead are started again: decisions on histories that hypothesis makes up."""
+"""Restarts of dead processes: decisions on histories that hypothesis makes up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ policies = st.builds(
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Exit]:
-    """Exits before NOW, oldest first."""
+    """Return exits before NOW, oldest first."""
     ages = draw(st.lists(st.floats(0, 300), max_size=30))
     return [Exit(NOW - age, draw(st.booleans())) for age in sorted(ages, reverse=True)]
 

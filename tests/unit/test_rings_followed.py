@@ -1,4 +1,4 @@
-"""Which rings a server shows to its shards, and how it lets learners go, as the roster tells."""
+"""Rings that a server shows to its shards, and detached learners, by the roster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def made(job_name: str, collect: bool = False) -> Rig:
-    """Rows 1 and 2 are in use; the rings of both are shown already by another server."""
+    """Use rows 1 and 2; another server already shows the rings of both."""
     rig = Rig(job_name, [Tensor("w", (5000,))], learners=3, shards=2, slots=2, collect=collect)
     make_leases(rig)
     rig.roster[0]["retired"] = 1
@@ -54,7 +54,7 @@ def active(rig: Rig) -> Iterator[Stepped]:
 
 
 def shown(one: Stepped) -> list[int]:
-    """Rows that the shards see."""
+    """Return rows that the shards see."""
     return [row for row, line in enumerate(one.shown) if line["address"]]
 
 

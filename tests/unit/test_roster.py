@@ -1,4 +1,4 @@
-"""Which rows the watchdog watches, lets go and frees, on a job's real segments."""
+"""Rows that the watchdog watches, evicts and frees, on a job's real segments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Watched:
         self.roster = Roster(rig.memory, self.selector, log, 0.0, self.freed.append)
 
     def hear(self) -> None:
-        """What the selector tells."""
+        """Handle what the selector reports."""
         for key, mask in self.selector.select(PATIENCE_S):
             key.data(mask)
 
@@ -70,7 +70,7 @@ def test_who_is_adopted(watched: Watched) -> None:
 
 
 def test_a_row_without_a_ring(watched: Watched) -> None:
-    """Its dead watchdog has given it away or was about to; nobody can be served there."""
+    """Refuse it: its dead watchdog has given it away or was about to."""
     entries = watched.rig.roster
     for row in (0, 1):
         watched.rig.memory.remove_ring(row)
@@ -81,7 +81,7 @@ def test_a_row_without_a_ring(watched: Watched) -> None:
 
 
 def test_a_new_learner(watched: Watched) -> None:
-    """At no instant its row counts as its own while words of the learner before are there."""
+    """Check that its row never counts as its own with words of the learner before."""
     entries, memory = watched.rig.roster, watched.rig.memory
     watched.roster.adopt(0.0)
     row = ROWS  # of a learner that has left
@@ -104,7 +104,7 @@ def test_a_new_learner(watched: Watched) -> None:
     def look() -> None:
         inode = int(watched.rig.control["ring_inode"][row])
         found = words(used)
-        found.pop("loss", None)  # NaN: it is told with the first gradient
+        found.pop("loss", None)  # NaN: it comes with the first gradient
         seen.append((found, inode, int(ring.header["magic"])))
 
     with at_each_line(look, roster):
@@ -138,7 +138,7 @@ def test_a_learner_dies(watched: Watched, pid: int) -> None:
 
 
 def test_a_place_that_was_never_taken(watched: Watched) -> None:
-    """Its watchdog died before it answered; the learner lives, and has another place by now."""
+    """Free it: its watchdog died before it answered, and the learner has another place by now."""
     mine = {"pid": os.getpid(), "pid_start": process.start_ticks(os.getpid())}
     for field, value in mine.items():  # this process has all rings mapped
         watched.rig.roster[1][field] = value
@@ -173,7 +173,7 @@ def test_who_may_leave(watched: Watched, pid: int) -> None:
 
 
 def test_a_connection_of_an_earlier_learner(watched: Watched) -> None:
-    """Its row has another learner by now, which has not mapped its ring yet."""
+    """Ignore it: its row has another learner by now, which has not mapped its ring yet."""
     watched.roster.adopt(0.0)
     watched.roster.look_at(1, 1)
     assert watched.roster.rows == [0, 1, 2, 3]

@@ -89,7 +89,7 @@ def test_values_that_are_not_finite_are_found() -> None:
 @given(data=st.data(), wire=st.sampled_from(list(WireType)))
 @settings(max_examples=100, deadline=None)
 def test_rows_of_zeros_need_not_travel(data: st.DataObject, wire: WireType) -> None:
-    """Rows that are left out are zero; the others are unchanged."""
+    """Leave out rows that are zero; the others are unchanged."""
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1))
     model = place([Tensor(f"t{i}", shape) for i, shape in enumerate(shapes)])
     gradients = {}
@@ -116,7 +116,7 @@ def test_rows_of_zeros_need_not_travel(data: st.DataObject, wire: WireType) -> N
 
 @st.composite
 def frames(draw: st.DrawFn, model: Model) -> dict[int, Any] | None:
-    """By number of the tensor: its rows, or all of it. None: a dense frame."""
+    """Return frames by number of the tensor: its rows, or all of it. None: a dense frame."""
     if draw(st.integers(0, 4)) == 0:
         return None
     made: dict[int, Any] = {}
@@ -135,7 +135,7 @@ def frames(draw: st.DrawFn, model: Model) -> dict[int, Any] | None:
 
 
 def gradients(model: Model, frame: dict[int, Any], seed: int) -> dict[int, Any]:
-    """Values for the rows and tensors that a frame names."""
+    """Return values for the rows and tensors that a frame names."""
     made = {}
     for number, rows in frame.items():
         shape = model.tensors[number].shape
@@ -177,7 +177,7 @@ def models(draw: st.DrawFn) -> list[Tensor]:
 
 @st.composite
 def groups(draw: st.DrawFn, tensors: list[Tensor], kind: str) -> list[dict[str, Any]]:
-    """Settings of some tensors; mostly not of neighbours."""
+    """Return settings of some tensors; mostly not of neighbours."""
     names = draw(st.permutations([one.name for one in tensors if one.role is Role.PARAMETER]))
     made: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(0, len(names)))):

@@ -75,7 +75,7 @@ def test_names_and_shapes_are_those_of_the_file() -> None:
 
 
 def test_it_has_learned_the_switch(trained: Path) -> None:
-    """Against the mean of each learner's last 20 run times, which needs 20 to see a switch."""
+    """Compare with the mean of each learner's last 20 run times, which needs 20 for a switch."""
     times = switching(200, 2)
     model = RunTimeModel.load(trained)
     assert (model.learners, model.lag) == (6, 20)
@@ -171,7 +171,7 @@ def test_imputed_run_times_are_above_their_bound(seed: int, level: float) -> Non
 
 
 def test_an_imputed_run_time_is_the_right_tails() -> None:
-    """Its distribution is the prediction's, of those draws that are above the bound."""
+    """Compare its distribution with the prediction's draws above the bound."""
     weights = arrays(torch_model())
     models = [RunTimeModel(SIZES, weights, seed=seed, draws=200) for seed in range(400)]
     found = []
@@ -278,7 +278,7 @@ def test_samples_are_what_is_averaged() -> None:
 
 
 def save(path: Path, change: Mapping[str, Floats], **told: object) -> Path:
-    """A file whose metadata says `told` in place of the truth."""
+    """A file whose metadata has `told` in place of the truth."""
     path.write_bytes(run_time_file.contents(SIZES, arrays(torch_model()) | change, told))
     return path
 

@@ -61,7 +61,7 @@ def test_a_learner_that_was_there_for_a_while(gone: slice, tmp_path: Path) -> No
 
 
 def test_gaps_and_bounds_count_as_what_they_are(tmp_path: Path) -> None:
-    """Of most of a learner's run times it is known only that they are longer than 0.9."""
+    """Bound most of a learner's run times from below only: they are longer than 0.9."""
     generator = np.random.default_rng(0)
     times = generator.normal(1.0, 0.2, (160, 3))
     bound = np.zeros(times.shape, bool)

@@ -21,7 +21,7 @@ from gadei_ps.classifier.words import Vocabulary, encode  # noqa: E402
 
 
 def japanese() -> tuple[list[str], Any]:
-    """Sentences without spaces, each only once, of which one word says the label."""
+    """Return sentences without spaces, each only once, of which one word decides the label."""
     words = (
         ("昨日の", "あの", "友達の", "東京の"),
         ("映画", "料理", "部屋", "音楽", "先生"),
@@ -38,7 +38,7 @@ def japanese() -> tuple[list[str], Any]:
 
 @pytest.mark.parametrize(("cut", "learns"), [("characters", True), ("words", False)])
 def test_a_language_without_spaces(cut: str, learns: bool, tmp_path: Path) -> None:
-    """As one word, which is what older models made of a sentence, it says nothing of another."""
+    """Encode it as one word, like older models made of a sentence: it predicts nothing."""
     texts, labels = japanese()
     train = 130
     built = Vocabulary.build(texts[:train])

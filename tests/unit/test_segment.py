@@ -59,7 +59,7 @@ def whole(job_name: str) -> Segment:
 
 
 def refused(name: str, kind: SegmentKind = SegmentKind.CONTROL, **how: object) -> str:
-    """Why attaching fails, in one line."""
+    """Return why attaching fails, in one line."""
     with pytest.raises(SegmentError) as info:
         segment.attach(name, kind, writable=False, **how)
     said = str(info.value)
@@ -124,7 +124,7 @@ def test_foreign(made: Segment) -> None:
 
 
 def test_other_build(made: Segment) -> None:
-    """Only the control segment tells the build; the others belong to it by the job's id."""
+    """Only the control segment names the build; the others belong to it by the job's id."""
     ours = _native.load(made.word(layout.CONTROL, "build"))
     assert ours == _native.BUILD
     _native.store(made.word(layout.CONTROL, "build"), 0xABC)
@@ -155,7 +155,7 @@ def test_memory_of_another_build_is_kept(whole: Segment, job_name: str) -> None:
         control["phase"] = layout.Phase.STOPPED
         assert not segment.is_kept(job_name)
     whole.header["layout_version"] += 1
-    assert segment.is_kept(job_name), "nobody can tell"
+    assert segment.is_kept(job_name), "it is unknown"
     whole.header["magic"] = 0
     assert not segment.is_kept(job_name)
 
@@ -217,7 +217,7 @@ def test_larger_than_the_memory_behind_shm(
 
 
 def test_full_when_it_comes_to_reserving(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others took it between the look and the reservation."""
+    """Let others take it between the look and the reservation."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -57,7 +57,7 @@ class Tries:
             key.data(mask)
 
     def die(self, now: float) -> None:
-        """Starts one at this time, and hears all until its end."""
+        """Start one at this time, and receive all until its end."""
         self.starter.look(now)
         eventually(lambda: self.hear() or not (self.starter.pid or self.starter._ending))
 
@@ -117,7 +117,7 @@ def test_one_of_another_build_is_tried_again_with_other_files(
 def test_one_that_the_kernel_does_not_end_blocks_nothing(
     tries: Tries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the watchdog has one thread. It starts another one in the end."""
+    """Continue the watchdog's one thread. It starts another process in the end."""
     monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
     monkeypatch.setattr(process, "send_signal", lambda child, number: None)
     monkeypatch.setattr(server_starter, "FORK_SERVER_KILL_S", 1000.0)

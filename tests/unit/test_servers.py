@@ -44,7 +44,7 @@ def watched(job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]
 
 
 def hear(made: Servers, deaths: int) -> None:
-    """Until so many processes have died, or none is left."""
+    """Wait until so many processes have died, or none is left."""
     while deaths and made.running:
         for key, mask in made.selector.select(PATIENCE_S):
             key.data(mask)
@@ -52,7 +52,7 @@ def hear(made: Servers, deaths: int) -> None:
 
 
 def test_a_server_starts_and_dies(watched: Servers) -> None:
-    """At no instant its pid stands with words of another server."""
+    """Check that its pid never stands beside words of another server."""
     control = watched.memory.control.view(CONTROL)
     line = control["server"][0]
     line["start"], line["reigns"] = 7, 1  # of the one before
@@ -75,7 +75,7 @@ def test_a_server_starts_and_dies(watched: Servers) -> None:
 
 
 def test_the_words_of_the_fork_server(watched: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At no instant its pid stands with the start of another one."""
+    """Check that its pid never stands beside the start of another one."""
     control = watched.memory.control.view(CONTROL)
     control["fork_server_pid"], control["fork_server_start"] = former = (1, 7)
     monkeypatch.setattr(ServerStarter, "pid", os.getpid())

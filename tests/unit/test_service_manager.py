@@ -1,4 +1,4 @@
-"""What the service manager is asked: its version, and which units of jobs run."""
+"""Queries to the service manager: its version, and which units of jobs run."""
 
 from __future__ import annotations
 

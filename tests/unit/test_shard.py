@@ -316,7 +316,7 @@ def test_what_a_dead_learner_has_published_is_applied(job_name: str) -> None:
 
 
 def test_a_ring_that_is_not_served_yet_is_not_read(job_name: str) -> None:
-    """What stands in `applied` for its row is another learner's."""
+    """Check `applied` of its row, which holds another learner's."""
     with Rig(job_name, W) as rig:
         rig.publish(0, rig.ones())
         rig.roster[0]["served"] = 9
@@ -331,7 +331,7 @@ def test_a_ring_that_is_not_served_yet_is_not_read(job_name: str) -> None:
 
 
 def test_a_retired_learner_does_not_depart_again(job_name: str) -> None:
-    """Its entry is the next learner's, which the manager of this process does not know yet."""
+    """Give its entry to the next learner, which the manager of this process has not read yet."""
     with Rig(job_name, W, ahead=1) as rig:
         entry = rig.roster[0]
         entry["retired"], entry["wanted"], entry["generation"] = 1, 9, 9

@@ -56,7 +56,7 @@ def in_child(call: Callable[[], object]) -> None:
 
 
 def units(order: list[str], at: dict[str, Callable[[], object]]) -> list[Unit]:
-    """Units that note the order in which they are loaded. at: what else one of them does."""
+    """Return units that note the order in which they are loaded. at: what else one of them does."""
 
     def load(name: str) -> None:
         order.append(name)
@@ -103,7 +103,7 @@ def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_unit_is_free_once_it_is_loaded() -> None:
-    """Also where the process goes on with others."""
+    """Check it even if the process continues with others."""
     order: list[str] = []
     again = partial(in_child, lambda: sharing.load([unit("first")]))  # waits if it is not free
     sharing.load(units(order, {"second": again}))

@@ -15,7 +15,7 @@ WHY = "agent 1 at 10.0.0.12:40123: Connection refused; this has lasted for 10 s 
 
 
 def row(number: int, group: int, **more: Any) -> dict[str, Any]:
-    """Of a machine that has trained for long."""
+    """Return the row of a replica that has trained for long."""
     exchange = {"state": "member", "rounds": 12_345, "last_round_s": None, "why": None}
     job = {
         "gradients_applied": 123_456_789,
@@ -58,7 +58,7 @@ def test_what_is_said_of_a_machine() -> None:
 
 
 def test_how_a_run_has_ended() -> None:
-    """A signal that was passed on to all machines is no failure of theirs."""
+    """A signal that was passed on to all machines is not their failure."""
     passed = {"exit_code": 130, "interrupted": "SIGINT", "gradients_applied": 1_000}
     failed = {"machine": 1, "exit_code": 1, "interrupted": None, "gradients_applied": 1}
     summary = {"run": "a", "machines": [{"machine": 0} | passed, failed], "stopped": False}

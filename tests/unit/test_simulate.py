@@ -89,7 +89,7 @@ def test_stragglers_that_never_give_up_are_dropped() -> None:
 )
 def test_stragglers_that_give_up_later(how: Abandonment) -> None:
     found = simulate("cutoff:1", [[1.0, 4.0]], seconds=3.75, give_up=how)
-    # Told at 1, 2 and 3; learner 1 goes on until 1.5, 2.5 and 3.5 and begins anew each time.
+    # Notified at 1, 2 and 3; learner 1 continues until 1.5, 2.5 and 3.5 and restarts each time.
     assert (found.given_up, counts(found)) == (3, (6, 3, 3, 0))
     assert found.lost_s == 1.5 + 1.0 + 1.0
 
@@ -137,7 +137,7 @@ def test_death_while_it_waits() -> None:
 
 
 def test_a_death_ends_no_iteration_but_the_one_it_was_drawn_for() -> None:
-    """Learner 1 gives up its first iteration, in which it would have died later."""
+    """Learner 1 abandons its first iteration, in which it would have died later."""
     times = RecordedTimes(np.array([[1.0, 100.0], [1.0, 0.5]]))
     places = np.arange(2)[:, None], np.arange(4)[None, :]
     for seed in range(1000):

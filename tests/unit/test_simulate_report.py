@@ -42,7 +42,7 @@ def test_gradients_against_differences(name: str) -> None:
 
 
 def _loss(problem: Any, weights: np.ndarray, rows: np.ndarray) -> float:
-    """Of samples to learn from: the held-out ones are swapped for them."""
+    """Return the loss of training samples: the held-out ones are swapped for them."""
     kept = problem._held, problem._held_labels
     problem._held, problem._held_labels = problem._inputs[rows], problem._labels[rows]
     try:
@@ -155,7 +155,7 @@ def test_learning_learns_as_plain_descent_does(name: str) -> None:
 
 
 def test_too_stale_gradients_do_not_learn() -> None:
-    """What the rate over the learners is for: the same rate for each stale gradient diverges."""
+    """Show why the learning rate depends on learners: one rate for stale gradients diverges."""
     problem = Logistic(0)
     setting = Setting(64, parse("normal", 0), iterations=20)
     good, bad = (

@@ -41,7 +41,7 @@ def table(times: RunTimes, learners: int, iterations: int) -> np.ndarray:
 def test_a_run_time_depends_on_its_place_alone(
     spec: str, seed: int, learners: int, iterations: int, first: int, data: st.DataObject
 ) -> None:
-    """To the last bit, however many others are drawn with it."""
+    """Compare to the last bit, however many others are drawn with it."""
     times = parse(spec, seed)
     numbers = first + np.arange(iterations)
     whole = times.draw(np.arange(learners)[None, :], numbers[:, None])

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Gate(torch.nn.Module):
-    """A layer whose passes wait at a gate; tells which pass of which mini-batch waits there."""
+    """A layer whose passes wait at a gate; reports which pass of which mini-batch waits there."""
 
     def __init__(self) -> None:
         super().__init__()

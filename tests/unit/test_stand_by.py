@@ -1,4 +1,4 @@
-"""What the thread of a shard tells when it gets its lease, before it serves, and when it rests."""
+"""Reports of a shard's thread when it gets its lease, before it serves, and when it rests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREVIOUS = 1 << 8 | Mode.HOLD  # what the server before had obeyed
 
 
 def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
-    """While it applies; on a busy machine it may be through before anybody looks."""
+    """Report while it applies; on a busy machine it may be done before it is observed."""
     assert any(_is_seen_to_take_over(job_name) for _ in range(50))
 
 

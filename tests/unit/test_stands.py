@@ -1,4 +1,4 @@
-"""What the manager of a server tells shards, learners and the next server in a stand."""
+"""Messages of a server's manager to shards, learners and the next server in a pause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def _ask(rig: Rig, row: int, number: int, one: Stepped | None = None) -> int:
-    """As the learner does, and shard 0 of the server."""
+    """Ask as the learner does, and shard 0 of the server."""
     asked = number << 32 | int(rig.roster["generation"][row])
     rig.ring(row)["exclusive"] = asked
     if one is not None:
@@ -73,7 +73,7 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
             assert rig.roster["exclusive"][:3].tolist() == [asked, 0, 0]
             assert rig.roster["grant"][:3].tolist() == [free, 1, 1]
 
-            # Numbers of the optimizer wait until it is over, and a newcomer has no grant.
+            # Numbers of the optimizer wait until it is over, and a joining learner has no grant.
             hyperparameters.request(rig.memory.control, OptimizerSpec(Kind.SGD, 0.5).pack()[None])
             _assign(rig, 0)
             one.turns()
@@ -85,7 +85,7 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
                 0,
             )
 
-            # Another time: what the shards have answered is no answer to that.
+            # Another time: what the shards have answered is not an answer to that.
             _ask(rig, 0, 3)
             one.turns()
             assert rig.control["mode"] & 3 == Mode.HOLD and not rig.roster["exclusive"].any()
@@ -99,7 +99,7 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
             rig.ring(0)["exclusive"] = 3 << 32
             one.turns()
             assert rig.control["mode"] == 3 << sync_change.MODE_BITS | Mode.ON_ARRIVAL
-            assert rig.roster["grant"][:3].tolist() == [free, 7, 7]  # it has heard of no other
+            assert rig.roster["grant"][:3].tolist() == [free, 7, 7]  # no other was reported
 
 
 @pytest.mark.parametrize("model", ["asp", "ssp:s=5", "bsp"])
@@ -133,7 +133,7 @@ def test_the_next_server_goes_on_with_a_stand(model: str, job_name: str) -> None
             second.lead()
             second.turns()
             second.obey()
-            # The one that is published is not published again, and nobody goes on.
+            # The one that is published is not published again, and nobody continues.
             assert rig.control["superstep"] == before
             second.finish_superstep()
             second.turns()
@@ -170,7 +170,7 @@ def test_a_stray_word_asks_for_nothing(job_name: str) -> None:
 
 
 def test_shards_that_hold_make_a_superstep_once(job_name: str) -> None:
-    """A shard that has not heard of it sees that another one has consumed the frame."""
+    """A shard that was not notified sees that another one has consumed the frame."""
     with Rig(job_name, [Tensor("w", (2000,))], shards=4) as rig, rig.serving():
         obeyed = rig.control["shard"]["mode"][: rig.shards]
         word = sync_change.set_mode(rig.memory.control, 1, Mode.HOLD)

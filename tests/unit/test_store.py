@@ -1,4 +1,4 @@
-"""The files of compiled code: what is damaged is compiled anew, and no symbol is missing."""
+"""The files of compiled code: what is damaged is compiled again, and no symbol is missing."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ assert os.waitpid(pid, 0)[1] == 0
 
 @pytest.mark.usefixtures("compiled")
 def test_a_fork_runs_what_was_loaded_before() -> None:
-    """With no thread left behind, and after LLVM's own memory was given back."""
+    """Leave no thread behind, and give back LLVM's own memory."""
     from gadei_ps.memory.layout import Reason
 
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which of two servers decides, what each tells of itself, and what one does that is left alone."""
+"""Decisions of two servers, what each reports, and what one does that is left alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _compiled(compiled: None) -> None:
 
 
 def agrees(rig: Rig, one: Stepped, number: int) -> bool:
-    """Whether a server's stage is one that its leases allow."""
+    """Return whether a server's stage is one that its leases allow."""
     return lifecycle.stage(rig.control, number) in STAGES[one.server.leases]
 
 

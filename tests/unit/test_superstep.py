@@ -150,7 +150,7 @@ def test_a_superstep_awaits_the_ring_of_a_newcomer(job_name: str) -> None:
 def _as_soon_as_counted(
     record: int, number: int, actions: np.ndarray, then: np.ndarray, word: int
 ) -> None:
-    """Publishes the next superstep at the first moment at which the manager may."""
+    """Publish the next superstep at the first moment at which the manager may."""
     while get(record) != number:
         pass
     actions[:] = then

@@ -1,4 +1,4 @@
-"""What a model's layers hold, in bytes, where it is not cut, and how its layers are measured."""
+"""Layers of a model, in bytes, where it is not cut, and how they are measured."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_bytes_of_a_small_model() -> None:
         held(wide, {3, 4}, 4),
     ]
     # Two in flight: weights once, two copies and two gradients; a backward pass has two gradients
-    # of activations in hand, and one of what the stage hands on may wait; the last stage has the
+    # of activations in flight, and one of what the stage hands on may wait; the last stage has the
     # activations of one mini-batch.
     needs = found.memory(2)
     own = 220 * F * 5 + 800
@@ -167,7 +167,7 @@ def test_layers_are_measured_where_they_compute(far: bool, monkeypatch: pytest.M
 
 
 def test_what_a_stage_takes_besides_its_layers_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that is one second later each time that it is looked at."""
+    """Measure by a clock that is one second later each time that it is read."""
     clock = itertools.count()
     monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(clock))
     layers: list[nn.Module] = [nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3)]

@@ -1,4 +1,4 @@
-"""What compiled code does with memory that others see."""
+"""Access of compiled code to memory that others see."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _between_marks(cursor: int, weights: int, undo: int) -> None:
 
 
 def test_no_store_crosses_a_mark() -> None:
-    """Without the marks most of these stores would be left out: others overwrite them."""
+    """Check the marks: without them most of these stores would be left out as overwritten."""
     cursor, w, old = np.zeros(1, np.uint64), np.ones(64, np.float32), np.zeros(64, np.float32)
     _between_marks(cursor.ctypes.data, w.ctypes.data, old.ctypes.data)
     assert cursor[0] == 2

@@ -182,7 +182,7 @@ def test_bsp_commits_the_mean_of_all_in_ascending_order() -> None:
 
 
 def test_bsp_may_await_its_first_learners() -> None:
-    """Before start(), all that join take part, and one that dies leaves its gradient."""
+    """Count all that join before start(); one that dies leaves its gradient."""
     model = sync.parse("bsp")
     model.await_others()
     model.join(2, 0.0)

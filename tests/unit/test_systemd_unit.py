@@ -49,7 +49,7 @@ def analyze(*arguments: object, runtime: Path) -> subprocess.CompletedProcess[st
 
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an installation for all users has it."""
+    """Yield it like an installation for all users."""
     monkeypatch.setattr(units, "places", lambda: (Path("/usr/bin/env"),))
 
 
@@ -338,7 +338,7 @@ def test_the_units_keep_their_user(tmp_path: Path, reachable: None) -> None:
 
 
 def test_another_user_is_given_the_directories(tmp_path: Path, reachable: None) -> None:
-    """Before systemd-tmpfiles, after which systemd would not look at what is in them."""
+    """Do so before systemd-tmpfiles, after which systemd would not look at what is in them."""
     units.install(Scope.SYSTEM, where=tmp_path)
     done = units.install(Scope.SYSTEM, user="nobody", where=tmp_path)
     assert {one.found for one in done.units} == {Found.UNEDITED}
@@ -351,7 +351,7 @@ def test_another_user_is_given_the_directories(tmp_path: Path, reachable: None) 
 def test_linger_is_advised_only_without_it(
     tmp_path: Path, reachable: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To a user's own units, and to those of an ordinary user (RemoveIPC)."""
+    """Advise it for a user's own units, and for those of an ordinary user (RemoveIPC)."""
     me = pwd.getpwuid(os.getuid()).pw_name
     nobody = pwd.getpwuid(65534).pw_name
 
@@ -390,7 +390,7 @@ def test_an_edited_unit_is_not_replaced_unasked(which: int, tmp_path: Path) -> N
 
 
 def test_an_unedited_unit_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an upgrade, or from another installation."""
+    """Replace it after an upgrade, or from another installation."""
     first = units.install(Scope.USER, where=tmp_path).units[0]
     monkeypatch.setattr(units, "program", lambda: ["/opt/new release/gadei-ps"])
     second = units.install(Scope.USER, where=tmp_path).units[0]

@@ -1,4 +1,4 @@
-"""What a watchdog tells learners and shards by single words, and counts, in a job's real memory."""
+"""Words of the watchdog for learners and shards, and its counts, in a job's real memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_a_dead_watchdogs_job_tells_its_learners(
     seen.check(Phase.FAILED, Stop.CLOSED)
     control["phase"] = Phase.KEPT
     dead.end_servers(memory.config.name)
-    assert control["phase"] == Phase.KEPT, "it has told them already"
+    assert control["phase"] == Phase.KEPT, "they are notified already"
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -127,7 +127,7 @@ def test_what_a_dead_watchdogs_job_tells_its_learners(
 def test_the_life_of_a_job(
     job_name: str, monkeypatch: pytest.MonkeyPatch, resume: bool, fails: bool
 ) -> None:
-    """Its server is words alone."""
+    """Replace its server by words alone."""
 
     def look(servers: Servers, now: float) -> None:
         control = servers.memory.control.view(CONTROL)
@@ -186,7 +186,7 @@ def test_a_replica_is_no_learner_of_the_status(memory: JobMemory) -> None:
 
 
 class Parking(CheckpointWriter):
-    """Shards that obey the pause word at once."""
+    """Shards that pause at the word at once."""
 
     def _wait_parked(self, deadline: int) -> bool:
         self.paused = _native.load(self._segment.word(CONTROL, "pause"))

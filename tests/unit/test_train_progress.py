@@ -1,4 +1,4 @@
-"""How far a training is, by what its job's status says of the work."""
+"""Progress of a training, from its job's status."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_only_in_a_terminal(options: RunOptions, shows: bool) -> None:
 
 @pytest.mark.parametrize("learners", [1, 2])
 def test_a_bar_of_the_only_learner_stays(learners: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several learners, whose output goes through the command, the line is its own already."""
+    """Leave the line as it is with several learners, whose output goes through the command."""
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
     try:

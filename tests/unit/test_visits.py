@@ -1,4 +1,4 @@
-"""How many frames of a ring a shard takes at a time, and when learners wake up."""
+"""Frames that a shard takes from a ring at a time, and wakes of learners."""
 
 from __future__ import annotations
 

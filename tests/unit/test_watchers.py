@@ -47,7 +47,7 @@ class Ring:
 
 
 class Table:
-    """What a watcher needs of the table of rings, and a control segment in plain memory."""
+    """Table of rings as a watcher needs it, and a control segment in plain memory."""
 
     def __init__(self, rows: list[int]) -> None:
         self.control = np.zeros(1, CONTROL)
@@ -67,7 +67,7 @@ class Table:
         return {row for row, ring in self.rings.items() if words[row] == ring.generation}
 
     def sleep(self) -> None:
-        """As shard 0 does, which has consumed all that is there."""
+        """Sleep as shard 0 does, which has consumed all that is there."""
         rings = self.all()
         bell = _native.load32(self.shard_bell)
         address = np.array([ring.at for ring in rings], np.uint64)
@@ -78,7 +78,7 @@ class Table:
 
 
 def test_a_silent_ring_of_many_wakes_a_shard() -> None:
-    """Of more rings than one call watches, each by a wake of its own head, never by a time-out."""
+    """Wake for more rings than one call watches, each by its own head, never by a time-out."""
     table = Table(list(range(MAX_LEARNERS)))
     threads = Watchers(table)  # type: ignore[arg-type]
     threads.follow()
@@ -112,7 +112,7 @@ def test_few_rings_have_no_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), count=st.integers(1, 40))
 def test_what_a_watcher_watches(data: st.DataObject, count: int) -> None:
-    """It tells of each head that moves while it watches, and leaves the shards a few at most."""
+    """It reports each head that moves while it watches, and leaves the shards a few at most."""
     table = Table(list(range(count)))
     one = Watcher(table, 0)  # type: ignore[arg-type]
     now = 0.0

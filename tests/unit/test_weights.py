@@ -1,4 +1,4 @@
-"""Where tensors lie: properties of the placement, and the table's way through a segment."""
+"""Positions of tensors: properties of the placement, and the table in a segment."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def choices(learners: int, ahead: int) -> npt.NDArray[np.int64]:
 
 
 def brute_force(times: Times) -> tuple[list[int], float]:
-    """Of all choices the smallest window, the one that ends first, with the latest times in it.
+    """Return the smallest window of all choices that ends first, with its latest times.
 
     Of equal times the lower learner's, then the earlier one of a learner, comes first.
     """
@@ -89,7 +89,7 @@ def test_plan_is_what_zipline_finds(data: st.DataObject) -> None:
 
 
 def test_merging_and_spreading_agree() -> None:
-    """What is far apart, alike, or in heaps is brought in the same order by both ways."""
+    """Order values that are far apart, alike, or in heaps in the same way by both."""
     chance = np.random.default_rng(0)
     for times in (
         np.cumsum(chance.random((50, 20)), axis=1),
@@ -104,7 +104,7 @@ def test_merging_and_spreading_agree() -> None:
 
 
 def test_the_papers_figure() -> None:
-    """Of two windows of one size the first is chosen."""
+    """Choose the first of two windows of one size."""
     times = np.array([[1.0, 4.0, 7.0], [2.5, 5.0, 8.0]])
     for search in (plan, zipline_literal, full_grid_scan):
         chosen, window = search(times)
