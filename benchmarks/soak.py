@@ -269,8 +269,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         wanted = job_config(f"soak-{os.getpid()}", directory, options.learners, seconds)
-        # The watchdog is restarted after any number of kills.
-        with Daemon(wanted, policy=Policy(limit=sys.maxsize)) as daemon:
+        with Daemon(wanted) as daemon:
+            daemon.policy = Policy(limit=sys.maxsize)  # it is restarted after any number of kills
             soak = Soak(daemon, directory, quantities.duration(options.every), options.seed)
             soak.warm_up()
             for half in halves:

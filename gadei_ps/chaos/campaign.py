@@ -66,15 +66,17 @@ def run(job: str | None, options: Options) -> dict[str, Any]:
     own = options.own
     with (
         interrupts.held(),
-        Daemon(
-            own.config(),
-            verbose=own.verbose,
-            silent=not own.verbose,  # it would report each death
-            policy=Policy(limit=sys.maxsize),  # chaos kills it on purpose
-        ) as daemon,
+        # A silent one: it would report each death.
+        _KilledDaemon(own.config(), verbose=own.verbose, silent=not own.verbose) as daemon,
         CountedJob(daemon, own) as victims,
     ):
         return _Chaos(victims, options).run()
+
+
+class _KilledDaemon(Daemon):
+    """A watchdog that is killed on purpose, and restarted after any number of kills."""
+
+    policy = Policy(limit=sys.maxsize)
 
 
 @dataclass

@@ -61,32 +61,32 @@ class Daemon:
     survives. Then it continues with the memory that the last `run` of its name has left.
     """
 
+    policy = POLICY
+    """Deaths of the watchdog after which it is not started again."""
+    start_silent_s = START_SILENT_S
+    """Time without progress after which a start has failed (s)."""
+    _keep = False
+
     def __init__(
         self,
         config: JobConfig,
         *,
         verbose: bool = False,
         silent: bool = False,
-        policy: Policy = POLICY,
-        start_silent_s: float = START_SILENT_S,
         learners: int = 1,
         fresh: bool = False,
-        keep: bool = False,
         survives: bool = False,
         child: Child | None = None,
         wanted: Callable[[], None] = interrupts.check,
     ) -> None:
-        """silent: logs not even warnings and errors. policy: how often the watchdog may be killed.
-
-        start_silent_s: how long the watchdog's start may make no progress. learners: how many are
-        to come; their rings must fit into memory beside the model. fresh: from zero, whatever
-        memory and checkpoints are there. keep: the job outlives this process, as one of
-        `gadei-ps serve`; its log goes to a file. survives: if this process is killed, and as long
-        as `keeps` is true, the memory stays at the end for the next `run`. child: a process for the
-        watchdog that was started before; not one with `silent` or `keep`. wanted: raises during the
-        start if it is to end.
+        """silent: logs not even warnings and errors. learners: how many are to come; their rings
+        must fit into memory beside the model. fresh: from zero, whatever memory and checkpoints are
+        there. survives: if this process is killed, and as long as `keeps` is true, the memory stays
+        at the end for the next `run`. child: a process for the watchdog that was started before,
+        not `silent`. wanted: raises during the start if it is to end.
         """
         self.config = config
+        keep = self._keep
         if not keep:  # if watchdog and launcher are killed together, the servers end by orphan_s
             self.config = config.model_copy(update={"orphan_s": min(config.orphan_s, ORPHAN_S)})
         self.survives = survives
@@ -96,7 +96,6 @@ class Daemon:
         self._flags = [f"--{flag}" for flag, on in (("silent", silent), ("keep", keep)) if on]
         self._how = {"verbose": verbose, "learners": learners, "keep": keep, "survives": survives}
         self._silent = silent
-        self._keep = keep
         self._child = child
         self._wanted = wanted
         self._fresh = fresh or (config.checkpoint is None and not keep and not survives)
@@ -104,8 +103,6 @@ class Daemon:
         self.code = 0
         """The exit code of a watchdog that was ended, negative for a signal."""
         self._deaths: tuple[Exit, ...] = ()
-        self._policy = policy
-        self._start_silent_s = start_silent_s
 
     def __enter__(self) -> Self:
         if running(self.config.name):
@@ -140,13 +137,7 @@ class Daemon:
             os.close(child.end)
 
     def _begin(self) -> Child:
-        if not self._keep:
-            return early.start(*self._flags)
-        log_file = self._open_log()
-        try:
-            return early.start(*self._flags, log_file=log_file, dies=False)
-        finally:
-            os.close(log_file)
+        return early.start(*self._flags)
 
     def _wait_ready(self, read: int) -> None:
         """Wait until the child answers. If it cannot start, it says why.
@@ -157,11 +148,11 @@ class Daemon:
         channel = Lines(read)
         said: list[bytes] = []
         assert self._process is not None
-        watch = Watch(self._start_silent_s, START_LATE_S)
+        watch = Watch(self.start_silent_s, START_LATE_S)
         while not channel.has_ended:
             used_s = process.cpu_s(self._process.pid)
-            sign = (len(said), 0 if said else progress(used_s, self._start_silent_s))
-            if watch.look(time.monotonic(), {"start": sign}):
+            sign = (len(said), 0 if said else progress(used_s, self.start_silent_s))
+            if watch.check(time.monotonic(), {"start": sign}):
                 break
             self._wanted()
             said += channel.receive()
@@ -181,23 +172,8 @@ class Daemon:
                 )
         raise JobFailed(f"the daemon of job {self.config.name!r} {what}")
 
-    def _open_log(self) -> int:
-        """Raise UsageError."""
-        try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise UsageError(f"the log of job {self.config.name!r}: {in_words(error)}") from None
-
-    @property
-    def log(self) -> Path:
-        """Log file of a job that is kept."""
-        return state_directory() / f"{self.config.name}.log"
-
     @property
     def _where_why(self) -> str:
-        if self._keep:
-            return f"see {self.log}"
         return "run with --verbose" if self._silent else "see its messages above"
 
     def _answers(self) -> bool:
@@ -236,8 +212,8 @@ class Daemon:
         """Raise JobFailed if the watchdogs were killed too often."""
         now = time.monotonic()
         died = Exit(now, useful=False)
-        self._deaths = restart.remembered((*self._deaths, died), self._policy)
-        if restart.delay(self._deaths, now, self._policy) == restart.GIVE_UP:
+        self._deaths = restart.remembered((*self._deaths, died), self.policy)
+        if restart.delay(self._deaths, now, self.policy) == restart.GIVE_UP:
             how = process.signal_name(-code)
             raise JobFailed(
                 f"the daemon of job {self.config.name!r} was killed "
@@ -261,13 +237,6 @@ class Daemon:
                 self.check()
                 if self._process is before:
                     raise
-
-    def let_go(self) -> None:
-        """Detach from a job that is kept: it continues without this object."""
-        assert self._process is not None and self._keep
-        self._process.kill()  # what stands between this process and the watchdog
-        self._process.wait()
-        self._process = None
 
     def end(self) -> None:
         """End the watchdog, which ends the servers and cleans up. If it is killed, we clean up."""
@@ -297,6 +266,41 @@ class Daemon:
         trace: TracebackType | None,
     ) -> None:
         self.end()
+
+
+class KeptDaemon(Daemon):
+    """A watchdog that outlives this process, as with `gadei-ps serve`; its log goes to a file."""
+
+    _keep = True
+
+    def _begin(self) -> Child:
+        """Raise UsageError."""
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            log_file = os.open(self.log, how, 0o600)
+        except OSError as error:
+            raise UsageError(f"the log of job {self.config.name!r}: {in_words(error)}") from None
+        try:
+            return early.start(*self._flags, log_file=log_file, dies=False)
+        finally:
+            os.close(log_file)
+
+    @property
+    def log(self) -> Path:
+        """Log file of the job."""
+        return state_directory() / f"{self.config.name}.log"
+
+    @property
+    def _where_why(self) -> str:
+        return f"see {self.log}"
+
+    def detach(self) -> None:
+        """Let the job continue without this object."""
+        assert self._process is not None
+        self._process.kill()  # what stands between this process and the watchdog
+        self._process.wait()
+        self._process = None
 
 
 def restartable(job: str) -> bool:

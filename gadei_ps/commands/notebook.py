@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gadei_ps.commands import change, daemon, jobs
-from gadei_ps.commands.daemon import Daemon
+from gadei_ps.commands.daemon import Daemon, KeptDaemon
 from gadei_ps.commands.durations import DRAIN_S
 from gadei_ps.errors import (
     ControlError,
@@ -89,7 +89,7 @@ def serve(
         )
     if before is not None:
         with contextlib.suppress(GadeiError):  # its learners were notified
-            before.let_go()
+            before.close()
     return ServedJob(wanted, fresh=fresh, keep=keep, verbose=verbose)
 
 
@@ -212,7 +212,7 @@ class ServedJob:
             in_process.set_default_job(self.socket)
             atexit.register(self._at_exit)
         except BaseException:
-            self.let_go()
+            self.close()
             raise
 
     def _take_up(self, wanted: JobConfig, fresh: bool, verbose: bool) -> None:
@@ -224,9 +224,9 @@ class ServedJob:
                 )
             self.reload(wanted)
             return
-        made = Daemon(wanted, fresh=fresh, verbose=verbose, keep=True)
+        made = KeptDaemon(wanted, fresh=fresh, verbose=verbose)
         made.__enter__()
-        made.let_go()
+        made.detach()
 
     def reload(self, wanted: JobConfig) -> None:
         """Take over what may change while a job runs; see gadei-ps reload."""
@@ -300,11 +300,11 @@ class ServedJob:
         Also a job with keep=True. Raises JobFailed if the job has failed, NotSaved if its last
         checkpoint has.
         """
-        if self.let_go() and self.kept:
+        if self.close() and self.kept:
             with contextlib.suppress(JobNotFound):
                 jobs.stop(self.name, drain=True, timeout_s=DRAIN_S)
 
-    def let_go(self) -> bool:
+    def close(self) -> bool:
         """Detach from the job; one that is not kept ends. Returns whether that was still to do."""
         if self._closed or not self.of_this_process:
             return False
@@ -325,7 +325,7 @@ class ServedJob:
 
     def _at_exit(self) -> None:
         with contextlib.suppress(GadeiError):
-            self.let_go()
+            self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -336,7 +336,7 @@ class ServedJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.let_go()
+        self.close()
 
     def __repr__(self) -> str:
         how = "has ended" if self.ended else "kept" if self.kept else "served by this process"

@@ -86,6 +86,7 @@ PASSES_PER_CLOCK = 16  # polls of the rings between two looks at the clock while
 # What a pass has come upon.
 PROGRESS = 1  # frames were consumed
 NEWS = 2  # something that the manager must know
+REQUEST = 4  # a request of a learner
 
 
 @inner
@@ -229,6 +230,43 @@ def _pass_on_arrival(s: Shard, looks: int, mode: np.uint32) -> int:
     return found
 
 
+@inner
+def _pass(s: Shard, count: int, looks: int, superstep: np.uint64, mode: np.uint32) -> int:
+    """Handle the frames that have come, as the mode requires; return what the pass has found."""
+    if integer(mode & KIND_OF_MODE) == ON_ARRIVAL:
+        found = _pass_on_arrival(s, looks, mode)
+    else:
+        found = _pass_held(s, count, superstep, mode)
+    if s.number == 0 and _has_requests(s, looks):
+        found |= REQUEST
+    sort_out(s, looks)
+    if found & PROGRESS:
+        put(s.me + FRAMES, s.state[0].record[s.number].steps)
+    return found
+
+
+@inner
+def _makes_due(s: Shard, found: int, kind: int) -> bool:
+    """Return whether the accounts are to be updated because of what a pass has found (shard 0)."""
+    if found & REQUEST:
+        return True
+    # On arrival, each learner gets its next batches with its frame.
+    waits = kind != ON_ARRIVAL or (s.number == 0 and others_may_get(s.c))
+    return found & PROGRESS != 0 and waits
+
+
+@inner
+def _spins(passes: int, idle_since: float, spin_s: float) -> bool:
+    """Spin once, unless the shard has done so for long enough; return whether it did."""
+    if passes % PASSES_PER_CLOCK:
+        spin_once()
+    elif clock() < idle_since + spin_s:
+        spin_on(idle_since)
+    else:
+        return False
+    return True
+
+
 @compiled
 def serve(part: np.ndarray) -> int:
     """Serve a part of the weights until the manager sets `quit`; return the passes made.
@@ -239,19 +277,17 @@ def serve(part: np.ndarray) -> int:
     s = shard_of(address(part))
     board = part[0].board
     seen_version = board + SEEN + np.uint64(s.number) * WORD
-    record = s.state[0].record[s.number]
     spin_s = s.c[0].spin_ns * 1e-9
     count = 0
     known_table = IDLE
-    due_bell = np.uint32(0)
     due = True  # the accounts of shard 0
-    last_bell = np.uint32(0)
+    due_bell = last_bell = np.uint32(0)
     look_at_all = True  # in the next pass
     beat = ZERO
     passes = 0  # since there was anything to do
     idle_since = 0.0
     wide_awake(s.control, np.uint64(s.number))  # the server before may have died asleep
-    put(s.me + FRAMES, record.steps)  # or before it reported
+    put(s.me + FRAMES, s.state[0].record[s.number].steps)  # or before it reported
 
     while True:
         beat += ONE
@@ -277,18 +313,8 @@ def serve(part: np.ndarray) -> int:
         last_bell = bell_seen
         looks = choose(s, count, everything)
         wait_for_pulls(s, looks, bell_seen)
-        if kind == ON_ARRIVAL:
-            found = _pass_on_arrival(s, looks, mode)
-        else:
-            found = _pass_held(s, count, superstep, mode)
-        if s.number == 0 and _has_requests(s, looks):
-            due = True
-            found |= NEWS
-        sort_out(s, looks)
-        if found & PROGRESS:
-            put(s.me + FRAMES, record.steps)
-            # On arrival, each learner gets its next batches with its frame.
-            due = due or kind != ON_ARRIVAL or (s.number == 0 and others_may_get(s.c))
+        found = _pass(s, count, looks, superstep, mode)
+        due = due or _makes_due(s, found, kind)
         if s.number == 0 and (due or bell_seen != due_bell):
             due_bell = bell_seen
             due = _update_accounts(s, count)
@@ -302,21 +328,12 @@ def serve(part: np.ndarray) -> int:
         if passes == 1:
             idle_since = clock()
             s.c[0].shard[s.number].cpu = cpu_here()
-        if passes % PASSES_PER_CLOCK:
-            spin_once()
-            continue
-        if clock() < idle_since + spin_s:
-            spin_on(idle_since)
+        if _spins(passes, idle_since, spin_s):
             continue
         look_at_all = True  # once more before it sleeps, and when it wakes up
-        if not everything:
-            passes = -1
-            continue
-        watched = count
-        if kind != ON_ARRIVAL and s.number != 0:
-            watched = 0
-        sleep(s, watched, bell_seen, BEAT_NS)
-        passes = 0
+        if everything:
+            sleep(s, count if kind == ON_ARRIVAL or s.number == 0 else 0, bell_seen, BEAT_NS)
+        passes = 0 if everything else -1
 
 
 def stand_by(at: np.uint64) -> None:

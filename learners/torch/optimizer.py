@@ -660,8 +660,8 @@ class Optimizer(torch.optim.Optimizer):
             seed,
             drop_last=drop_last,
             accumulate=accumulate,
-            sized=sized,
         )
+        self._sampler.sized = sized
         return self._sampler
 
     def _begin_turn(self) -> None:

@@ -42,7 +42,6 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         *,
         drop_last: bool,
         accumulate: int,
-        sized: bool,
     ) -> None:
         """Set the job's work.
 
@@ -71,7 +70,8 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         self._batches = -(-whole // self._unit)
         self._orders: dict[int, np.ndarray] = {}
         self._epoch = -1
-        self._sized = sized
+        self.sized = True
+        """Whether it has a length."""
         self._ended = True  # the last pass was made to its end
         self.finished = False
         """True if the job has answered all, or stops."""
@@ -82,7 +82,7 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
 
         Raises TypeError if it is to have no length.
         """
-        if not self._sized:
+        if not self.sized:
             raise TypeError("a sampler that was made with sized=False has no length")
         return self._batches * self._parts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import random
 import signal
@@ -22,7 +21,7 @@ from gadei_ps.job.faults import Role, Target
 from gadei_ps.machine import process
 from gadei_ps.memory import segment
 from gadei_ps.storage import checkpoint
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.restart import Policy
 
 SERVERS = (Role.SERVER, Role.STANDBY)
@@ -44,9 +43,14 @@ TOGETHER: list[tuple[Role, ...]] = [
 ]
 
 
+class Restarted(Daemon):
+    """A daemon that is restarted after any number of kills."""
+
+    policy = Policy(limit=10_000)
+
+
 def test_deaths_alone_and_together(job_name: str, tmp_path: Path) -> None:
-    start = functools.partial(Daemon, policy=Policy(limit=10_000))
-    with Team(job_name, tmp_path, start=start) as team:
+    with Team(job_name, tmp_path, start=Restarted) as team:
         for roles in TOGETHER * (team.rounds(10) // 10):
             for target in _known(team, roles):
                 send(target)

@@ -17,7 +17,7 @@ from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import JobFailed
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.watchdog import server_starter, supervisor
-from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.serve_options import Options
 
 SILENT_S = 1.5
 COMPILED_S = 500.0  # the kernels, if no test has needed them before
@@ -39,6 +39,12 @@ if {module!r} in sys.orig_argv:
 Before = Callable[[str, str], None]
 SERVER, DAEMON = "gadei_ps.server.manager", "gadei_ps.watchdog"
 FORK_SERVER = "gadei_ps.server.fork_server"
+
+
+class Impatient(Daemon):
+    """A daemon whose start fails soon."""
+
+    start_silent_s = SILENT_S
 
 
 @pytest.fixture
@@ -101,7 +107,7 @@ def test_a_server_that_hangs_at_its_start(before: Before, job_name: str, what: s
 
 def test_a_watchdog_may_take_long_to_start(before: Before, job_name: str) -> None:
     before(DAEMON, COMPUTE)
-    with Daemon(config(job_name, standby=False), start_silent_s=SILENT_S):
+    with Impatient(config(job_name, standby=False)):
         assert is_running(job_name)
 
 
@@ -118,7 +124,7 @@ def test_a_watchdog_that_hangs_at_its_start(
     before(module, what)
     with (
         pytest.raises(JobFailed, match="did not become ready"),
-        Daemon(config(job_name, standby=False), start_silent_s=SILENT_S),
+        Impatient(config(job_name, standby=False)),
     ):
         pass
 
@@ -128,6 +134,6 @@ def test_a_watchdog_that_is_killed_at_its_start(before: Before, job_name: str) -
     before(DAEMON, "import os; os.kill(os.getpid(), 9)")
     with (
         pytest.raises(JobFailed, match=r"was ended by SIGKILL before it was ready; try again"),
-        Daemon(config(job_name, standby=False), start_silent_s=SILENT_S),
+        Impatient(config(job_name, standby=False)),
     ):
         pass
