@@ -51,10 +51,10 @@ ROUNDING = 1e-6
 def with_log(part: Part, payload: int, times: int) -> None:
     """Apply the gradient at the address `payload` `times` times, as the server does."""
     s = shard_of(address(part))
-    s.hands[0].payload = payload
-    s.hands[0].dtype = FLOAT32
-    s.hands[0].kind = DENSE
-    s.hands[0].scale = 1.0
+    s.current[0].payload = payload
+    s.current[0].dtype = FLOAT32
+    s.current[0].kind = DENSE
+    s.current[0].scale = 1.0
     for _ in range(times):
         prepare(s)
         lock(s)

@@ -17,9 +17,9 @@ from gadei_ps.errors import GadeiError, JobFailed, SegmentError, UsageError, in_
 from gadei_ps.job.control import (
     Attach,
     Detach,
-    Heard,
     LastingConnection,
     Offer,
+    OnNote,
     TensorOffer,
     memory_file,
 )
@@ -62,7 +62,7 @@ def _is_alone() -> bool:
     return alone or LEARNER_VARIABLE not in os.environ
 
 
-def listener() -> Heard | None:
+def listener() -> OnNote | None:
     """Return the display of a large model's progress, if a user has started this learner alone."""
     # `run` and `train` report it once for all of their learners.
     return (
@@ -74,12 +74,12 @@ def offer(
     connection: LastingConnection,
     tensors: Arrays,
     buffers: Arrays,
-    progress: Heard | None = None,
+    progress: OnNote | None = None,
     settings: OptimizerSettings = SILENT,
     aliases: Mapping[str, str] | None = None,
     frozen: Arrays | None = None,
 ) -> None:
-    """Make the job's model, or check that it is this one. progress: `heard` of Connection.request.
+    """Make the job's model, or check that it is this one. progress: see Connection.request.
 
     settings: of the optimizer, if the model is made. aliases: further names, each with the tensor's
     own, for exports. Raises ModelMismatch, NoSharedMemory, or UsageError for settings that no
@@ -129,7 +129,7 @@ def offer(
                 optimizer=settings.for_watchdog(),
             ),
             fds=[fd],
-            heard=progress,
+            on_note=progress,
         )
     finally:
         os.close(fd)
@@ -165,21 +165,21 @@ def to_the_script() -> int:
 def attach(
     connection: LastingConnection,
     name: str,
-    progress: Heard | None = None,
+    progress: OnNote | None = None,
     settings: OptimizerSettings = SILENT,
     *,
     buffers: bool = False,
 ) -> Place:
     """Get a place for this process. A place whose memory cannot be mapped is given back.
 
-    progress: `heard` of Connection.request. settings: of the optimizer. Warns if the job has
+    progress: `on_note` of Connection.request. settings: of the optimizer. Warns if the job has
     others; raises UsageError where that is from another script, from a checkpoint or a default.
     buffers: whether the learner may write the job's buffers.
     """
     asked = Attach(
         name=name[:31], number=number(), optimizer=settings.for_watchdog(), buffers=buffers
     )
-    reply = connection.request(asked, heard=progress)
+    reply = connection.request(asked, on_note=progress)
     if "notice" in reply and (number() <= 0 or _is_alone()):  # one of a team prints it
         warnings.warn(reply["notice"], stacklevel=to_the_script())
     owner = connection.peer_uid  # not our own, where root attaches to another user's job

@@ -87,17 +87,17 @@ class Chain:
         ]
         for a in range(count):
             known: set[int] = set()
-            held = own = in_hand = 0
+            held = own = arriving = 0
             for b in range(a + 1, count + 1):
                 piece = self.pieces[b - 1]
                 own += piece.weights * (2 * in_flight + 1) + piece.state + piece.fixed
-                in_hand = max(in_hand, sizes[b - 1] + sizes[b])
+                arriving = max(arriving, sizes[b - 1] + sizes[b])
                 held += sum(self.held[n].size for n in needed[b - 1] - known)
                 known |= needed[b - 1]
                 ends = sum(self.held[n].size for n in (entering[a] | entering[b]) - known)
                 last = b == count
                 waiting = 0 if last else sizes[b] * (in_flight - 1)
-                cells[a, b] = own + in_hand + waiting + (held + ends) * (1 if last else in_flight)
+                cells[a, b] = own + arriving + waiting + (held + ends) * (1 if last else in_flight)
         return cells
 
 

@@ -1,6 +1,6 @@
 """Loads that the learners of a job share: all run the same script, and one of them writes.
 
-The watchdog decides which (watchdog/loading.py).
+The watchdog decides which (watchdog/initial_load.py).
 """
 
 from __future__ import annotations

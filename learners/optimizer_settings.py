@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from gadei_ps.errors import UsageError
-from gadei_ps.job.optimizer_config import MOST_GROUPS, ScriptSettings, Settings
+from gadei_ps.job.optimizer_config import MOST_GROUPS, ScriptSettings
 from gadei_ps.job.parameter_groups import Group
 from gadei_ps.kernels.optimizers import NAMES, Kind, OptimizerSpec, traits
 
@@ -42,8 +42,8 @@ class OptimizerSettings(ScriptSettings):
         """Return the same for the watchdog, which receives the groups of tensors with the model."""
         if self.is_empty:
             return None
-        groups = None if self.groups is None else [Settings(**one.given) for one in self.groups]
-        return ScriptSettings(**self.given, groups=groups)
+        groups = None if self.groups is None else [one.given for one in self.groups]
+        return ScriptSettings.model_validate({**self.given, "groups": groups})
 
 
 def read_settings(

@@ -394,7 +394,7 @@ static PyMethodDef methods[] = {
     ENTRY(publish, "publish(facts) -> sequence number of the frame that is written"),
     ENTRY(land, "land(landing, (sums, parts, loss_there, kind, blocks, bytes), facts)"),
     ENTRY(counted, "counted(): LAND will publish the frame that was prepared"),
-    ENTRY(wanted, "wanted() -> whether the gradient in hand may still be applied"),
+    ENTRY(wanted, "wanted() -> whether the gradient in flight may still be applied"),
     ENTRY(turn, "turn(number) -> the iteration whose grant that mini-batch of the wave needs"),
     ENTRY(copy_begin, "copy_begin(to): a consistent copy of the weights"),
     ENTRY(copy_on, "copy_on(timeout_ns) -> 0 once it is whole, or PS_TIMEOUT"),

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xca992da78bda211full
+#define PS_BUILD 0x71f1a0711bb1221dull
 
 #endif

@@ -142,7 +142,7 @@ typedef double ps_f64;
   X(PS_NOT_FINITE, 7, "holds a NaN or an infinity")                                  \
   X(PS_BAD_SCALE, 8, "scale of the learning rate, or momentum, that cannot be")          \
   X(PS_BAD_ROWS, 9, "a row out of range, or tensors or rows not in ascending order") \
-  X(PS_GIVEN_UP, 10, "abandoned by it")                                              \
+  X(PS_ABANDONED, 10, "abandoned by it")                                             \
   X(PS_TORN, 11, "could not be read to its end: the ring was damaged")               \
   X(PS_BAD_ASSIGN, 12, "assigns a slot or a step that the optimizer cannot have")
 

@@ -66,15 +66,15 @@
 
 /* One for each of the two server processes.
  *
- * 0      4       8       16     24       28 64
- * || pid | state | start | beat | reigns |  ||
+ * 0      4       8       16     24          28 64
+ * || pid | state | start | beat | confirmed |  ||
  */
 #define PS_SERVER_FIELDS(F, P, T)                                                           \
   F(T, 0, i32, pid, , W, "of the process; 0: none")                                         \
   F(T, 4, u32, state, , W/server, "enum ps_server_state")                                   \
   F(T, 8, u64, start, , W, "when the process started, as `owner_start`")                    \
   F(T, 16, u64, beat, , server, "passes of its manager's loop; moves at least every 0.1 s") \
-  F(T, 24, u32, reigns, , W/server, "1: active, and has had the leases of all shards") P(28, 36)
+  F(T, 24, u32, confirmed, , W/server, "1: active, and has had the leases of all shards") P(28, 36)
 
 /* A row of the roster. W clears the words of 0 for a new learner, before `generation`.
  *
@@ -151,8 +151,8 @@
  * || work |   | batches | epochs | seed | next | epochs_done | requeued | owned_range ||
  * 832             840            848            856            864              872        880
  * || past_applied | past_dropped | past_refused | past_samples | requeued_total | owned_at |
- * 880               888             896         960        1024
- * | past_loss_count | past_loss_sum || lease[8] || heir[8] ||
+ * 880               888             896         960                 1024
+ * | past_loss_count | past_loss_sum || lease[8] || standby_lease[8] ||
  * 1024             1032            1040             1048              1056          1064
  * || server_deaths | server_starts | learner_deaths | watchdog_starts | checkpoints |
  * 1064                 1072                  1080      1088         1120          1152
@@ -224,7 +224,7 @@
   F(T, 872, u64, owned_at, , 0, "batches of that range that are handed out")                     \
   F(T, 880, u64, past_loss_count, , 0, "") F(T, 888, f64, past_loss_sum, , 0, "")                \
   F(T, 896, u64, lease, [8], kernel, "robust mutex (ps_lease.h): its holder is S")               \
-  F(T, 960, u64, heir, [8], kernel, "robust mutex: its holder may wait for the other leases")    \
+  F(T, 960, u64, standby_lease, [8], kernel, "robust mutex: its holder may wait for the other leases") \
   F(T, 1024, u64, server_deaths, , W, "since the memory was made, as all of this line")          \
   F(T, 1032, u64, server_starts, , W, "") F(T, 1040, u64, learner_deaths, , W, "") \
   F(T, 1048, u64, watchdog_starts, , W, "") F(T, 1056, u64, checkpoints, , W, "written")         \
@@ -327,7 +327,7 @@
   F(T, 128, span, span, [2], s, "the last two stretches of chunks, in turn") P(176, 16)          \
   F(T, 192, f64, rate, [PS_MAX_GROUPS], s, "each group's rate that the gradient is applied with")
 
-/* Old values of what a transaction of the books changes. A block: the old words, then one word
+/* Old values of what a transaction of the accounts changes. A block: the old words, then one word
  * that says where they belong; `used` is stored after each block.
  *
  * 0       8 64            2048
@@ -346,7 +346,7 @@
   F(T, 0, u64, sequence, , 0, "of the iteration's frame, plus 1; stored last") \
   F(T, 8, f64, started, , 0, "CLOCK_MONOTONIC, seconds") F(T, 16, f64, finished, , 0, "") \
   F(T, 24, u32, action, , 0, "enum ps_action: what became of its gradient")    \
-  F(T, 28, u32, censored, , 0, "1: it was given up, and would have taken longer")
+  F(T, 28, u32, censored, , 0, "1: it was abandoned, and would have taken longer")
 
 /* Begins the state segment. An undo log: PS_UNDO_HALVES * PS_MAX_STREAMS * PS_CHUNK float32.
  *

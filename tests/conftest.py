@@ -40,7 +40,7 @@ NEEDS_TORCH = re.compile(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Tests fork their own process; what makes it large makes all forks slow."""
+    """Add --part: tests fork their own process, and a large one makes all forks slow."""
     parser.addoption(
         "--part",
         choices=("large", "small"),

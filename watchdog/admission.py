@@ -29,11 +29,11 @@ from gadei_ps.memory.reserve import Cancelled, Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
 from gadei_ps.show.counts import counted
-from gadei_ps.watchdog import making, model, script
+from gadei_ps.watchdog import initial_model, making, script
 from gadei_ps.watchdog.batches import Batches
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.maker import Maker, Task
 from gadei_ps.watchdog.making import First
-from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.roster import Coming, Roster
 from gadei_ps.watchdog.script import Script
 from gadei_ps.watchdog.sockets import Client, ControlServer, Reply, failure
@@ -60,7 +60,7 @@ class File:
 
     def __del__(self) -> None:
         if self.fd >= 0:
-            reserve.let_go(self.fd)
+            reserve.close_later(self.fd)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Admission:
         config.optimizer.specs(says.settings)
         placed = weights.place(offered)
         whole = First(placed, making.read_from(file.fd, placed), script=says)
-        first = model.in_groups(config, whole)
+        first = initial_model.in_groups(config, whole)
 
         def make(progress: Progress) -> tuple[Segment, Segment]:
             try:
@@ -210,7 +210,7 @@ class Admission:
         del self._asked[client]
         if error is None:
             try:
-                model.enter(self._memory, first, made, self._log)
+                initial_model.enter(self._memory, first, made, self._log)
             except (GadeiError, OSError) as problem:
                 error = problem
         if error is not None:
@@ -294,7 +294,7 @@ class Admission:
                 self._drop(ring)
                 error = problem
         if error is not None:
-            self._roster.give_up(coming)
+            self._roster.release(coming)
             if isinstance(error, FileExistsError):  # another row's name may be free
                 self._ask_again(one)
                 return
@@ -334,10 +334,10 @@ class Admission:
         assert memory.model is not None
         says = request.optimizer or NOTHING
         said, notice = script.settled(memory.config, memory.script, says, memory.changes)
-        told = (notice, model.unused_groups(memory.config, memory.model))
+        told = (notice, initial_model.unused_groups(memory.config, memory.model))
         return said, "; ".join(filter(None, told))
 
-    def first_batch(self, client: Client, request: FirstBatch) -> dict[str, Any]:
+    def first_batch(self, client: Client, request: FirstBatch) -> dict[str, bool]:
         """Report whether a learner of another process has begun with the same mini-batch."""
         others = {digest for one, digest in self._begun.items() if one.pid != client.pid}
         if client in self._learning:
@@ -352,7 +352,7 @@ class Admission:
 
     # -- all of them ----------------------------------------------------------------------------
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Cancel unwanted segments, and send notes of the progress to clients. Every tick."""
         for client, task in self._asked.items():
             is_model = self._coming is not None and task is self._coming[0]
@@ -390,7 +390,7 @@ class Admission:
             error = ControlError(f"the watchdog could not do it: {in_words(error)}")
         self._sockets.reply(client, failure(error))
 
-    def end(self, failed: str) -> None:
+    def close(self, failed: str) -> None:
         """Cancel everything. failed: why the job has failed; empty if it has not."""
         self._failed = failed
-        self._maker.end()
+        self._maker.close()

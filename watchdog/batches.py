@@ -23,7 +23,7 @@ from gadei_ps.job import sync_change
 from gadei_ps.job.control import Own, SetWork
 from gadei_ps.memory import finished, layout, owned
 from gadei_ps.memory.layout import CONTROL, Work
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 MOST_WAITING = layout.OWNED - layout.AHEAD
 """Ranges that may wait. A server that dies in a transaction leaves `owned_range` lower by as many
@@ -90,7 +90,7 @@ class Batches:
         rings = self._memory.rings.values()
         return sum(bool(int(one.view(layout.RING)["wants"]) & what) for one in rings)
 
-    def set_work(self, request: SetWork) -> dict[str, Any]:
+    def set_work(self, request: SetWork) -> dict[str, bool]:
         """Set the batches of a job that has none yet. Raises ControlError."""
         control = self._control
         wanted = (request.batches, request.epochs, request.seed)
@@ -120,7 +120,7 @@ class Batches:
         self.hand_out(stopping=False)
         return {"set": True}
 
-    def assign(self, request: Own) -> dict[str, Any]:
+    def assign(self, request: Own) -> dict[str, int]:
         """Give ranges, or take all back. Raises ControlError.
 
         Returns how many were given so far, which may be less than requested if there is no room.

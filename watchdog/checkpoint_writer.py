@@ -36,10 +36,10 @@ from gadei_ps.memory.layout import CONTROL, SHARD, STATE, SegmentKind, Work
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog import model
+from gadei_ps.watchdog import initial_model
 
 PAUSE_LIMIT_S = 1.0  # and a second for each gigabyte
-COPY_ATTEMPTS_S = 20.0  # a take-over or a long gradient may come in between
+COPY_ATTEMPTS_S = 20.0  # a failover or a long gradient may come in between
 ATTEMPT_INTERVAL_S = 0.05  # between two attempts, for training
 COPY_BYTES = 4 << 20  # a piece that one thread copies at a time
 PARKED_POLL_NS = 1_000_000
@@ -371,7 +371,7 @@ def look(directory: Path, config: JobConfig, version: int) -> Examined:
         with contextlib.suppress(CheckpointError):  # then no start could take it
             snapshot, path, _ = checkpoint.newest(directory)
             if snapshot is not None and path is not None and snapshot.version > version:
-                model.check_fits(config, snapshot, path)
+                initial_model.check_fits(config, snapshot, path)
                 newer = {"version": snapshot.version, "path": str(path)}
     return {"ok": True, "newer": newer}
 

@@ -39,16 +39,16 @@ from gadei_ps.watchdog.checkpoint_writer import (
     task_line,
 )
 from gadei_ps.watchdog.durations import WRITER_KILL_S
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.liveness import progress
 from gadei_ps.watchdog.maker import Maker
-from gadei_ps.watchdog.memory import JobMemory
 
 KEEP = 3  # of those asked for by hand, where the job file says nothing
 WRITER_SILENT_S = 10.0  # in which a checkpoint writer that computes uses a part of a core
 CHECKPOINT_RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
 Outcome = Saved | Copied | Failed
-Heard = Callable[[Outcome], None]
+OnOutcome = Callable[[Outcome], None]
 NOWHERE = -1  # instead of a client's file: the copy is for the disk
 WRITER_BYTES = 40 << 20  # of a checkpoint writer's own, beside the copy
 
@@ -72,8 +72,8 @@ class Checkpoints:
     _kills: cgroups.Kills = field(default_factory=cgroups.Kills)
     _dots: int = 0
     _checkpoint_writer: Child | None = None
-    _heard: list[Heard] = field(default_factory=list)
-    _next: list[tuple[Heard, int, bool]] = field(default_factory=list)
+    _waiting: list[OnOutcome] = field(default_factory=list)
+    _next: list[tuple[OnOutcome, int, bool]] = field(default_factory=list)
     _copier: Maker | None = None
     _copies: bool = False
     """Whether the thread is at work."""
@@ -165,8 +165,8 @@ class Checkpoints:
 
     # -- making ---------------------------------------------------------------------------------
 
-    def ask(self, heard: Heard, into: int = NOWHERE, *, slots: bool = True) -> None:
-        """Begin a checkpoint; `heard` is called with its outcome.
+    def ask(self, done: OnOutcome, into: int = NOWHERE, *, slots: bool = True) -> None:
+        """Begin a checkpoint; `done` is called with its outcome.
 
         into: a file that gets a copy of the job instead of the disk; it is closed here. slots:
         whether the optimizer's are copied, too. One that is under way does not count: it may lack
@@ -177,7 +177,7 @@ class Checkpoints:
             _close(into)
             raise CheckpointError("the job has no model yet: there is nothing to save")
         if self._busy:
-            self._next.append((heard, into, slots))
+            self._next.append((done, into, slots))
             return
         try:
             self._check_room(into, slots=slots)
@@ -190,7 +190,7 @@ class Checkpoints:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"cannot start a checkpoint writer: {error.strerror}") from None
-        self._heard.append(heard)
+        self._waiting.append(done)
 
     def _check_room(self, into: int = NOWHERE, *, slots: bool = True) -> None:
         """Raise CheckpointError if there is no memory for a copy: the kernel would kill a process
@@ -235,7 +235,7 @@ class Checkpoints:
         self._copies = True
         self._copier.ask("", make, done)
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Begin a checkpoint if one is due. Called every tick."""
         config = self.memory.config.checkpoint
         if config is None or self._busy or self.memory.state is None:
@@ -248,9 +248,9 @@ class Checkpoints:
                 self._check_room()
                 self._begin()
             except CheckpointError as error:
-                self._tell(failed_by(str(error)))
+                self._report(failed_by(str(error)))
             except OSError as error:
-                self._tell(failed_by(f"cannot start a checkpoint writer: {error.strerror}"))
+                self._report(failed_by(f"cannot start a checkpoint writer: {error.strerror}"))
 
     def _begin(self, look_beyond: int | None = None) -> None:
         config = self.memory.config
@@ -304,11 +304,11 @@ class Checkpoints:
             outcome = failed_by(f"the checkpoint writer made no checkpoint: {why}")
         if self._looks:
             self._saw(outcome)
-            self._go_on()
+            self._serve_next()
         else:
-            self._tell(outcome)
+            self._report(outcome)
 
-    def _tell(self, outcome: Saved | Failed) -> None:
+    def _report(self, outcome: Saved | Failed) -> None:
         control = self._control
         if outcome["ok"]:
             control["checkpoints"] += 1
@@ -338,12 +338,12 @@ class Checkpoints:
         self._answer(outcome)
 
     def _answer(self, outcome: Outcome) -> None:
-        heard, self._heard = self._heard, []
-        for one in heard:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
             one(outcome)
-        self._go_on()
+        self._serve_next()
 
-    def _go_on(self) -> None:
+    def _serve_next(self) -> None:
         """Serve the requests that have come meanwhile."""
         waiting, self._next = self._next, []
         for one, into, slots in waiting:
@@ -352,13 +352,13 @@ class Checkpoints:
             except CheckpointError as error:
                 one(failed_by(str(error)))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the checkpoint writer and the thread, at the end of the job."""
-        self._heard, waiting, self._next = [], self._next, []
+        self._waiting, waiting, self._next = [], self._next, []
         for _, into, _ in waiting:
             _close(into)
         if self._copier is not None:
-            self._copier.end()
+            self._copier.close()
         if self._checkpoint_writer is not None:
             self._checkpoint_writer.end(0.0, WRITER_KILL_S)
             self._checkpoint_writer = None
@@ -367,4 +367,4 @@ class Checkpoints:
 def _close(file: int) -> None:
     """Close a client's file, unless it is NOWHERE."""
     if file != NOWHERE:
-        reserve.let_go(file)
+        reserve.close_later(file)

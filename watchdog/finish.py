@@ -18,7 +18,7 @@ from gadei_ps.watchdog import supervisor
 from gadei_ps.watchdog.dead import clear_dead, end_servers
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.notify import Earlier, Notify
-from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.sockets import remove_dead
 from gadei_ps.watchdog.supervisor import Supervisor
 

@@ -19,13 +19,14 @@ import numpy as np
 from gadei_ps.errors import in_words
 from gadei_ps.job import sync_change
 from gadei_ps.job.control import MOST_REPORTED
+from gadei_ps.job.optimizer_config import Values
 from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
 from gadei_ps.memory import layout, totals
 from gadei_ps.storage.history_file import line
 from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.durations import HISTORY_END_S, HISTORY_KILL_S
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.servers import Failover
 
 LEAST_POINT_S = 1.0  # between two points
@@ -58,7 +59,7 @@ class History:
         self._reported: dict[str, tuple[float, int]] = {}  # since then: means, and their weights
         self._version = -1
         self._stale: dict[tuple[int, int], tuple[int, int]] = {}
-        self._settings: dict[str, Any] = {}
+        self._settings: Values = {}
         self._begun = False
         self._learners: dict[tuple[int, int], int] = {}
         self._counts = (0, 0, 0)
@@ -67,7 +68,7 @@ class History:
     def _control(self) -> np.void:
         return self._memory.control.view(layout.CONTROL)
 
-    def look(self, now: float, failovers: Sequence[Failover] = ()) -> None:
+    def tick(self, now: float, failovers: Sequence[Failover] = ()) -> None:
         """Once a second: a point, if it is time for one, and what was changed. Raises nothing.
 
         failovers: those since the last call.
@@ -113,11 +114,11 @@ class History:
                 mean = before + (mean - before) * (count / (weight + count))
                 self._reported[name] = mean, weight + count
 
-    def end(self, finished: bool, failovers: Sequence[Failover] = ()) -> None:
+    def close(self, finished: bool, failovers: Sequence[Failover] = ()) -> None:
         """Write the rest, as the job leaves this process. Waits a second at most.
 
         finished: whether training was done when the job was stopped. failovers: those since the
-        last look().
+        last tick().
         """
         now = time.monotonic()
         if self._begun and self._memory.config.history:
@@ -138,7 +139,7 @@ class History:
 
     # -- lines ----------------------------------------------------------------------------------
 
-    def _in_force(self) -> dict[str, Any]:
+    def _in_force(self) -> Values:
         control = self._memory.control
         text = sync_change.text(control, sync_change.in_force(control))
         return settings.fields(self._memory.specs) | {"sync": text}
@@ -279,7 +280,7 @@ class History:
             self._writer = Child(
                 self._selector,
                 process.module_command("gadei_ps.watchdog.history_writer", path, fresh),
-                self._heard,
+                self._received,
                 self._ended,
                 how=None,  # it ends with its input, once all of that is written
             )
@@ -289,7 +290,7 @@ class History:
         self._fresh = False
         return True
 
-    def _heard(self, problem: bytes) -> None:
+    def _received(self, problem: bytes) -> None:
         path = str(self._memory.config.history_file())
         if problem:
             self._log.warning(

@@ -70,7 +70,7 @@ class Hung:
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _looked: float = float("-inf")
 
-    def look(self, now: float, signs: Mapping[int, Sign]) -> tuple[list[int], list[int]]:
+    def check(self, now: float, signs: Mapping[int, Sign]) -> tuple[list[int], list[int]]:
         """Return the learners that hang, and those to warn of; forget the others."""
         rested, self._looked = now - self._looked > self.late_s, now
         seen: dict[int, _Seen] = {}

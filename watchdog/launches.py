@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from gadei_ps.job.control import Launch
 from gadei_ps.machine import process
+
+
+class Numbers(TypedDict):
+    """First of the reserved numbers, and the count of other learners."""
+
+    first: int
+    others: int
+
+
+class Started(TypedDict):
+    """Learners that a command has started, for the status."""
+
+    pid: int
+    first: int
+    count: int
+    command: str
+    directory: str
 
 
 @dataclass(frozen=True)
@@ -33,8 +50,8 @@ class Launches:
         self._own = own
         self._commands: list[_Command] = []
 
-    def reserve(self, pid: int, request: Launch, attached: Collection[int]) -> dict[str, Any]:
-        """The first of the reserved numbers, and how many other learners there are.
+    def reserve(self, pid: int, request: Launch, attached: Collection[int]) -> Numbers:
+        """Reserve numbers for a command's learners.
 
         pid: of the command. attached: rows of the learners that are attached; a learner has the row
         of its number if that was free.
@@ -57,15 +74,18 @@ class Launches:
             "others": len(taken.difference(range(first, first + request.count))),
         }
 
-    def report(self) -> list[dict[str, Any]]:
+    def report(self) -> list[Started]:
         """Return the launches for the status."""
         return [
-            {"pid": one.pid, **one.asked.model_dump(include=set(_REPORTED))}
+            {
+                "pid": one.pid,
+                "first": one.asked.first,
+                "count": one.asked.count,
+                "command": one.asked.command,
+                "directory": one.asked.directory,
+            }
             for one in self._living()
         ]
 
     def _living(self) -> list[_Command]:
         return [one for one in self._commands if process.alive(one.pid, one.start)]
-
-
-_REPORTED = ("first", "count", "command", "directory")

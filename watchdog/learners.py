@@ -25,7 +25,8 @@ from gadei_ps.memory import finished
 from gadei_ps.memory.layout import CONTROL, Stop, Work
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.durations import LEARNERS_END_S, LEARNERS_KILL_S
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.fork_server import watched
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.restart import GIVE_UP, USEFUL_S, Exit, Policy
 
 NAME = re.compile(r"learner-(\d+)")
@@ -33,20 +34,17 @@ NAME = re.compile(r"learner-(\d+)")
 
 @dataclass(eq=False)
 class One:
-    """The learner of an index; it has one process after another.
-
-    child: its process. An adopted one has a pidfd and its start time instead.
-    """
+    """The learner of an index; it has one process after another. child: unless adopted."""
 
     index: int
-    child: subprocess.Popen[bytes] | None = None
     pid: int = 0
     pidfd: int = -1
     start: int = 0
+    child: subprocess.Popen[bytes] | None = None
     since: float = 0.0
     exits: tuple[Exit, ...] = ()
     finished: bool = False
-    given_up: bool = False
+    abandoned: bool = False
 
 
 @dataclass(eq=False)
@@ -87,16 +85,16 @@ class JobLearners:
             one.since = time.monotonic()
             self.log.info("learner's process adopted", learner=one.index, pid=pid)
 
-    def look(self, now: float, stopping: bool) -> None:
+    def tick(self, now: float, stopping: bool) -> None:
         """Start learners that are missing and due. Called every tick."""
         for one in self.all:
             if one.pid and not self._runs(one):
                 self._ended(one, now)
-            if one.pid or one.finished or one.given_up or stopping:
+            if one.pid or one.finished or one.abandoned or stopping:
                 continue
             wait = restart.delay(one.exits, now, self.policy)
             if wait == GIVE_UP:
-                one.given_up = True
+                one.abandoned = True
                 self.log.error("a learner fails again and again", learner=one.index)
             elif not one.exits or now >= one.exits[-1].at + wait:
                 self._start(one)
@@ -104,7 +102,7 @@ class JobLearners:
     @property
     def over(self) -> bool:
         """Whether no learner runs, and none will be started again."""
-        return all(not one.pid and (one.finished or one.given_up) for one in self.all)
+        return all(not one.pid and (one.finished or one.abandoned) for one in self.all)
 
     @property
     def finished(self) -> bool:
@@ -112,18 +110,14 @@ class JobLearners:
         return all(one.finished for one in self.all)
 
     def _runs(self, one: One) -> bool:
-        if one.child is not None:
-            return not process.has_ended(one.child)
         return not process.gone(one.pidfd, 0.0)
 
     def _reap(self, one: One) -> int | None:
         """Kill the rest of a learner's process group; return its exit code, if known."""
-        if one.child is not None:
-            return process.end_group(one.child)
         process.kill_group_of(one.pidfd, one.pid, one.start)
         os.close(one.pidfd)
         one.pidfd = -1
-        return None
+        return None if one.child is None else one.child.wait()
 
     def _ended(self, one: One, now: float) -> None:
         code = self._reap(one)
@@ -154,30 +148,25 @@ class JobLearners:
             one.child = process.spawn(
                 self.config.command, env=env, stdout=2, how=None, protected=False
             )
+            one.pidfd, one.start = watched(one.child)
         except OSError as error:
             self.log.error(
                 "cannot start a learner", command=self.config.command[0], reason=error.strerror
             )
-            one.given_up = True
+            one.abandoned = True
             return
-        one.pid = one.child.pid  # of our own child, the start time is not needed
+        one.pid = one.child.pid
         one.since = time.monotonic()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Terminate all learners, then kill them, at the end of the job."""
         running = [one for one in self.all if one.pid and self._runs(one)]
         for one in running:
             with contextlib.suppress(ProcessLookupError):
-                if one.child is not None:
-                    process.send_signal(one.child, signal.SIGTERM)
-                else:
-                    signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
+                signal.pidfd_send_signal(one.pidfd, signal.SIGTERM)
         self._wait(running, LEARNERS_END_S)
         for one in running:
-            if one.child is not None:
-                process.kill_group(one.child.pid)
-            else:
-                process.kill_group_of(one.pidfd, one.pid, one.start)
+            process.kill_group_of(one.pidfd, one.pid, one.start)
         self._wait(running, LEARNERS_KILL_S)
         for one in running:
             if not self._runs(one):  # else the kernel blocks it, as a driver does

@@ -19,7 +19,7 @@ class Watch:
     _seen: dict[Hashable, tuple[Hashable, float]] = field(default_factory=dict)
     _looked: float = float("-inf")
 
-    def look(self, now: float, signs: dict[Hashable, Hashable]) -> list[Hashable]:
+    def check(self, now: float, signs: dict[Hashable, Hashable]) -> list[Hashable]:
         """Return keys whose sign has not changed for too long; forget keys missing from `signs`."""
         rested = now - self._looked > self.late_s
         self._looked = now
@@ -70,4 +70,4 @@ class Start:
         """
         self.cpu_s = max(self.cpu_s, *cpu_s, 0.0)
         got = progress(self.cpu_s, self.silent_s, self.most_cpu_s)
-        return bool(self._watch.look(now, {"start": got}))
+        return bool(self._watch.check(now, {"start": got}))

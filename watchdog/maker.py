@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from gadei_ps.memory import ring
 from gadei_ps.memory.reserve import Cancelled, Progress
@@ -21,9 +21,17 @@ from gadei_ps.show.progress import making
 from gadei_ps.watchdog.durations import MAKER_END_S
 
 
+class Making(TypedDict):
+    """Progress of a segment that is being made (bytes)."""
+
+    what: str
+    done: int
+    total: int
+
+
 @dataclass(eq=False)
 class Task:
-    """Something to be made. what: the words for people. make, done: see Maker.ask()."""
+    """Something to be made. what: its name in messages. make, done: see Maker.ask()."""
 
     what: str
     make: Callable[[Progress], Any]
@@ -43,7 +51,7 @@ class Task:
             self.error = error.with_traceback(None)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Making:
         """Progress in bytes, for the status and for waiting clients."""
         return {"what": self.what, "done": self.progress.done, "total": self.progress.total}
 
@@ -62,7 +70,7 @@ class Maker:
         self._thread: threading.Thread | None = None
         self._before = 0
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        selector.register(self._bell, selectors.EVENT_READ, self._heard)
+        selector.register(self._bell, selectors.EVENT_READ, self._received)
 
     @property
     def moved(self) -> int:
@@ -70,7 +78,7 @@ class Maker:
         return self._before + (self._tasks[0].progress.done if self._tasks else 0)
 
     @property
-    def facts(self) -> dict[str, Any] | None:
+    def facts(self) -> Making | None:
         """The segment that is being made, and its progress; None if there is none."""
         return self._tasks[0].facts if self._tasks and self._tasks[0].what else None
 
@@ -109,7 +117,7 @@ class Maker:
         task.run()
         os.eventfd_write(self._bell, 1)
 
-    def _heard(self, _: int) -> None:
+    def _received(self, _: int) -> None:
         os.eventfd_read(self._bell)
         if self._thread is not None:
             self._join()
@@ -130,7 +138,7 @@ class Maker:
         self._before += task.progress.done
         task.done(task.result, task.error)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Cancel everything and notify the clients. Waits for the current piece."""
         for task in self._tasks:
             task.progress.cancel()

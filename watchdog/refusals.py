@@ -10,7 +10,7 @@ import numpy as np
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, Reason
 from gadei_ps.memory.totals import total
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 COUNT_INTERVAL_S = 0.5
 WARNING_INTERVAL_S = 10.0
@@ -30,7 +30,7 @@ class Refusals:
     _said: float = float("-inf")
     _told: int | None = None
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Warn of the first refused gradient, then now and then. Called every tick."""
         if now < self._looked + COUNT_INTERVAL_S:
             return

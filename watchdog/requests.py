@@ -46,11 +46,11 @@ from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.batches import Batches
 from gadei_ps.watchdog.checkpoints import Checkpoints, Outcome
 from gadei_ps.watchdog.history import History
+from gadei_ps.watchdog.initial_load import Loading
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.launches import Launches
-from gadei_ps.watchdog.loading import Loading
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
-from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.refusals import Refusals
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
@@ -101,18 +101,18 @@ class Requests:
     def _closed(self, client: Client) -> None:
         self._admission.closed(client)
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Do the work between two requests. Every tick."""
-        self._admission.look(now)
+        self._admission.tick(now)
         self._batches.hand_out(self._stopping.begun)
-        self._refusals.look(now)
+        self._refusals.tick(now)
         self._memory.ask_for_settings()
-        self._loading.look()
+        self._loading.tick()
 
     def expire(self, lock: NameLock | None) -> None:
         """Drop clients that have begun a message and do not end it.
 
-        Makes the socket and the lock file again if somebody has removed or replaced them.
+        Makes the socket and the lock file again if they were removed or replaced.
         """
         self._sockets.expire()
         if lock is None or (lock.is_named() and self._sockets.is_named()):
@@ -131,12 +131,12 @@ class Requests:
             path = str(self._sockets.path)
             self._log.warning("the socket or its lock was removed: made again", socket=path)
 
-    def end(self, failed: str) -> None:
+    def close(self, failed: str) -> None:
         """Answer clients that wait for the job's end, and remove the socket.
 
         failed: why the job has failed; empty if it has not.
         """
-        self._admission.end(failed)
+        self._admission.close(failed)
         if self._stopping.begun:
             error: GadeiError | None = JobFailed(failed) if failed else None
             if self._stopping.problem:
@@ -252,13 +252,12 @@ class Requests:
         if coming := self._admission.model_coming:
             raise CheckpointError(f"{coming}; there is nothing to save yet")
 
-        def heard(outcome: Outcome) -> None:
+        def done(outcome: Outcome) -> None:
             self._sockets.reply(
-                client,
-                {**outcome} if outcome["ok"] else failure(CheckpointError(outcome["error"])),
+                client, outcome if outcome["ok"] else failure(CheckpointError(outcome["error"]))
             )
 
-        self._checkpoints.ask(heard)
+        self._checkpoints.ask(done)
         return None
 
     @_handle.register
@@ -267,15 +266,15 @@ class Requests:
         if not client.fds:
             raise ControlError("copy: no file came with the request")
 
-        def heard(outcome: Outcome) -> None:
+        def done(outcome: Outcome) -> None:
             self._sockets.reply(
                 client,
-                {**outcome}
+                outcome
                 if outcome["ok"]
                 else failure(ControlError(f"no copy of the job: {outcome['error']}")),
             )
 
-        self._checkpoints.ask(heard, client.fds.pop(0), slots=request.slots)
+        self._checkpoints.ask(done, client.fds.pop(0), slots=request.slots)
         return None
 
     @_handle.register

@@ -30,7 +30,7 @@ from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.hung import Hung, Sign, Standing, cpu_s
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 HUNG_LATE_S = 3.0  # far longer than the time between two calls of kill_hung
 RING_TIMEOUT_S = 5.0  # from the answer that gives a place until the learner has its ring mapped
@@ -139,7 +139,7 @@ class Roster:
             self._log.warning("learner died", row=row, **({"pid": pid} if pid else {}))
         self._memory.ring_bells()
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Free adopted rows that no learner has taken, as others would wait for them.
 
         The learner was not notified of its row, and has asked the next watchdog for another one.
@@ -153,7 +153,7 @@ class Roster:
                 self._leave(row, Gone.DETACHED)
 
     def begin(self, pid: int, name: str, number: int = -1, *, has_buffers: bool = False) -> Coming:
-        """Keep a row for the process, whose ring is still to be made; then admit() or give_up().
+        """Keep a row for the process, whose ring is still to be made; then admit() or release().
 
         number: of the row that it gets if that is free. Gradients of a superstep are added up in
         the order of rows, which must not depend on who comes first. Raises ControlError when the
@@ -171,7 +171,7 @@ class Roster:
         self.coming.add(row)
         return Coming(row, self._generation, pid, start, pidfd, name, has_buffers)
 
-    def give_up(self, coming: Coming) -> None:
+    def release(self, coming: Coming) -> None:
         """There is no ring for it, or nobody wants it any more."""
         self.coming.discard(coming.row)
         os.close(coming.pidfd)
@@ -319,7 +319,7 @@ class Roster:
                 beat = int(ring["heartbeat"]), int(ring["work_tail"]), int(ring["pulled"])
                 moves = (head, tail, *beat, int(entry["generation"]))
                 signs[row] = Sign(moves, int(entry["pid"]), row in paused)
-        hung, late = self._hung.look(now, signs)
+        hung, late = self._hung.check(now, signs)
         for row in late:
             one = self._hung.standing[row]
             self._log.warning(

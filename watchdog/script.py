@@ -8,7 +8,7 @@ the optimizer itself. Each row has FIELDS, and a sum that says which of them are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import numpy as np
 from gadei_ps.errors import UsageError
 from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.optimizer_config import FIELDS, NOTHING, ScriptSettings, Settings, uses
+from gadei_ps.job.optimizer_config import FIELDS, NOTHING, ScriptSettings, Settings, Values, uses
 from gadei_ps.job.parameter_groups import Group
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec
 from gadei_ps.memory import layout
@@ -96,15 +96,16 @@ def read(control: Segment) -> Script:
     words = control.view(layout.CONTROL)
     word = int(words["said_word"])
     rows = words["said"][word & PLACE]
-    said = _read_row(rows[OWN])
-    if word & GROUPED:
-        said["groups"] = tuple(Settings(**_read_row(row)) for row in rows[: word >> COUNT_AT])
-    return Script(ScriptSettings(**said), bool(word & OPEN), bool(word & SAVED))
+    groups = tuple(Settings.model_validate(_read_row(row)) for row in rows[: word >> COUNT_AT])
+    settings = ScriptSettings.model_validate(
+        {**_read_row(rows[OWN]), "groups": groups if word & GROUPED else None}
+    )
+    return Script(settings, bool(word & OPEN), bool(word & SAVED))
 
 
-def _read_row(row: np.ndarray) -> dict[str, Any]:
+def _read_row(row: np.ndarray) -> Values:
     mask = int(row[MASK])
-    said: dict[str, Any] = {}
+    said: Values = {}
     for number, name in enumerate(FIELDS):
         if mask & 1 << number:
             value = float(row[number])
@@ -115,12 +116,12 @@ def _read_row(row: np.ndarray) -> dict[str, Any]:
 # -- a learner's script ---------------------------------------------------------------------------
 
 
-def in_force(config: JobConfig, script: Script, changes: Changes = NO_CHANGES) -> dict[str, Any]:
-    """The settings that count and that the optimizer looks at, by field."""
+def in_force(config: JobConfig, script: Script, changes: Changes = NO_CHANGES) -> Values:
+    """Return the settings in force that the optimizer uses, by field."""
     return _fields(changes.applied(config).optimizer.spec(script.settings))
 
 
-def _fields(spec: OptimizerSpec) -> dict[str, Any]:
+def _fields(spec: OptimizerSpec) -> Values:
     kind = spec.kind.name.lower()
     return {name: kind if name == "kind" else getattr(spec, name) for name in uses(kind)}
 
@@ -135,9 +136,9 @@ def settled(
     says: the settings of the learner's own script. Raises UsageError if they differ from the job's.
     """
     now = in_force(config, script, changes)
-    overridden: dict[str, Any] = {}
-    kind = {"kind": says.kind} if says.kind is not None else {}
-    for name, value in (kind | says.applying(now["kind"])).items():
+    overridden: Values = {}
+    kind: Values = {"kind": says.kind} if says.kind is not None else {}
+    for name, value in (kind | says.applying(str(now["kind"]))).items():
         if now[name] == value:
             continue
         updates = name == "kind" and "add" in (now[name], value)  # against gradients
@@ -251,9 +252,7 @@ def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) 
     )
 
 
-def _notice(
-    config: JobConfig, now: dict[str, Any], overridden: dict[str, Any], changes: Changes
-) -> str:
+def _notice(config: JobConfig, now: Values, overridden: Values, changes: Changes) -> str:
     if not overridden:
         return ""
     whence = "its job file or command line"
@@ -271,15 +270,15 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-# -- for people -----------------------------------------------------------------------------------
+# -- for the status --------------------------------------------------------------------------------
 
 
 def report(
     config: JobConfig, script: Script, changes: Changes, model: Model | None
-) -> dict[str, Any]:
-    """The optimizer for the status: what counts and, under `from`, who says it, by field.
+) -> Mapping[str, object]:
+    """Return the optimizer for the status: settings in force and, under `from`, their sources.
 
-    Under `groups` each group of parameters: what it has, and how many tensors of the model.
+    Under `groups` each group of parameters: its settings, and how many tensors of the model.
     """
     now = in_force(config, script, changes)
     rest = changes.applied(config).optimizer
@@ -298,7 +297,7 @@ def report(
 
 def _groups(
     config: JobConfig, script: Script, changes: Changes, model: Model | None
-) -> list[dict[str, Any]]:
+) -> list[Mapping[str, object]]:
     said, _ = config.optimizer.in_groups(script.settings)
     tensors = model.tensors if model is not None else ()
     numbers = [one.group for one in tensors if one.role is Role.PARAMETER]

@@ -171,7 +171,7 @@ class ServerStarter:
 
     # -- the fork server ------------------------------------------------------------------------
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Start a fork server that is missing and due, kill one that hangs. Called every tick."""
         if self._ending is not None and now >= self._ending.since + FORK_SERVER_KILL_S:
             self._end_ending()
@@ -188,7 +188,7 @@ class ServerStarter:
             signs["loading"] = progress(self.busy_s, FORK_SERVER_SILENT_S)
         elif self._request is not None:
             signs["request"] = self._request.number
-        if self._watch.look(now, signs) and not self._killed:
+        if self._watch.check(now, signs) and not self._killed:
             self._killed = True
             self._log.warning(
                 "the fork server hangs and is killed", pid=self._fork_server.child.pid
@@ -310,7 +310,7 @@ class ServerStarter:
             self._receive()
         return self._codes.pop(server.pid, None)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill the fork server, and a server of it that was not reported yet."""
         self._request = None
         if self._ending is not None:

@@ -1,6 +1,6 @@
 """The two parameter servers: started, watched, killed when they hang, started again.
 
-A take-over needs no help from here: the kernel hands the leases over. The watchdog starts the next
+A failover needs no help from here: the kernel hands the leases over. The watchdog starts the next
 server that stands by. If no server is alive, it makes new leases first.
 """
 
@@ -27,10 +27,10 @@ from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
 from gadei_ps.memory.lifecycle import Stage
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.durations import SERVER_END_S, SERVER_KILL_S, SERVER_SILENT_S
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.liveness import Watch, progress
-from gadei_ps.watchdog.memory import JobMemory
-from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
+from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.server_starter import FILES_INTERVAL_S, Server, ServerStarter
 
 NUMBERS = (0, 1)
@@ -138,7 +138,7 @@ class Servers:
 
     @property
     def standby_pid(self) -> int:
-        """Pid of the server that can take over; 0 if there is none just now."""
+        """Pid of the server that can become active; 0 if there is none just now."""
         for one in self.running.values():
             if one.active:
                 continue  # even while it is dying and the other one has taken over
@@ -199,7 +199,7 @@ class Servers:
             self._watch(Running(number, pid, pidfd, time.monotonic()))
             self.log.info("server adopted", pid=pid)
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Start servers that are missing and due, kill those that hang. Called every tick."""
         self._prepare_starter(now)
         self._look_for_failover()
@@ -301,7 +301,7 @@ class Servers:
         _native.store32(at + layout.offset(CONTROL, "lease_state"), 0)
         for word in ("sleepers", "lease_shards"):
             _native.store(at + layout.offset(CONTROL, word), 0)
-        for field_ in ("lease", "heir"):
+        for field_ in ("lease", "standby_lease"):
             _native.lease_make(at + layout.offset(CONTROL, field_))
         for index in range(layout.MAX_SHARDS):
             shard = at + layout.offset(CONTROL, "shard") + index * SHARD.itemsize
@@ -333,7 +333,7 @@ class Servers:
         line = self._line(made.number)
         line["start"] = made.start
         line["state"] = ServerState.STARTING
-        line["reigns"] = 0
+        line["confirmed"] = 0
         line["pid"] = made.pid
         self._control["server_starts"] += 1
         one = Running(made.number, made.pid, made.pidfd, time.monotonic(), made)
@@ -346,7 +346,7 @@ class Servers:
         model = sync_change.text(self.memory.control, sync_change.requested(self.memory.control))
         ready = sum(self._control["server"]["state"] == ServerState.READY)
         self._starter.prepare(int(self._control["optimizer"]), model, int(ready))
-        self._starter.look(now)
+        self._starter.tick(now)
         if self._starter.pid != int(self._control["fork_server_pid"]):
             self._control["fork_server_pid"] = 0  # at no instant the words of two stand together
             with contextlib.suppress(OSError):  # no descriptor is free
@@ -437,7 +437,7 @@ class Servers:
             elif not one.active:
                 if self.active_pid not in {other.pid for other in self.running.values()}:
                     # The kernel should have given it the leases at once. It is killed for new ones.
-                    signs[one.pid, "take-over"] = 0
+                    signs[one.pid, "failover"] = 0
                 idle[one.pid] = int(line["beat"])
             else:
                 signs[one.pid, "manager"] = int(line["beat"])
@@ -447,9 +447,9 @@ class Servers:
                     cursors = self.memory.state.view(STATE)["record"]["cursor"][:shards].tolist()
                     for index, sign in enumerate(zip(beats, cursors, strict=True)):
                         signs[one.pid, index] = sign
-        hung = {key[0] for key in self._hung.look(now, signs)}  # type: ignore[index]
-        hung |= set(self._idle.look(now, idle))
-        stuck = set(self._stuck.look(now, starting))
+        hung = {key[0] for key in self._hung.check(now, signs)}  # type: ignore[index]
+        hung |= set(self._idle.check(now, idle))
+        stuck = set(self._stuck.check(now, starting))
         for one in self.running.values():
             if one.pid in hung and not one.killed:
                 one.kill(f"hung for {self.hang_s} s")
@@ -472,8 +472,8 @@ class Servers:
 
     # -- ending ---------------------------------------------------------------------------------
 
-    def end(self, *, leave: bool = False) -> None:
-        """End both servers, the standby first, so that it does not take over, and the fork server.
+    def close(self, *, leave: bool = False) -> None:
+        """End both servers and the fork server: the standby first, so that it stays a standby.
 
         leave: servers continue without this watchdog; only the fork server ends.
         """
@@ -491,7 +491,7 @@ class Servers:
             if ended and one.made is not None and one.made.child is not None:
                 one.made.child.wait()
         self.running.clear()
-        self._starter.end()
+        self._starter.close()
 
     def private_bytes(self) -> int:
         """Return the private memory of the active server (bytes)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from gadei_ps.job import hyperparameters, recorded, sync_change
 from gadei_ps.job.changes import NAMES, NO_CHANGES, OF_GROUPS, Changes
 from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.hyperparameters import Packed
+from gadei_ps.job.optimizer_config import Values
 from gadei_ps.job.parameter_groups import Group
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.memory import layout
@@ -93,8 +94,8 @@ def packed(specs: Sequence[OptimizerSpec]) -> Packed:
     return np.array([spec.pack() for spec in specs])
 
 
-def fields(specs: Sequence[OptimizerSpec]) -> dict[str, Any]:
-    """The fields by the names that `gadei-ps set` has for them. specs: as specs_of() gives them."""
+def fields(specs: Sequence[OptimizerSpec]) -> Values:
+    """Return the fields by their names in `gadei-ps set`. specs: as specs_of() returns them."""
     spec = specs[-1]
     of_all = {
         name: spec.schedule.name.lower() if name == "schedule" else getattr(spec, name)
@@ -110,10 +111,10 @@ def fields(specs: Sequence[OptimizerSpec]) -> dict[str, Any]:
 
 def changed(
     memory: Segment, old: JobConfig, mapping: dict[str, Any], script: Script
-) -> tuple[JobConfig, dict[str, Any]]:
-    """The configuration of a running job's file as it is now, and the fields that differ.
+) -> tuple[JobConfig, Mapping[str, object]]:
+    """Return the configuration in a running job's file as it is now, and the fields that differ.
 
-    Of the optimizer those differ that come to another value, with what the scripts have said.
+    Fields of the optimizer differ if their effective value does, with the scripts' settings.
     Raises UsageError if the file is wrong, ControlError if another field than CHANGEABLE differs
     or the job would make no checkpoints any more.
     """
@@ -139,8 +140,7 @@ def changed(
 
 
 def with_script(config: JobConfig, script: Script) -> dict[str, Any]:
-    """The configuration that counts as JSON has it: with what the scripts have said, and the
-    defaults."""
+    """Return the effective configuration as JSON: with the scripts' settings and the defaults."""
     said = script.settings
     filled = config.model_copy(update={"optimizer": config.optimizer.filled(said)})
     values = filled.model_dump(mode="json")

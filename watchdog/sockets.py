@@ -10,10 +10,9 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from gadei_ps.errors import ControlError, GadeiError, in_words
 from gadei_ps.job import control
@@ -57,10 +56,10 @@ class Client:
 
     def drop_fds(self) -> None:
         while self.fds:
-            reserve.let_go(self.fds.pop())
+            reserve.close_later(self.fds.pop())
 
 
-Reply = dict[str, Any] | None
+Reply = Mapping[str, object] | None
 """Reply to a request; None if it comes later."""
 Handler = Callable[[Client, control.Request], Reply]
 
@@ -250,17 +249,17 @@ class ControlServer:
         if client.socket.fileno() + 1 >= _files() - RESERVED - OPERATORS:
             raise ControlError(_no_descriptor())
 
-    def reply(self, client: Client, message: dict[str, Any]) -> None:
+    def reply(self, client: Client, message: Mapping[str, object]) -> None:
         """Queue a reply; a client that does not read them is dropped."""
         client.waiting = False
         client.since = time.monotonic()  # of what came while it waited
         self.note(client, message)
 
-    def note(self, client: Client, message: dict[str, Any]) -> None:
+    def note(self, client: Client, message: Mapping[str, object]) -> None:
         """Queue a message to a client that continues to wait for its reply."""
         if client not in self._clients:
             return
-        client.unsent += control.pack({"v": control.PROTOCOL, "ok": True} | message)
+        client.unsent += control.pack({"v": control.PROTOCOL, "ok": True, **message})
         if len(client.unsent) > MAX_UNSENT:
             self.close(client)
             return
@@ -386,6 +385,6 @@ def _open_spare() -> int | None:
         return None
 
 
-def failure(error: GadeiError) -> dict[str, Any]:
+def failure(error: GadeiError) -> dict[str, object]:
     """Return the reply with an error for a client."""
     return {"ok": False, "error": str(error), "kind": type(error).__name__}

@@ -29,8 +29,8 @@ from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.watchdog.checkpoint_writer import failed_by
 from gadei_ps.watchdog.checkpoints import Checkpoints, Outcome
 from gadei_ps.watchdog.durations import LEAVE_NOW_S, PUBLISH_S, STOP_END_S, STOP_SILENT_S
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.liveness import START_LATE_S, Watch
-from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.sockets import Client
@@ -106,7 +106,7 @@ class Stopping:
             self.log.warning("stopping", reason=reason)  # also in the logs of commands
         else:
             self.log.info("stopping", drain=drain)
-        self._tell(Stop.DRAIN if drain else Stop.NOW)
+        self._set_stop(Stop.DRAIN if drain else Stop.NOW)
         self._control["phase"] = Phase.DRAINING
         self._until = min(self._until, time.monotonic() + (timeout_s if drain else LEAVE_NOW_S))
         self.begun = True
@@ -120,7 +120,7 @@ class Stopping:
             if self.roster.rows:
                 self.log.warning("learners still attached", rows=self.roster.rows)
             self._closed_at = now
-            self._tell(Stop.CLOSED)
+            self._set_stop(Stop.CLOSED)
         stuck, blocked = self._is_stuck(now), self.blocked()
         if not self._saving:
             self.roster.close_rings(hung=now > self._closed_at + PUBLISH_S)
@@ -137,13 +137,13 @@ class Stopping:
             try:
                 if blocked:
                     raise CheckpointError(blocked)
-                self.checkpoints.ask(self._heard)
+                self.checkpoints.ask(self._received)
             except CheckpointError as error:
-                self._heard(failed_by(str(error)))
+                self._received(failed_by(str(error)))
         elif stuck and not self._saved:
             directory = self.memory.config.checkpoint_directory()
             why = f"{directory}: the disk has made no progress for {STOP_SILENT_S:.0f} s"
-            self._heard(failed_by(why))
+            self._received(failed_by(why))
         return self._saved
 
     def _is_stuck(self, now: float) -> bool:
@@ -153,16 +153,16 @@ class Stopping:
             if self._sign is not None:
                 self.notify.more_time(STOP_SILENT_S + STOP_END_S)
             self._sign = sign
-        return bool(self._watch.look(now, {"stop": (self._saving, *sign)}))
+        return bool(self._watch.check(now, {"stop": (self._saving, *sign)}))
 
-    def _tell(self, wanted: Stop) -> None:
+    def _set_stop(self, wanted: Stop) -> None:
         """Store the stop word, which a stop never reverts, before it looks at any ring."""
         word = self.memory.control.word(layout.CONTROL, "stop")
         last = max(wanted, int(self._control["stop"]))
         _native.store32(word, last)  # SYNC POINT: closed
         self.memory.ring_bells()  # each a full fence, before a look at any ring
 
-    def _heard(self, outcome: Outcome) -> None:
+    def _received(self, outcome: Outcome) -> None:
         self._saved = True
         self.problem = "" if outcome["ok"] else outcome["error"]
 

@@ -32,22 +32,22 @@ from gadei_ps.memory.layout import Kept, Phase, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.storage import checkpoint
-from gadei_ps.watchdog import limits, model
+from gadei_ps.watchdog import initial_model, limits
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.dead import clear_dead
 from gadei_ps.watchdog.durations import LEAVE_TIMEOUT_S
 from gadei_ps.watchdog.history import History
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.learners import JobLearners
 from gadei_ps.watchdog.liveness import Start, progress
 from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.making import First
-from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.monitors import Monitors
 from gadei_ps.watchdog.notify import Notify
-from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.requests import Requests
 from gadei_ps.watchdog.roster import Roster
+from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.sockets import remove_dead
 from gadei_ps.watchdog.stopping import Stopping
@@ -195,7 +195,7 @@ class Supervisor:
             self._learners = JobLearners(self.config.learners, self.memory, str(path), self._log)
             if self.memory.adopted:
                 self._learners.adopt()
-        self._wanted.look()  # before units of learners that wait for this one
+        self._wanted.tick()  # before units of learners that wait for this one
         self._notify.ready()
         self._log_start(path)
         if stop != Stop.GO:
@@ -213,7 +213,7 @@ class Supervisor:
             version=int(self._control["version"]),
         )
         if self.memory.adopted:
-            self._log.info(model.started(self.memory))
+            self._log.info(initial_model.started(self.memory))
         if self.options.notice:
             self._log.warning(self.options.notice)
         file = str(sync.parse(self.config.sync))
@@ -229,8 +229,10 @@ class Supervisor:
             if self.config.checkpoint is not None:
                 checkpoint.check(self.config.checkpoint_directory())
             if self.options.resume and not self.options.fresh:
-                first = model.from_checkpoint(self.config, self.options.checkpoint, self._log)
-            first = first or model.configured(self.config)
+                first = initial_model.from_checkpoint(
+                    self.config, self.options.checkpoint, self._log
+                )
+            first = first or initial_model.configured(self.config)
             if first is None:
                 return None
             return first, self.memory.make_model(first, progress)
@@ -253,7 +255,7 @@ class Supervisor:
             raise error
         if found is not None:
             first, made = found
-            model.enter(self.memory, first, made, self._log)
+            initial_model.enter(self.memory, first, made, self._log)
 
     def _examine_checkpoints(self) -> None:
         """Examine checkpoints before the job resumes from memory. Does not wait if any of it lives.
@@ -279,7 +281,7 @@ class Supervisor:
         tell_at = time.monotonic() + START_LOG_INTERVAL_S
         while not self._servers.serving or not int(self._control["lease_state"]):
             now = time.monotonic()
-            self._servers.look(now)
+            self._servers.tick(now)
             self._poll(0.01)
             if self._failed:
                 raise JobFailed(self._failed)
@@ -317,16 +319,16 @@ class Supervisor:
             now = time.monotonic()
             self._roster.free_rows()
             if self._requests is not None:
-                self._requests.look(now)
+                self._requests.tick(now)
             if self.signalled and not self._stopping.begun:
                 self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
             reason = limits.reached(self.memory.config.stop_after, self._control)
             if reason and not self._stopping.begun:
                 self._stopping.asked = True
                 self._stopping.begin(True, LIMIT_DRAIN_S, reason, finished=True)
-            self._servers.look(now)
+            self._servers.tick(now)
             if self._learners is not None:
-                self._learners.look(now, self._stopping.begun)
+                self._learners.tick(now, self._stopping.begun)
             if self._failed:
                 self._log.error("the job has failed", reason=self._failed)
                 self._notify.failed(self._failed)
@@ -349,13 +351,13 @@ class Supervisor:
         """Look at everything that may be seen a second late."""
         if self._requests is not None:
             self._requests.expire(self._lock)
-        self._roster.look(now)
+        self._roster.tick(now)
         self._roster.kill_hung(now)
-        self._history.look(now, self._servers.take_failovers())
+        self._history.tick(now, self._servers.take_failovers())
         self._monitors.look(now)
         if not self._stopping.begun:
-            self._checkpoints.look(now)
-            self._wanted.look()
+            self._checkpoints.tick(now)
+            self._wanted.tick()
         if self._is_idle() and not self._stopping.begun:
             self._log.info("the last learner has left: stopping")
             finished = self._learners is None or self._learners.finished
@@ -453,15 +455,15 @@ class Supervisor:
             _native.store32(self.memory.control.word(layout.CONTROL, "stop"), Stop.CLOSED)
             self.memory.ring_bells()
         if self._learners is not None and not self._leave:
-            self._learners.end()
-        self._checkpoints.end()
-        self._history.end(self._stopping.finished, self._servers.take_failovers())
+            self._learners.close()
+        self._checkpoints.close()
+        self._history.close(self._stopping.finished, self._servers.take_failovers())
         self._monitors.end()  # after the last line of the history
-        self._servers.end(leave=self._leave)
+        self._servers.close(leave=self._leave)
         if self._requests is not None:
-            self._requests.end(self._failed)
+            self._requests.close(self._failed)
         else:
-            self._maker.end()
+            self._maker.close()
         self._roster.close()
         # Memory without names cannot be adopted.
         if made and (not self._stays or self.memory.names_lost()):

@@ -1,8 +1,8 @@
 """The file that says to units of learners that their job is wanted.
 
 gadei-ps-end@ makes it when it is started, and removes it when it is stopped: in between, units of
-learners may start (units.py). The watchdog of a unit looks after it, because a unit whose condition
-fails says nothing: it makes the file again where it is lost.
+learners may start (unit_files.py). The watchdog of a unit looks after it, because a unit whose
+condition fails says nothing: it makes the file again where it is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Wanted:
         self.problem = ""
         """Reason why no learner's unit can start, in words; else empty."""
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Make the file if it is not there, and log it. Raises nothing."""
         if not self._ours:
             return

@@ -52,7 +52,7 @@ def restore(
     is discarded.
     """
     from gadei_ps.commands import saved
-    from gadei_ps.watchdog.options import Options
+    from gadei_ps.watchdog.serve_options import Options
 
     found = saved.find(source, version, job_file)
     job = found.job_config()

@@ -18,7 +18,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
 
 if TYPE_CHECKING:
-    from gadei_ps.commands.manager import Scope
+    from gadei_ps.commands.service_manager import Scope
 
 
 def doctor(as_json: Json = False) -> int:
@@ -101,7 +101,7 @@ System = Annotated[bool, switch("--system", "For jobs of the whole machine; the 
 
 
 def _scope(user: bool, system: bool) -> Scope:
-    from gadei_ps.commands.manager import Scope
+    from gadei_ps.commands.service_manager import Scope
 
     if user and system:
         raise UsageError("give --user or --system, not both")
@@ -143,13 +143,15 @@ def install_unit(
     as_json: Json = False,
 ) -> int:
     """Write the systemd units of jobs and print how to start a job with them."""
-    from gadei_ps.commands import units
+    from gadei_ps.commands import unit_files
 
     _no_name(
         context.args,
         "--job JOB writes a job file, and systemctl enable --now gadei-ps@JOB starts one",
     )
-    done = units.install(_scope(user, system), user=run_as, job=job, force=force, dry_run=dry_run)
+    done = unit_files.install(
+        _scope(user, system), user=run_as, job=job, force=force, dry_run=dry_run
+    )
     if as_json:
         print_json(asdict(done))
     elif dry_run:
@@ -172,10 +174,10 @@ def uninstall_unit(
     as_json: Json = False,
 ) -> int:
     """Remove what install-unit has written; job files and checkpoints stay."""
-    from gadei_ps.commands import units
+    from gadei_ps.commands import unit_files
 
     _no_name(context.args, "to end one job: systemctl disable --now gadei-ps@JOB")
-    done = units.uninstall(_scope(user, system), force=force, dry_run=dry_run)
+    done = unit_files.uninstall(_scope(user, system), force=force, dry_run=dry_run)
     if as_json:
         print_json(asdict(done))
         return 0

@@ -17,7 +17,7 @@ from gadei_ps.show.plain import print_text
 if TYPE_CHECKING:
     from gadei_ps.job.config import JobConfig
     from gadei_ps.watchdog.notify import Notify
-    from gadei_ps.watchdog.options import Options
+    from gadei_ps.watchdog.serve_options import Options
 
 # Whether it can be read is looked at by what reads it: `--finish` does without the file.
 JobFile = Annotated[Path, argument("JOB.toml", "The job's configuration.", readable=False)]
@@ -61,7 +61,7 @@ def serve(
     all its processes are dead, it resumes from shared memory or from its newest checkpoint.
     """
     from gadei_ps.watchdog.notify import Notify
-    from gadei_ps.watchdog.options import Options
+    from gadei_ps.watchdog.serve_options import Options
 
     if fresh and finish:
         raise UsageError("give only one of --fresh and --finish")

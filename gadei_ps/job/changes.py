@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.config import JobConfig, ScheduleConfig
-from gadei_ps.job.optimizer_config import FIELDS, ScriptSettings, uses
+from gadei_ps.job.optimizer_config import FIELDS, ScriptSettings, Values, uses
 from gadei_ps.kernels.optimizers import OptimizerSpec
 
 OF_SCHEDULE: Final = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
@@ -92,7 +92,7 @@ def read(raw: object) -> Changes:
     return Changes(values=_checked(found.values), over=found.over)
 
 
-def checked(values: Mapping[str, Any], kind: str, groups: int) -> dict[str, Any]:
+def checked(values: Mapping[str, Any], kind: str, groups: int) -> Values:
     """Check the requested values for an optimizer of that kind with so many groups.
 
     Raises UsageError, in one line.
@@ -120,9 +120,9 @@ def checked(values: Mapping[str, Any], kind: str, groups: int) -> dict[str, Any]
         raise UsageError(str(error)) from None
 
 
-def parse(given: Sequence[str]) -> dict[str, Any]:
-    """FIELD=VALUE, as a command line says it. Raises UsageError, in one line."""
-    found: dict[str, Any] = {}
+def parse(given: Sequence[str]) -> Values:
+    """Parse FIELD=VALUE from a command line. Raises UsageError, in one line."""
+    found: Values = {}
     for item in given:
         name, equals, text = item.partition("=")
         if not equals:
@@ -139,7 +139,7 @@ def parse(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _read(name: str, text: str) -> Any:
+def _read(name: str, text: str) -> str | float:
     if name in ("kind", "schedule") or not (name in NAMES or OF_GROUP.fullmatch(name)):
         return text
     if name in FLAGS:
@@ -153,9 +153,9 @@ def _read(name: str, text: str) -> Any:
         raise UsageError(f"{name}={text}: give {what}") from None
 
 
-def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(values: Mapping[str, Any]) -> Values:
     """Return values of the right type. OptimizerConfig.spec() checks whether they fit together."""
-    found: dict[str, Any] = {}
+    found: Values = {}
     for name, value in values.items():
         if name in FLAGS:
             good = isinstance(value, bool)

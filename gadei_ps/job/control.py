@@ -18,7 +18,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -49,7 +49,7 @@ LEAST_TIMEOUT_S = 1e-3  # of a time-out; 0 would mean not to wait at all
 UCRED = struct.Struct("3i")
 REPORTED_NAME: Final = r"[A-Za-z][A-Za-z0-9_./-]{0,39}"
 MOST_REPORTED: Final = 16  # names
-Heard = Callable[[dict[str, Any]], None]
+OnNote = Callable[[dict[str, Any]], None]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -340,7 +340,7 @@ def parse_request(raw: bytes) -> Request:
         raise ControlError(f"bad request: {errors.invalid(error)}") from None
 
 
-def pack(message: dict[str, Any], most: int = MAX_MESSAGE) -> bytes:
+def pack(message: Mapping[str, object], most: int = MAX_MESSAGE) -> bytes:
     """A message with its length in front. most: its bytes."""
     raw = json.dumps(message, separators=(",", ":")).encode()
     if len(raw) > most:
@@ -412,11 +412,11 @@ class Connection:
         self._answered = True  # otherwise the next reply may be that to an earlier request
 
     def request(
-        self, message: _Message, fds: Sequence[int] = (), heard: Heard | None = None
+        self, message: _Message, fds: Sequence[int] = (), on_note: OnNote | None = None
     ) -> dict[str, Any]:
         """Send a request and return the reply. Raises the error that the watchdog reports.
 
-        `heard` is called with each note on the watchdog's progress; notes extend the time limit.
+        `on_note` is called with each note on the watchdog's progress; notes extend the time limit.
         Raises ConnectionLost after a request whose reply was not awaited, as after Ctrl-C.
         """
         if not self._answered:
@@ -435,8 +435,8 @@ class Connection:
             raw = self._read()
             while message.noted and _is_note(raw):
                 note = replies.Note.model_validate_json(raw).model_dump(exclude_unset=True)
-                if heard is not None:
-                    heard(note)
+                if on_note is not None:
+                    on_note(note)
                 raw = self._read()
             reply = _reply(message, raw)
             self._answered = True
@@ -496,7 +496,7 @@ class LastingConnection:
         message: _Message,
         fds: Sequence[int] = (),
         patience_s: float = 10.0,
-        heard: Heard | None = None,
+        on_note: OnNote | None = None,
     ) -> dict[str, Any]:
         """Connection.request, with a wait of `patience_s` for another watchdog."""
         until = time.monotonic() + patience_s
@@ -504,8 +504,8 @@ class LastingConnection:
         def listen(note: dict[str, Any]) -> None:
             nonlocal until
             until = time.monotonic() + patience_s
-            if heard is not None:
-                heard(note)
+            if on_note is not None:
+                on_note(note)
 
         while True:
             try:

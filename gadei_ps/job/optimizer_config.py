@@ -25,6 +25,10 @@ else:
     KindName = Literal[NAMES]
 
 
+Values = dict[str, str | float | None]
+"""Values of settings by field. To the type checker, bool and int are float."""
+
+
 class Settings(BaseModel):
     """Settings of the optimizer from one source; None: not set. eps has a default for each kind."""
 
@@ -40,11 +44,11 @@ class Settings(BaseModel):
     weight_decay: Real | None = None
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Values:
         """The fields that are not None."""
         return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
-    def applying(self, kind: str) -> dict[str, Any]:
+    def applying(self, kind: str) -> Values:
         """Return the settings that mean the same for an optimizer of that kind."""
         if self.kind not in (None, kind) and "add" in (self.kind, kind):
             return {}

@@ -217,7 +217,7 @@ def kill_group(leader: int) -> None:
 
 
 def kill_group_of(pidfd: int, pid: int, start: int) -> None:
-    """Kill the process group that a process leads or has led which is not our child."""
+    """Kill the process group that a process leads or has led; a child must not have been reaped."""
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL, None, PIDFD_SIGNAL_PROCESS_GROUP)
     except (ProcessLookupError, PermissionError):

@@ -175,7 +175,7 @@ class Reason(IntEnum):
     NOT_FINITE = 7
     BAD_SCALE = 8
     BAD_ROWS = 9
-    GIVEN_UP = 10  # empty: not refused but dropped
+    ABANDONED = 10  # empty: not refused but dropped
     TORN = 11
     BAD_ASSIGN = 12
 

@@ -1,10 +1,10 @@
 """The stages of a server: the one table of which combinations of its words are legal.
 
-The entry of a server in the control segment has `pid`, `state` and `reigns`; `lease_pid` is the
+The entry of a server in the control segment has `pid`, `state` and `confirmed`; `lease_pid` is the
 active server. Three processes store these words: the watchdog enters a server and clears its entry,
-the server sets `state` and `reigns`, and the next active server sets `lease_pid`. A reader may look
-between two stores, so the table has these combinations, too. The leases decide which server serves;
-these words report it.
+the server sets `state` and `confirmed`, and the next active server sets `lease_pid`. A reader may
+look between two stores, so the table has these combinations, too. The leases decide which server
+serves; these words report it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stage(IntEnum):
 
 
 class Leases(IntEnum):
-    """The leases that a server has taken. It never gives one back, except `heir` in the end."""
+    """Leases that a server has taken. It never releases one, except `standby_lease` in the end."""
 
     NONE = 0
     HEIR = 1
@@ -49,7 +49,7 @@ class Leases(IntEnum):
     MANAGERS = 2
     """It is active."""
     ALL = 3
-    """It is active and has had those of all shards; the next server may take `heir`."""
+    """It is active and has had those of all shards; the next server may take `standby_lease`."""
 
 
 READY: Final = frozenset((Stage.STANDBY, Stage.RECOVERING, Stage.SERVING))
@@ -60,11 +60,11 @@ _NAMED, _ACTIVE, _REIGNS = True, True, True
 _NONE, _STARTING, _READY = ServerState
 
 TABLE: Final[dict[tuple[bool, int, bool, bool], Stage]] = {
-    # named, state, active, reigns. An entry without a pid keeps `state` and `reigns` for a moment.
+    # named, state, active, confirmed. An entry without a pid keeps the others for a moment.
     **{
-        (False, state, False, reigns): Stage.ABSENT
+        (False, state, False, confirmed): Stage.ABSENT
         for state in ServerState
-        for reigns in (False, True)
+        for confirmed in (False, True)
     },
     (_NAMED, _STARTING, False, False): Stage.STARTING,
     (_NAMED, _READY, False, False): Stage.STANDBY,
@@ -81,12 +81,12 @@ TABLE: Final[dict[tuple[bool, int, bool, bool], Stage]] = {
 def stage(control: np.void, number: int) -> Stage:
     """Return the stage of a server. control: CONTROL. number: of its entry, 0 or 1."""
     entry = control["server"][number]
-    # What is stored last is read first: `reigns` implies READY, and READY implies a pid.
-    reigns, state, pid = bool(entry["reigns"]), int(entry["state"]), int(entry["pid"])
-    return of_words(pid=pid, state=state, reigns=reigns, active=int(control["lease_pid"]))
+    # What is stored last is read first: `confirmed` implies READY, and READY implies a pid.
+    confirmed, state, pid = bool(entry["confirmed"]), int(entry["state"]), int(entry["pid"])
+    return of_words(pid=pid, state=state, confirmed=confirmed, active=int(control["lease_pid"]))
 
 
-def of_words(*, pid: int, state: int, reigns: bool, active: int) -> Stage:
+def of_words(*, pid: int, state: int, confirmed: bool, active: int) -> Stage:
     """Return the stage by the words. active: pid of the active server."""
-    key = (pid != 0, state, pid != 0 and pid == active, reigns)
+    key = (pid != 0, state, pid != 0 and pid == active, confirmed)
     return TABLE.get(key, Stage.ILLEGAL)

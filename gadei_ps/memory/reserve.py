@@ -196,7 +196,7 @@ def take(
     _in_parallel(-(-size // PIECE), piece)
 
 
-def let_go(fd: int) -> None:
+def close_later(fd: int) -> None:
     """Close a file in a thread of its own.
 
     If nobody else has it open, the kernel frees its memory first: 0.1 s for each GB.

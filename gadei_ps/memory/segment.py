@@ -178,7 +178,7 @@ def enter_owner(header: np.void) -> None:
 def _map(fd: int, size: int, protection: int) -> mmap.mmap:
     """A new shared mapping, with large pages if the system grants them on request (see doctor).
 
-    It is in no core dump: the memory outlives the process, and writing it would delay a take-over.
+    It is in no core dump: the memory outlives the process, and writing it would delay a failover.
     """
     memory = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
     memory.madvise(mmap.MADV_DONTDUMP)

@@ -22,10 +22,10 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, ENTRY, RECORD, RING, STATE
 from gadei_ps.server import ledger
 from gadei_ps.server.constants import (
+    ABANDONED,
     AHEAD,
     APPLY,
     DROP,
-    GIVEN_UP,
     MAX_LEARNERS,
     NO_BATCH,
     NO_WORK,
@@ -163,7 +163,7 @@ def book_refusal(
     header: address of its header; 0 if there is no frame. Its times come first, because after the
     transaction it counts as consumed.
     """
-    action = DROP if reason == GIVEN_UP else REFUSE
+    action = DROP if reason == ABANDONED else REFUSE
     batch = NO_BATCH
     if header != ZERO:
         frame = frame_at(header)

@@ -68,7 +68,7 @@ def apply_dense(s: Shard, walk: Walk) -> None:
     They move parameters, group by group. Each group begins at a chunk, so the pieces are the
     shard's chunks. A single frame that is lost on the way is left as it is then.
     """
-    payload, dtype = s.hands[0].payload, s.hands[0].dtype
+    payload, dtype = s.current[0].payload, s.current[0].dtype
     # Several frames, or a clipped one, are worked out window by window before they are applied.
     mixed = walk.members > 1 or scale_of(s, 0) != 1.0
     start = walk.start
@@ -91,8 +91,8 @@ def apply_dense(s: Shard, walk: Walk) -> None:
             if mixed:
                 mean = mean_at(s.here + MEAN, count)
                 for k in range(walk.members):
-                    hand = s.hands[k]
-                    one = as_float32(hand.payload, hand.dtype, start, count, s.here + SCRATCH)
+                    current = s.current[k]
+                    one = as_float32(current.payload, current.dtype, start, count, s.here + SCRATCH)
                     cpu.accumulate(mean, floats(one, count), scale_of(s, k))
                 cpu.scale(mean, 1.0 / walk.members)
                 g = s.here + MEAN
@@ -121,30 +121,30 @@ def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
     """Move to the next tensor in each frame: DENSE if one gives all of it, ROWS, or ABSENT."""
     met = ABSENT
     for m in range(members):
-        hand = s.hands[m]
-        size = size_of(hand.dtype)
-        if not among(BLOCKS, hand.kind):
-            hand.form = DENSE
-            hand.values = hand.payload + np.uint64(integer(tensor[0].start) * size)
+        current = s.current[m]
+        size = size_of(current.dtype)
+        if not among(BLOCKS, current.kind):
+            current.form = DENSE
+            current.values = current.payload + np.uint64(integer(tensor[0].start) * size)
             met = DENSE
             continue
-        hand.form = ABSENT
-        slot = hand.payload - PAYLOAD_AT
+        current.form = ABSENT
+        slot = current.payload - PAYLOAD_AT
         payload_bytes = payload_bytes_of(slot, s.part)
-        if hand.next >= count_blocks(slot) or (hand.next + 1) * BLOCK_BYTES > payload_bytes:
+        if current.next >= count_blocks(slot) or (current.next + 1) * BLOCK_BYTES > payload_bytes:
             continue
-        block = read_block(slot, hand.next)
+        block = read_block(slot, current.next)
         if block.tensor != number:
             continue
-        hand.next += 1
+        current.next += 1
         if not fits(block, tensor, size, payload_bytes):
             continue
-        hand.form = block.form
-        hand.values = hand.payload + block.values_at
+        current.form = block.form
+        current.values = current.payload + block.values_at
         if block.form == ROWS:
-            hand.indices = hand.payload + block.indices_at
-            hand.count = block.rows
-            hand.at = -1
+            current.indices = current.payload + block.indices_at
+            current.count = block.rows
+            current.at = -1
             _next_row(s, m, tensor)
             if met == ABSENT:
                 met = ROWS
@@ -156,21 +156,21 @@ def _meet(s: Shard, members: int, number: int, tensor: np.ndarray) -> int:
 @inner
 def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
     """Move to the next row that a frame lists."""
-    hand = s.hands[m]
-    hand.at += 1
-    hand.row = NO_ROW
-    if hand.at < hand.count:
-        row = words(hand.indices, hand.count)[hand.at]
+    current = s.current[m]
+    current.at += 1
+    current.row = NO_ROW
+    if current.at < current.count:
+        row = words(current.indices, current.count)[current.at]
         if row < np.uint64(rows_of(tensor)):
-            hand.row = integer(row)
+            current.row = integer(row)
 
 
 @inner
 def _next_gap(s: Shard, tensor: np.ndarray) -> int:
     """Skip the rows that follow the current one without a gap; return the one after them."""
-    after: int = s.hands[0].row + 1
+    after: int = s.current[0].row + 1
     _next_row(s, 0, tensor)
-    while s.hands[0].row == after:
+    while s.current[0].row == after:
         after += 1
         _next_row(s, 0, tensor)
     return after
@@ -179,14 +179,14 @@ def _next_gap(s: Shard, tensor: np.ndarray) -> int:
 @inner
 def _add_row(s: Shard, m: int, mean: np.ndarray, tensor: np.ndarray, start: int, end: int) -> None:
     """Add the part of a frame's row at hand that lies in values start to end of the weights."""
-    hand = s.hands[m]
+    current = s.current[m]
     width = integer(tensor[0].count) // rows_of(tensor)
-    row_start = integer(tensor[0].start) + hand.row * width
+    row_start = integer(tensor[0].start) + current.row * width
     low, high = max(start, row_start), min(end, row_start + width)
     if low >= high:
         return
-    row = hand.values + np.uint64(hand.at * width * size_of(hand.dtype))
-    g = as_float32(row, hand.dtype, low - row_start, high - low, s.here + SCRATCH)
+    row = current.values + np.uint64(current.at * width * size_of(current.dtype))
+    g = as_float32(row, current.dtype, low - row_start, high - low, s.here + SCRATCH)
     scale = scale_of(s, m)
     cpu.accumulate(mean[low - start : high - start], floats(g, high - low), scale)
 
@@ -198,18 +198,20 @@ def _mean(s: Shard, members: int, tensor: np.ndarray, row: int, start: int, end:
     first = integer(tensor[0].start)
     width = integer(tensor[0].count) // rows_of(tensor)
     for m in range(members):
-        hand = s.hands[m]
-        if hand.form == DENSE:
-            g = as_float32(hand.values, hand.dtype, start - first, end - start, s.here + SCRATCH)
+        current = s.current[m]
+        if current.form == DENSE:
+            g = as_float32(
+                current.values, current.dtype, start - first, end - start, s.here + SCRATCH
+            )
             scale = scale_of(s, m)
             cpu.accumulate(mean, floats(g, end - start), scale)
-        elif hand.form == ROWS and row != WHOLE:
-            if hand.row == row:
+        elif current.form == ROWS and row != WHOLE:
+            if current.row == row:
                 _add_row(s, m, mean, tensor, start, end)
-        elif hand.form == ROWS:
-            while hand.row != NO_ROW and first + hand.row * width < end:
+        elif current.form == ROWS:
+            while current.row != NO_ROW and first + current.row * width < end:
                 _add_row(s, m, mean, tensor, start, end)
-                if first + (hand.row + 1) * width > end:
+                if first + (current.row + 1) * width > end:
                     break
                 _next_row(s, m, tensor)
     cpu.scale(mean, 1.0 / members)
@@ -230,7 +232,7 @@ def _move_stretch(s: Shard, walk: Walk, tensor: np.ndarray, stretch: Stretch, pi
     start = integer(tensor[0].start)
     single = walk.members == 1
     scale = scale_of(s, 0)
-    values, dtype = s.hands[0].values, s.hands[0].dtype
+    values, dtype = s.current[0].values, s.current[0].dtype
     in_place = single and scale == 1.0 and dtype != FLOAT16
     while at < high:
         end = high if in_place else min(high, at + WINDOW)
@@ -258,8 +260,8 @@ def _least_row(s: Shard, members: int) -> int:
     """Return the first row at hand in any frame; NO_ROW after the last."""
     row = NO_ROW
     for m in range(members):
-        if s.hands[m].form == ROWS:
-            row = min(row, s.hands[m].row)
+        if s.current[m].form == ROWS:
+            row = min(row, s.current[m].row)
     return row
 
 
@@ -278,10 +280,10 @@ def apply_rows(s: Shard, walk: Walk) -> None:
     piece = walk.first
     single = walk.members == 1  # and nothing else: recovery must cut the same pieces
     most = s.high
-    if not among(BUFFERS, s.hands[0].kind):
+    if not among(BUFFERS, s.current[0].kind):
         most = min(most, integer(s.part[0].parameters))
     for member in range(walk.members):
-        s.hands[member].next = 0
+        s.current[member].next = 0
     for number in range(integer(s.part[0].tensors)):
         tensor = tensor_of(s.part, number)
         met = _meet(s, walk.members, number, tensor)
@@ -298,7 +300,7 @@ def apply_rows(s: Shard, walk: Walk) -> None:
             if row != WHOLE:
                 after = row + 1
                 if single:
-                    shift = (s.hands[0].at - row) * width
+                    shift = (s.current[0].at - row) * width
                     after = _next_gap(s, tensor)
                 low, high = start + row * width, start + after * width
             low, high = max(low, s.low), min(high, s.high)
@@ -307,7 +309,7 @@ def apply_rows(s: Shard, walk: Walk) -> None:
             if row == WHOLE:
                 break
             for member in range(0 if single else walk.members):
-                if s.hands[member].form == ROWS and s.hands[member].row == row:
+                if s.current[member].form == ROWS and s.current[member].row == row:
                     _next_row(s, member, tensor)
             row = _least_row(s, walk.members)
 
@@ -324,13 +326,13 @@ def _count_torn(s: Shard) -> int:
     """
     record = s.state[0].record[s.number]
     if record.ring < np.uint64(MAX_LEARNERS):
-        here = is_there(s.hands[0].watch - GENERATION, record.generation, record.sequence)
+        here = is_there(s.current[0].watch - GENERATION, record.generation, record.sequence)
         return 0 if here else 1
     torn = 0
     member = 0  # the current frames are in the order of their rows
     for row in range(MAX_LEARNERS):
         if s.c[0].superstep_action[row] == APPLY:
-            slot = s.hands[member].watch - GENERATION
+            slot = s.current[member].watch - GENERATION
             sequence = s.c[0].superstep_upto[row] - ONE
             if not is_there(slot, s.board[0].ring[row].generation, sequence):
                 torn += 1
@@ -344,7 +346,7 @@ def _apply(part: int, members: int, first: int, start: int) -> None:
     walk = Walk(members, first, start)
     has_blocks = False
     for m in range(members):
-        has_blocks = has_blocks or among(BLOCKS, s.hands[m].kind)
+        has_blocks = has_blocks or among(BLOCKS, s.current[m].kind)
     prepare(s)
     lock(s)
     if has_blocks:

@@ -79,7 +79,7 @@ def _arrive(part: int, line: int) -> None:
             rate = cpu.learning_rate(hyper, steps) * frame[0].rate_scale[group]
             record.rate[group] = cpu.stale_rate(hyper, rate, integer(record.staleness))
         take(s, 0, slot, frame)
-        begin(s, Entry(row, ring.generation, tail, version, 1, s.hands[0].next_step))
+        begin(s, Entry(row, ring.generation, tail, version, 1, s.current[0].next_step))
         apply_frames(s, Walk(1, 0, s.low))
         if s.number == 0:
             book_arrival(s, row, tail, frame, version, is_torn(s), more)

@@ -20,15 +20,15 @@ from gadei_ps.kernels.optimizers import COEFFICIENTS, slots
 from gadei_ps.memory import layout
 from gadei_ps.server.constants import CHUNK, IDLE, ONE, ZERO
 from gadei_ps.server.context import (
+    CURRENT,
     CURSOR,
-    HANDS,
     RECORD_BYTES,
     RECORDS,
     SPAN_END,
     SPAN_START,
     Shard,
     Streams,
-    hands_at,
+    current_at,
     integer,
     span_at,
 )
@@ -197,7 +197,7 @@ def move_span(s: Shard, group: int, form: int, gradient: np.uint64, span: Span) 
     span's first value.
     """
     _note_span(s, span)
-    code = s.part[0].move[s.hands[0].kind, form]
+    code = s.part[0].move[s.current[0].kind, form]
     coef = _coefficients_at(s, group)
     call(code, s.here, coef, gradient, span.piece, span.start, span.end)
 
@@ -294,30 +294,30 @@ def _loop(kind: int, form: Any) -> Callable[..., None]:
 
 
 @inlined
-def _put(m: _Move, g: Values, hand: Any, kept: int, start: int, count: int) -> None:
+def _put(m: _Move, g: Values, current: Any, kept: int, start: int, count: int) -> None:
     """Put values in the place of `count` weights, or of those of a slot, from `start` on.
 
     Or adds them to weights. The chunk is in the undo log, so a death amid it is undone.
     """
     here = np.uint64(start * 4)
     values = values_of(g.form, g.at, count)
-    if hand.stream == 0:
+    if current.stream == 0:
         w = floats(m.at.weights + here, count)
-        if hand.adds:
+        if current.adds:
             for i in range(count):
                 w[i] += cpu.wide(values[i])
         else:
             for i in range(count):
                 w[i] = cpu.wide(values[i])
-    elif hand.stream <= kept:
-        slot = floats((m.at.slot0 if hand.stream == 1 else m.at.slot1) + here, count)
+    elif current.stream <= kept:
+        slot = floats((m.at.slot0 if current.stream == 1 else m.at.slot1) + here, count)
         for i in range(count):
             slot[i] = cpu.wide(values[i])
-    if hand.stream == 0 and hand.reset and kept > 0:
+    if current.stream == 0 and current.reset and kept > 0:
         first = floats(m.at.slot0 + here, count)
         for i in range(count):
             first[i] = np.float32(0)
-    if hand.stream == 0 and hand.reset and kept > 1:
+    if current.stream == 0 and current.reset and kept > 1:
         second = floats(m.at.slot1 + here, count)
         for i in range(count):
             second[i] = np.float32(0)
@@ -334,7 +334,7 @@ def _assignment(form: Any) -> Callable[..., None]:
     ) -> None:
         p = _part_at(part)[0]
         m = _move_of(part, coef)
-        hand = hands_at(part + HANDS)[0]
+        current = current_at(part + CURRENT)[0]
         kept = 0
         if start < integer(p.parameters):
             kept = integer(p.slot0 != ZERO) + integer(p.slot1 != ZERO)
@@ -344,7 +344,7 @@ def _assignment(form: Any) -> Callable[..., None]:
             count = min(CHUNK, end - low)
             save(m.at, kept, number, low, count)
             mark(m.cursor, (number << ONE) | ONE)
-            _put(m, Values(address, form), hand, kept, low, count)
+            _put(m, Values(address, form), current, kept, low, count)
             number += ONE
             address += np.uint64(CHUNK) * bytes_of(form)
 

@@ -14,7 +14,7 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, FRAME, RECORD, SHARD, STATE
 from gadei_ps.server.constants import MAX_LEARNERS, ZERO
 from gadei_ps.server.kinds import COUNT
-from gadei_ps.server.structs import BOARD, HAND, KNOWN_RING, PART, RING_LINE
+from gadei_ps.server.structs import BOARD, CURRENT_FRAME, KNOWN_RING, PART, RING_LINE
 from gadei_ps.server.symbols import get, put, structs, words
 
 SHARDS = np.uint64(layout.offset(CONTROL, "shard"))
@@ -35,7 +35,7 @@ GENERATION = np.uint64(layout.offset(FRAME, "generation"))
 SEQUENCE = np.uint64(layout.offset(FRAME, "sequence"))
 FRAME_WORDS = FRAME.itemsize // 8
 FRAME_AT = np.uint64(layout.offset(PART, "frame"))
-HANDS = np.uint64(layout.offset(PART, "hands"))
+CURRENT = np.uint64(layout.offset(PART, "current"))
 KNOWN = np.uint64(layout.offset(PART, "known"))
 
 control_at = structs(CONTROL)
@@ -43,7 +43,7 @@ state_at = structs(STATE)
 frame_at = structs(FRAME)
 board_at = structs(BOARD)
 part_at = structs(PART)
-hands_at = structs(HAND)
+current_at = structs(CURRENT_FRAME)
 known_at = structs(KNOWN_RING)
 
 
@@ -82,8 +82,8 @@ class Shard(NamedTuple):
     """Groups of parameters."""
     board: np.ndarray
     """BOARD, shape (1,)."""
-    hands: np.ndarray
-    """HAND, shape (MAX_LEARNERS,)."""
+    current: np.ndarray
+    """CURRENT_FRAME, shape (MAX_LEARNERS,)."""
     known: np.ndarray
     """KNOWN_RING, shape (MAX_LEARNERS,)."""
     at: Streams
@@ -128,7 +128,7 @@ def shard_of(here: np.uint64) -> Shard:
         kept,
         p.groups,
         board_at(p.board),
-        hands_at(here + HANDS),
+        current_at(here + CURRENT),
         known_at(here + KNOWN),
         Streams(p.weights, p.slot0, p.slot1, p.undo),
     )
@@ -203,5 +203,5 @@ def is_there(slot: np.uint64, generation: np.uint64, sequence: np.uint64) -> boo
 @inner
 def is_lost(s: Shard) -> bool:
     """Return whether the first current frame was lost while it is applied: its ring is zeros."""
-    watch = s.hands[0].watch
+    watch = s.current[0].watch
     return bool(watch != ZERO and get(watch) == ZERO)

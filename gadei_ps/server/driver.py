@@ -210,7 +210,7 @@ class Supersteps:
             upto[row] = tail[row] + 1
         for row in commit.drop:
             reason = self._refusals.pop((row, tail[row]), Reason.OK)
-            good = reason in (Reason.OK, Reason.GIVEN_UP)
+            good = reason in (Reason.OK, Reason.ABANDONED)
             action[row] = Action.DROP if good else Action.REFUSE
             self._control["superstep_reason"][row] = reason
             upto[row] = tail[row] + 1

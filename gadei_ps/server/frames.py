@@ -17,6 +17,7 @@ from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.server.blocks import check_rows
 from gadei_ps.server.constants import (
+    ABANDONED,
     ADD,
     BAD_ASSIGN,
     BAD_DTYPE,
@@ -28,7 +29,6 @@ from gadei_ps.server.constants import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
-    GIVEN_UP,
     MOST_STEPS,
     NOT_FINITE,
     OK,
@@ -103,7 +103,7 @@ def check_frame(
         return BAD_SEQUENCE
     kind = integer(frame[0].kind)
     if kind == EMPTY:
-        return GIVEN_UP
+        return ABANDONED
     if not among(APPLIED, kind):
         return BAD_KIND
     if frame[0].dtype == FLOAT32:
@@ -136,21 +136,21 @@ def take(s: Shard, member: int, slot: np.uint64, frame: np.ndarray) -> None:
 
     Its learner may have written over the header since it was checked.
     """
-    hand = s.hands[member]
-    hand.payload = slot + PAYLOAD_AT
-    hand.dtype = integer(frame[0].dtype)
+    current = s.current[member]
+    current.payload = slot + PAYLOAD_AT
+    current.dtype = integer(frame[0].dtype)
     kind = integer(frame[0].kind)
-    hand.kind = kind if among(APPLIED, kind) else DENSE
-    hand.scale = cpu.clip_scale(s.c[0].hyper[0], frame[0].squares)
+    current.kind = kind if among(APPLIED, kind) else DENSE
+    current.scale = cpu.clip_scale(s.c[0].hyper[0], frame[0].squares)
     steps = s.state[0].record[s.number].steps
-    hand.next_step = steps + ONE
+    current.next_step = steps + ONE
     if kind == ASSIGN:
-        hand.scale = 1.0
-        hand.stream = integer(frame[0].stream)
-        hand.reset = 1 if frame[0].flags & RESET else 0
-        hand.adds = 1 if frame[0].flags & ADD else 0
-        hand.next_step = steps if frame[0].steps == SAME_STEPS else frame[0].steps
-    hand.watch = slot + GENERATION
+        current.scale = 1.0
+        current.stream = integer(frame[0].stream)
+        current.reset = 1 if frame[0].flags & RESET else 0
+        current.adds = 1 if frame[0].flags & ADD else 0
+        current.next_step = steps if frame[0].steps == SAME_STEPS else frame[0].steps
+    current.watch = slot + GENERATION
 
 
 def _check(

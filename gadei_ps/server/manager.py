@@ -232,7 +232,7 @@ class Server:
         """Become the next in line, then the active server, when those before have ended."""
         word = self.control_segment.word
         if self.leases < Leases.HEIR and self._is_named() and self._take_hold():
-            self.leases = Leases(self._take(word(CONTROL, "heir")))
+            self.leases = Leases(self._take(word(CONTROL, "standby_lease")))
         if self.leases != Leases.HEIR:
             return
         # Once a shard's lease has come, the managers' is sure to follow.
@@ -300,8 +300,8 @@ class Server:
                 self._line["state"] = ServerState.READY
                 if self.leases < Leases.ALL:
                     self.leases = Leases.ALL  # the next server may begin to wait for us
-                    self._line["reigns"] = 1
-                    _native.lease_release(self.control_segment.word(CONTROL, "heir"))
+                    self._line["confirmed"] = 1
+                    _native.lease_release(self.control_segment.word(CONTROL, "standby_lease"))
                 if not int(self.control["lease_state"]):
                     _native.store32(self.control_segment.word(CONTROL, "lease_state"), 1)
         elif complete and (self.shards is None or self.shards.started):

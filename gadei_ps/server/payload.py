@@ -90,7 +90,7 @@ def as_float32(
 @inner
 def scale_of(s: Shard, member: int) -> float:
     """Return the factor by which clipping scales a frame in flight."""
-    scale: float = s.hands[member].scale
+    scale: float = s.current[member].scale
     return scale
 
 

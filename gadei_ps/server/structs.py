@@ -51,7 +51,7 @@ BOARD: Final = np.dtype(
 )
 
 # A current frame: one that is being applied, alone or in a mean of several.
-HAND: Final = np.dtype(
+CURRENT_FRAME: Final = np.dtype(
     [
         ("payload", u64),  # address
         ("dtype", i64),
@@ -117,7 +117,7 @@ PART: Final = np.dtype(
         ("group_end", i64, (MAX_GROUPS,)),  # the value after each group's last; a multiple of CHUNK
         ("capacity", u64),  # bytes that every slot has for a payload
         # Memory that only the thread of the shard uses.
-        ("hands", HAND, (MAX_LEARNERS,)),
+        ("current", CURRENT_FRAME, (MAX_LEARNERS,)),
         ("known", KNOWN_RING, (MAX_LEARNERS,)),
         ("address", u64, (MAX_LEARNERS,)),  # of the rings in `known`, for shard_sleep
         ("head", u64, (MAX_LEARNERS,)),  # heads that the shard has acted on, for shard_sleep

@@ -52,7 +52,7 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
     version = record.gradients
     after = s.state[0].record[s.number].steps
     if members > 0:
-        after = s.hands[0].next_step if members == 1 else after + ONE
+        after = s.current[0].next_step if members == 1 else after + ONE
     begin(s, Entry(MAX_LEARNERS, ZERO, number, version, members, after))
     if members > 0:
         apply_frames(s, Walk(members, 0, s.low))

@@ -27,7 +27,7 @@
  * death might repair is seen with fewer KILLS and with -DLEARNER_LIVES.
  *
  * -DLOSE: the learner may truncate its ring at any time. Then whoever reads it finds zeros: values that
- * change nothing, and no frame. No other frame is begun, and the one in hand is torn. Chunks lie in no
+ * change nothing, and no frame. No other frame is begun, and the one in flight is torn. Chunks lie in no
  * order, as those of rows do, and the record's two spans tell where; a span has one chunk here.
  *
  * -DN=1..3 slots. Left out or wrong on purpose, to see the check fail: -DNO_UNDO, -DONE_HALF (the
@@ -63,7 +63,7 @@ byte others;      /* the slowest tail of all other shards */
 byte w[S * C];       /* weights, by shard * C + chunk */
 byte undo[S * 2];    /* two halves, by chunk % 2 */
 byte cursor[S] = IDLE;
-byte record[S];  /* sequence of the frame in hand */
+byte record[S];  /* sequence of the frame in flight */
 byte record_step[S];
 byte steps[S];
 #ifdef LOSE

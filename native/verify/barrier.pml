@@ -161,7 +161,7 @@ inline barrier() {
     l = 0
 }
 
-/* What it says while nothing is committed: the iteration in hand, or none. */
+/* What it says while nothing is committed: the iteration in flight, or none. */
 #define GRANT(m) (reported[m] + (computing[m] -> 1 : 0))
 
 #define MAY_GRANT(m) (!pending && ALL_FINISHED && joined[m] && grant[m] != GRANT(m))

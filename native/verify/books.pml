@@ -143,7 +143,7 @@ inline top_up(r) {
     atomic { b = 0; x = 0 }
 }
 
-inline books(more) { /* of the frame in hand */
+inline books(more) { /* of the frame in flight */
     begin_books();
     now.counted[record_row] = now.counted[record_row] + 1;
     atomic { find(record_row, record_frame); assert(i < AHEAD); now.out[record_row * AHEAD + i] = 0; i = 0 };

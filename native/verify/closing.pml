@@ -2,7 +2,7 @@
  * cannot be made, and the job is served again from its memory while the learner still pushes.
  *
  * Code: over, begin, _tell in watchdog/stopping.py; close_rings, kill, _leave, adopt in
- * watchdog/roster.py; adopt in watchdog/memory.py; shut_down in watchdog/supervisor.py;
+ * watchdog/roster.py; adopt in watchdog/job_memory.py; shut_down in watchdog/supervisor.py;
  * ps_publish_frame in native/ps_ring.c; _evict, _retire in gadei_ps/server/manager.py.
  *
  * Processes: a learner that tries to push TRIES times, and may be killed; W watchdogs one after the

@@ -1,7 +1,7 @@
 /* A row of the roster, used by G learners one after the other; two shards, KILLS + 1 servers, a
  * watchdog that may be killed and started again.
  *
- * Code: watchdog/roster.py adopt, begin, admit, _leave, free_rows; _adopt_rings in watchdog/memory.py;
+ * Code: watchdog/roster.py adopt, begin, admit, _leave, free_rows; _adopt_rings in watchdog/job_memory.py;
  * gadei_ps/server/manager.py _follow, _map_ring, _look_at_members, _evict, _retire, _abandoned; take_in
  * in gadei_ps/server/driver.py; gadei_ps/server/rings.py; gadei_ps/memory/ring.py; gadei_ps/server/shard.py
  * stand_by, serve, _update_accounts; gadei_ps/server/known.py look_up; gadei_ps/server/arrival.py on_arrival,

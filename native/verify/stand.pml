@@ -35,7 +35,7 @@
  *   -DNO_WANTED   the manager does not look whether the learner is gone
  *   -DNO_OWN      it does not wait for what the learner itself has pushed
  *   -DNO_GRANTS   and does not grant anew at the end
- *   -DTOGETHER    nor wait with the next stand for the end of the one in hand */
+ *   -DTOGETHER    nor wait with the next stand for the end of the one in flight */
 #ifndef K
 #define K 2
 #endif

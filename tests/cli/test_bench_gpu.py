@@ -192,8 +192,8 @@ if sys.argv[1:] == ["-f"]:
     (pipes / "pid").write_text(str(os.getpid()))
     (pipes / "control").touch()
     time.sleep(100)
-said = sys.stdin.read()
-(pathlib.Path(__file__).parent / "said").write_text(said)
+text = sys.stdin.read()
+(pathlib.Path(__file__).parent / "input").write_text(text)
 os.kill(int((pipes / "pid").read_text()), signal.SIGTERM)
 """
 
@@ -210,7 +210,7 @@ def test_the_service_is_ended(
         assert Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{pid}").exists()
     assert not Path(env[mps.PIPES]).exists()
-    assert (tool.parent / "said").read_text().startswith("quit")
+    assert (tool.parent / "input").read_text().startswith("quit")
     monkeypatch.setattr(gpus, "missing", lambda *arguments: "no GPU")
     with pytest.raises(DeviceError, match="no GPU"), mps.started():
         pass

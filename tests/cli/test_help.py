@@ -16,7 +16,7 @@ WIDE = {"COLUMNS": "600", "TERM": "dumb"}  # no help text is broken into lines
 USUAL = {"COLUMNS": "80", "TERM": "dumb"}
 PANELS = ["Options", "Train", "Jobs", "Checkpoints", "Faults", "This machine", "Research"]
 FORBIDDEN = re.compile(
-    r"\b(likewise|whoever|but for|there is not|of then|said once|not running yet|todo|for now"
+    r"\b(likewise|whoever|but for|there is not|of then|sai[d] once|not running yet|todo|for now"
     r"|so many|where it goes)\b",
     re.IGNORECASE,
 )

@@ -83,7 +83,7 @@ def test_a_plan(cli: Cli) -> None:
 
 
 def test_json_and_errors_are_alone_on_their_streams(cli: Cli) -> None:
-    """Also where the module prints."""
+    """Check it even if the module prints."""
     (cli.directory / "mine.py").write_text(MODULE)
     asked = ("--sample", "mine:sample", "--devices", "host:1,host:1,host:2", "--json")
     done = cli("partition", "mine:Model", *asked, "--sync", "bsp", "--optimizer", "adam")

@@ -12,18 +12,18 @@ import support
 from saved_jobs import COUNTED, there
 from shell import Cli, is_running
 
-from gadei_ps.commands import units
-from gadei_ps.commands.manager import Scope
+from gadei_ps.commands import unit_files
+from gadei_ps.commands.service_manager import Scope
 from gadei_ps.errors import UsageError
 from gadei_ps.memory import segment
 
 
 @pytest.fixture
 def place(tmp_path: Path, job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Units of this user with a job file; stands for the root directory."""
-    monkeypatch.setattr(units, "places", lambda: (Path("/usr/bin/env"),))
+    """Install units of this user with a job file; the path stands for the root directory."""
+    monkeypatch.setattr(unit_files, "places", lambda: (Path("/usr/bin/env"),))
     me = pwd.getpwuid(os.getuid()).pw_name
-    units.install(Scope.SYSTEM, user=me, job=job_name, where=tmp_path / "root")
+    unit_files.install(Scope.SYSTEM, user=me, job=job_name, where=tmp_path / "root")
     yield tmp_path / "root"
     for name in support.segments(job_name):
         segment.unlink(name)
@@ -41,13 +41,13 @@ def test_a_job_is_neither_broken_nor_forgotten(
     for end in (lambda: None, lambda: support.kill_all(job_name)):
         end()
         with pytest.raises(UsageError, match=refusal):
-            units.install(Scope.SYSTEM, user="nobody", force=True, where=place)
+            unit_files.install(Scope.SYSTEM, user="nobody", force=True, where=place)
         assert unit.read_text() == before
-        done = units.uninstall(Scope.SYSTEM, where=place, dry_run=True)
+        done = unit_files.uninstall(Scope.SYSTEM, where=place, dry_run=True)
         assert f"memory of job {job_name}" in [what for what, _ in done.left]
     saved = cli("serve", "--finish", "--name", job_name, f"{job_name}.toml")
     assert saved.code == 0, saved.err
     assert there(job_name, cli)
-    assert units.install(Scope.SYSTEM, user="nobody", where=place).user == "nobody"
-    left = units.uninstall(Scope.SYSTEM, where=place, dry_run=True).left
+    assert unit_files.install(Scope.SYSTEM, user="nobody", where=place).user == "nobody"
+    left = unit_files.uninstall(Scope.SYSTEM, where=place, dry_run=True).left
     assert not any(what.startswith("memory") for what, _ in left)

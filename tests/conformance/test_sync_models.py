@@ -119,7 +119,7 @@ class Driver:
         self._settle(commits, learner)
 
     def able(self) -> list[int]:
-        """Members that may continue."""
+        """Return the members that may continue."""
         return [learner for learner, clock in self.clocks.items() if clock < self.grants[learner]]
 
     def round(self) -> None:

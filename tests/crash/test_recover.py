@@ -79,7 +79,7 @@ class Servers:
         self.child.kill()
 
     def maybe_kill(self) -> None:
-        """Perhaps kill the server, mostly in the middle of a gradient, and start the next one."""
+        """Kill the server perhaps, mostly in the middle of a gradient, and start the next one."""
         if self.chance.random() < 0.3:
             return
         cursors = self.rig.state["record"]["cursor"]

@@ -28,8 +28,8 @@ import typer
 from shell import Cli, Result, is_running, learning
 
 from gadei_ps.cli.app import app
-from gadei_ps.commands import units
-from gadei_ps.commands.manager import Scope
+from gadei_ps.commands import unit_files
+from gadei_ps.commands.service_manager import Scope
 from gadei_ps.run_times import traces
 from gadei_ps.storage import checkpoint
 
@@ -450,7 +450,7 @@ VERBS = {
 @pytest.mark.parametrize("scope", Scope)
 def test_units_of_systemctl(scope: Scope) -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
-    unit.read_string(units.texts(scope, "/usr/local/bin/gadei-ps")[units.NAME])
+    unit.read_string(unit_files.texts(scope, "/usr/local/bin/gadei-ps")[unit_files.NAME])
     verbs = VERBS | ({"enable"} if unit.has_section("Install") else set())
     verbs |= {"reload"} if unit.has_option("Service", "ExecReload") else set()
     lines = [one for one in documented() if one.text.startswith("systemctl ")]
@@ -461,5 +461,5 @@ def test_units_of_systemctl(scope: Scope) -> None:
         for name in names:
             template = re.sub(r"@[\w*-]*(\.service)?$", "@.service", name)
             foreign = name == "systemd-logind"
-            ours = template in (units.NAME, units.END_NAME, units.LEARNER_NAME)
+            ours = template in (unit_files.NAME, unit_files.END_NAME, unit_files.LEARNER_NAME)
             assert foreign or ours, f"{line.page}: {line.text}"

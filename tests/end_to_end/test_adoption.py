@@ -45,7 +45,7 @@ from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, presence, segment, shm
 from gadei_ps.storage.checkpoint import newest
 from gadei_ps.watchdog import restart, supervisor
-from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.serve_options import Options
 
 
 def test_a_job_is_adopted(cli: Cli, job_name: str) -> None:

@@ -42,8 +42,8 @@ sharing.LATE_S = float(sys.argv[2])
 log = mock.Mock()
 units = [one for one in of_server.units([1]) if one.name.startswith(("move-1-", "assign"))]
 loading.load([Unit(f"wait-{os.getpid()}", wait, lambda: True), *units], log, True)
-said = [call.args[0] for call in log.warning.call_args_list]
-print(cache.directory(), sum(store.is_kept(unit.name) for unit in units), *said, sep="\\n")
+lines = [call.args[0] for call in log.warning.call_args_list]
+print(cache.directory(), sum(store.is_kept(unit.name) for unit in units), *lines, sep="\\n")
 cache.remove_temporary()
 """
 LOOPS = 4  # of SGD; as many as a helper is worth

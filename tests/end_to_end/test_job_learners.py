@@ -31,6 +31,7 @@ from gadei_ps.machine import log, process
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.watchdog import learners as learners_module
+from gadei_ps.watchdog.fork_server import watched
 from gadei_ps.watchdog.learners import JobLearners
 
 
@@ -199,9 +200,16 @@ def test_a_process_with_the_pid_of_an_adopted_learner_is_left_alone(
         learner.wait()
         learners.all[0].pid = other.pid
         monkeypatch.setattr(process, "alive", lambda pid, start: True)  # as just before its end
-        learners.end()
+        learners.close()
         assert other.poll() is None
         other.kill()
+
+
+def own(learners: JobLearners, child: subprocess.Popen[bytes]) -> None:
+    """Make a process the child of learner 0."""
+    one = learners.all[0]
+    one.child, one.pid = child, child.pid
+    one.pidfd, one.start = watched(child)
 
 
 @pytest.mark.parametrize("adopted", [False, True])
@@ -220,11 +228,11 @@ def test_children_of_a_learner_end_with_it(monkeypatch: pytest.MonkeyPatch, adop
             monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process(one.pid)])
             learners.adopt()
         else:
-            learners.all[0].child, learners.all[0].pid = one, one.pid
+            own(learners, one)
         one.stdin.close()
         os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
         learners.all[0].exits = ()
-        learners.look(time.monotonic(), stopping=True)
+        learners.tick(time.monotonic(), stopping=True)
         assert learners.all[0].pid == 0
         eventually(lambda: not process.start_ticks(child))
 
@@ -237,9 +245,9 @@ def test_a_learner_that_the_kernel_does_not_end_holds_up_no_stop(
     with process.spawn(["sh", "-c", "trap '' TERM; echo; sleep 60"], stdout=subprocess.PIPE) as one:
         assert one.stdout
         one.stdout.readline()
-        learners.all[0].child, learners.all[0].pid = one, one.pid
-        monkeypatch.setattr(process, "kill_group", lambda leader: None)
+        own(learners, one)
+        monkeypatch.setattr(process, "kill_group_of", lambda *leader: None)
         monkeypatch.setattr(learners_module, "LEARNERS_KILL_S", 0.1)
-        learners.end()
+        learners.close()
         assert one.poll() is None
         os.killpg(one.pid, signal.SIGKILL)

@@ -34,8 +34,8 @@ class Watcher(threading.Thread):
         """The stages of both servers together."""
         return {
             tuple(
-                lifecycle.of_words(pid=pid, state=state, reigns=reigns, active=words[1])
-                for pid, state, reigns in words[0]
+                lifecycle.of_words(pid=pid, state=state, confirmed=confirmed, active=words[1])
+                for pid, state, confirmed in words[0]
             )
             for words in list(self.seen)
         }
@@ -61,7 +61,8 @@ class Watcher(threading.Thread):
     @staticmethod
     def _collect(control: np.void) -> Words:
         servers = tuple(
-            (int(one["pid"]), int(one["state"]), bool(one["reigns"])) for one in control["server"]
+            (int(one["pid"]), int(one["state"]), bool(one["confirmed"]))
+            for one in control["server"]
         )
         names = ("lease_pid", "lease_generation", "lease_state", "lease_shards", "model_ready")
         return (servers, *(int(control[name]) for name in names))  # type: ignore[return-value]
@@ -74,8 +75,8 @@ class Watcher(threading.Thread):
 def check(words: Words) -> None:
     servers, active, generation, serves, shards, model = words
     stages = [
-        lifecycle.of_words(pid=pid, state=state, reigns=reigns, active=active)
-        for pid, state, reigns in servers
+        lifecycle.of_words(pid=pid, state=state, confirmed=confirmed, active=active)
+        for pid, state, confirmed in servers
     ]
     assert Stage.ILLEGAL not in stages, words
     assert sum(one in ACTIVE for one in stages) <= 1, words

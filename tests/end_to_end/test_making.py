@@ -245,7 +245,7 @@ def test_a_stop_while_a_model_is_made(job_name: str, brake: Brake) -> None:
     def attach() -> None:
         with Connection(job_name) as one:
             try:
-                one.request(Attach(), heard=notes.append)
+                one.request(Attach(), on_note=notes.append)
             except JobStopped as error:
                 said.append(str(error))
 

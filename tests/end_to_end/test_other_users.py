@@ -42,7 +42,7 @@ from gadei_ps.memory import presence, segment, shm
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.watchdog import supervisor
 from gadei_ps.watchdog.lock import NameLock
-from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.sockets import ControlServer
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

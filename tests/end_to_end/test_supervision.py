@@ -106,7 +106,7 @@ def test_bsp_keeps_its_supersteps(job_name: str) -> None:
 
 
 def test_what_the_dead_have_pushed_stays_in_its_superstep(job_name: str) -> None:
-    """Also if the server dies after them, and the next one finds the others' gradients as well."""
+    """Check it even if the server dies after them: the next one finds the others' gradients."""
     with (
         daemon(job_name, tensors=TENSORS, standby=True, sync="bsp", shards=2),
         team(job_name, 2, "wait_turn") as (stays, dies),

@@ -51,7 +51,7 @@ class File:
         self.since.clear()
 
     def contents(self) -> list[bytes]:
-        """Contents that it may have after a power cut: some of that, at most seven."""
+        """Return contents that it may have after a power cut: some of that, at most seven."""
         if not self.since:
             return [self.synced]
         before = self.since[-2] if len(self.since) > 1 else self.synced

@@ -63,7 +63,7 @@ def attached(job: Job, tracer: Tracer, dying: Dying) -> None:
         all_go(job)
         all_push(job)
         all_rest(job)
-        job.let_go(one, one.detach)
+        job.remove(one, one.detach)
         job.until(lambda: job.retired(one), "its row is free")
 
 
@@ -73,7 +73,7 @@ def died(job: Job, tracer: Tracer, dying: Dying) -> None:
     all_go(job)
     with dying():
         all_push(job)
-        job.let_go(one, one.kill)
+        job.remove(one, one.kill)
         all_rest(job)
         job.until(lambda: job.retired(one), "its row is free")
 
@@ -83,8 +83,8 @@ def adopted(job: Job, tracer: Tracer, dying: Dying) -> None:
     leaves, dies = job.hire(), job.hire()
     all_go(job)
     with job.without_watchdog():
-        job.let_go(leaves, leaves.detach)
-        job.let_go(dies, dies.kill)
+        job.remove(leaves, leaves.detach)
+        job.remove(dies, dies.kill)
     with dying():
         job.up()
         all_rest(job)
@@ -96,7 +96,7 @@ def alone(job: Job, tracer: Tracer, dying: Dying) -> None:
     dies = job.hire()
     all_go(job)
     with job.without_watchdog(), dying():
-        job.let_go(dies, dies.kill)
+        job.remove(dies, dies.kill)
         job.until(
             lambda: not int(job.roster[dies.row]["wanted"]) or not job.processes.server(),
             "it is detached",
@@ -113,7 +113,7 @@ def taken_over(job: Job, tracer: Tracer, dying: Dying) -> None:
     all_go(job)
     with dying():
         job.kill(job.processes.server())
-        job.let_go(one, one.detach)
+        job.remove(one, one.detach)
         job.up()
         all_push(job)
         all_rest(job)
@@ -140,7 +140,7 @@ def damaged(job: Job, tracer: Tracer, dying: Dying) -> None:
     with dying():
         one.damage()
         job.until(lambda: job.retired(one), "its row is free")
-        job.let_go(one, one.kill)
+        job.remove(one, one.kill)
         all_rest(job)
 
 
@@ -172,7 +172,7 @@ def _changed(model: str) -> Callable[[Job, Tracer, Dying], None]:
         with dying():
             job.change(model)
             all_push(job)
-            job.let_go(one, one.kill)
+            job.remove(one, one.kill)
             all_push(job)
             job.change("asp")
             all_rest(job)
@@ -245,7 +245,7 @@ def _work(job: Job, **how: Any) -> None:
     one.go()
     all_push(job)
     one.rest()
-    job.let_go(one, one.detach)
+    job.remove(one, one.detach)
 
 
 def started(job: Job, tracer: Tracer, dying: Dying) -> None:
@@ -265,7 +265,7 @@ def offered(job: Job, tracer: Tracer, dying: Dying) -> None:
         one.once()
         work = job.status["work"]
         assert (work["state"], work["batches"], work["next"] > 0) == ("working", 3, True), work
-        job.let_go(one, one.detach)
+        job.remove(one, one.detach)
         job.up()
 
 
@@ -279,7 +279,7 @@ def stopped(job: Job, tracer: Tracer, dying: Dying) -> None:
     with dying():
         job.stop()
     for one in pair:
-        job.let_go(one, one.kill)
+        job.remove(one, one.kill)
 
 
 def restored(job: Job, tracer: Tracer, dying: Dying) -> None:
@@ -301,7 +301,7 @@ def from_memory(job: Job, tracer: Tracer, dying: Dying) -> None:
     one.go()
     all_push(job)
     job.kill_all()
-    job.let_go(one, one.kill)
+    job.remove(one, one.kill)
     with dying():
         job.up()
     _work(job)

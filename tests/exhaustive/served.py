@@ -231,7 +231,7 @@ class Job:
         self.learners.append(one)
         return one
 
-    def let_go(self, one: Learner, how: Callable[[], None]) -> None:
+    def remove(self, one: Learner, how: Callable[[], None]) -> None:
         """It detaches or dies; what it has published counts."""
         self.learners.remove(one)
         how()
@@ -243,7 +243,7 @@ class Job:
 
     def fire(self) -> None:
         for one in list(self.learners):
-            self.let_go(one, one.kill)
+            self.remove(one, one.kill)
 
     # -- rest -------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def _stood(model: str) -> Callable[[Job, Tracer, Dying], None]:
             asks.go_on()
             push()
             asks.stand()
-            job.let_go(asks, asks.kill)
+            job.remove(asks, asks.kill)
             push()
             job.until(lambda: job.retired(asks), "its row is free")
         if model != "asp":

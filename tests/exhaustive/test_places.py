@@ -19,7 +19,7 @@ from __future__ import annotations
 
 def f():
     control["phase"] = 1
-    self._line["state"] = self._line["reigns"] = 2
+    self._line["state"] = self._line["confirmed"] = 2
     control.view(CONTROL)["work"][row] |= 4
     s.c[0].roster[row].drained = ONE
     record.steps = record.step + ONE
@@ -129,7 +129,7 @@ def test_earlier_runs_are_known() -> None:
         ("+++++++++++ Timeout +++++++++++", True),
         ("E       AssertionError: not within 60.0 s: it rests", True),
         ("FAILED tests/x.py::test_y - AssertionError: not within 30.0 s: counts", True),
-        ('        raise AssertionError(f"not within {timeout_s} s: {said}")', False),
+        ('        raise AssertionError(f"not within {timeout_s} s: {text}")', False),
         ("FAILED tests/x.py::test_y - assert 1 == 2", False),
     ],
 )

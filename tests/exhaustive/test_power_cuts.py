@@ -29,7 +29,7 @@ from gadei_ps.errors import CheckpointError
 from gadei_ps.job.config import from_mapping
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.export import export
-from gadei_ps.watchdog import model
+from gadei_ps.watchdog import initial_model
 
 EVERY = 40  # of so many states a short run looks at one, besides the extremes of each moment
 EVERY_DEATH = 8
@@ -134,7 +134,7 @@ def read_newest(root: Path, allowed: tuple[str | None, ...]) -> None:
     directory = root / "jobs" / "a"
     given = {"name": "a-job", "checkpoint": {"every_s": 0, "directory": str(directory)}}
     log = Mock()
-    first = model.from_checkpoint(from_mapping(given, "test"), None, log)
+    first = initial_model.from_checkpoint(from_mapping(given, "test"), None, log)
     assert not log.error.called, log.error.call_args
     if first is None:
         assert None in allowed, "a checkpoint that was written is gone"

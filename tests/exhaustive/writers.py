@@ -75,7 +75,7 @@ def exports(root: Path) -> None:
 def singles(root: Path) -> None:
     """Single files of commands: an older one of each is replaced."""
     from gadei_ps.classifier.words import Vocabulary
-    from gadei_ps.commands import units
+    from gadei_ps.commands import unit_files
     from gadei_ps.run_times import fitting, traces
 
     def trace() -> None:
@@ -85,7 +85,7 @@ def singles(root: Path) -> None:
     for name, write in (
         ("trace.csv", trace),
         ("model.npz", lambda: fitting._write(root / "model.npz", b"12" * 4000)),
-        ("unit.service", lambda: units._write(root / "unit.service", "12" * 4000)),
+        ("unit.service", lambda: unit_files._write(root / "unit.service", "12" * 4000)),
         ("words.json", lambda: Vocabulary(tuple(map(str, range(3000)))).save(root / "words.json")),
     ):
         mark(f"begin {name}")

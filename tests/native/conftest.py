@@ -48,7 +48,7 @@ def learner(programs: Programs) -> Iterator[Callable[[], Learner]]:
 
 @pytest.fixture
 def hurried(programs: Programs) -> Iterator[Callable[[], Learner]]:
-    """Learners with waits of half a second instead of ten."""
+    """Start learners with waits of half a second instead of ten."""
     with ExitStack() as stack:
         yield starter(stack, _hurried(programs))
 

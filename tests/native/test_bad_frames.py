@@ -122,7 +122,7 @@ def writer(served: Any) -> Iterator[Writer]:
 
 def test_every_reason_is_tried() -> None:
     # Of slots that the optimizer does not have in tests/unit/test_shard.py.
-    others = {Reason.OK, Reason.GIVEN_UP, Reason.TORN, Reason.BAD_ASSIGN}
+    others = {Reason.OK, Reason.ABANDONED, Reason.TORN, Reason.BAD_ASSIGN}
     assert {reason for _, _, reason in BAD} == set(Reason) - others
 
 

@@ -87,14 +87,14 @@ def test_other_memory_is_no_business_of_the_guard(path: Path, handler: bool) -> 
         signal.raise_signal(signal.SIGBUS)
         return None
 
-    def let_go(mapped: Any, word: np.ndarray) -> object:
+    def released(mapped: Any, word: np.ndarray) -> object:
         _native.unguard(mapped.address)
         os.truncate(path, 0)
         return _native.load(mapped.address)
 
     (faulthandler.enable if handler else faulthandler.disable)()
     try:
-        for act in (elsewhere, sent, let_go):
+        for act in (elsewhere, sent, released):
             path.write_bytes(bytes(SIZE))
             child = _child(path, act)
             with pytest.raises((AssertionError, EOFError)):

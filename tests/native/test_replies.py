@@ -22,7 +22,7 @@ from gadei_ps.memory import layout, shm
 from gadei_ps.memory.layout import CONTROL, RING, TENSOR, WEIGHTS
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 ROW, GENERATION = 4, 11
 

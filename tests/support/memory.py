@@ -7,8 +7,8 @@ import numpy as np
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
 from gadei_ps.watchdog import making
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.making import First
-from gadei_ps.watchdog.memory import JobMemory
 
 
 def create_model(memory: JobMemory, model: Model, values: np.ndarray) -> None:

@@ -46,7 +46,7 @@ PROGRAMS = {
 }
 # What commands import when they run.
 COMMANDS = (
-    *("chaos.campaign", "commands.doctor", "commands.run", "commands.saved", "commands.units"),
+    *("chaos.campaign", "commands.doctor", "commands.run", "commands.saved", "commands.unit_files"),
     *(
         "run_times.run_time_recorder",
         "show.display",
@@ -54,7 +54,7 @@ COMMANDS = (
         "show.status",
         "simulate.compare",
     ),
-    *("simulate.report", "storage.export", "watchdog.child"),
+    *("simulate.report", "storage.export", "watchdog.launched"),
 )
 PR_SET_NAME = 15
 STARTING: list[Callable[[str], None]] = []  # called in each fork with its program's name
@@ -286,8 +286,10 @@ def fork_quickly(*, fork_server: bool = False) -> Iterator[None]:
 class QuickDaemon(Daemon):
     """A daemon whose processes start quickly, and however often they are killed."""
 
+    policy = Policy(limit=10_000)
+
     def __init__(self, config: JobConfig, *, fork_server: bool = False, **how: Any) -> None:
-        super().__init__(config, **({"policy": Policy(limit=10_000)} | how))
+        super().__init__(config, **how)
         self._fork_server = fork_server
 
     def __enter__(self) -> Self:

@@ -16,7 +16,7 @@ from gadei_ps.memory import layout
 from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType, Work
 from gadei_ps.memory.weights import Model, Tensor, data
 from gadei_ps.memory.weights import place as placed
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 from support.frames import rows_payload
 from support.jobs import config
 from support.kept import keep, of_part

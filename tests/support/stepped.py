@@ -48,7 +48,7 @@ class Stepped:
         self._rig = rig
         self.line = rig.control["server"][number]
         self.line["start"], self.line["pid"] = process.start_ticks(os.getpid()), os.getpid()
-        self.line["state"], self.line["reigns"] = ServerState.STARTING, 0
+        self.line["state"], self.line["confirmed"] = ServerState.STARTING, 0
         for row, ring in rig.memory.rings.items():
             rig.control["ring_inode"][row] = ring.inode
         self.server = Server(Asked(rig.memory.config.name, number, 10.0, []))
@@ -66,7 +66,7 @@ class Stepped:
 
     def die(self) -> None:
         """Release its leases; report those that it has not as the kernel does."""
-        for lease in ("heir", "lease"):
+        for lease in ("standby_lease", "lease"):
             _native.lease_release(self.server.control_segment.word(layout.CONTROL, lease))
         if self.server._hold is not None:
             self.server._hold.release()

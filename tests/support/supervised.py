@@ -17,7 +17,7 @@ from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners.client import Client
 from gadei_ps.watchdog import servers, supervisor
 from gadei_ps.watchdog.notify import Notify
-from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.serve_options import Options
 from support import (
     FORK,
     Child,

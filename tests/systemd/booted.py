@@ -20,7 +20,7 @@ from pathlib import Path
 
 from support import eventually
 
-from gadei_ps.commands import units
+from gadei_ps.commands import unit_files
 
 UNITS = (
     "basic.target dbus.service dbus.socket final.target kill.target shutdown.target "
@@ -103,7 +103,7 @@ def impossible() -> str:
 
 def _closed() -> Path | None:
     """The folder that keeps others from this interpreter, such as /root; inside it is open."""
-    folders = {folder for place in units.places() for folder in place.parents}
+    folders = {folder for place in unit_files.places() for folder in place.parents}
     closed = [one for one in sorted(folders) if not one.stat().st_mode & stat.S_IXOTH]
     return closed[0] if closed else None
 

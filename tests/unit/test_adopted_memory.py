@@ -17,8 +17,8 @@ from gadei_ps.machine import process
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import CONTROL, Phase, ServerState, Stop
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import memory
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog import job_memory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 THERE = 1  # another pid namespace
 MODEL = place([Tensor("w", (10,))])
@@ -120,7 +120,7 @@ def test_never_the_words_of_two_watchdogs(left: JobMemory, dead: tuple[int, int]
         for part in parts(left):
             seen.add((int(part.header["owner_pid"]), int(part.header["owner_start"])))
 
-    with at_each_line(look, memory, segment):
+    with at_each_line(look, job_memory, segment):
         adopted(left)
     assert {dead, me} <= seen
     assert {one for one in seen if one[0]} == {dead, me}
@@ -131,7 +131,7 @@ def test_an_adoption_that_has_died(left: JobMemory, dead: tuple[int, int]) -> No
     control = left.control.view(CONTROL)
     control["phase"], control["stop"] = Phase.FAILED, Stop.CLOSED
     images = dict[bytes, None]()  # in order
-    with at_each_line(lambda: images.setdefault(bytes(left.control.memory)), memory, segment):
+    with at_each_line(lambda: images.setdefault(bytes(left.control.memory)), job_memory, segment):
         adopted(left)
     whole = words(control)
     assert len(images) >= 10
@@ -162,7 +162,7 @@ def test_pids_of_another_namespace(left: JobMemory) -> None:
         now = words(control)
         seen.append((now.get("header.owner_namespace"), {n: now.get(n) for n in names}))
 
-    with at_each_line(look, memory):
+    with at_each_line(look, job_memory):
         made = adopted(left)
     assert seen[-1] == (process.namespace(), dict.fromkeys(names) | {"watchdog_pid": os.getpid()})
     whole = {name: before[name] for name in names}

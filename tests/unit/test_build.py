@@ -17,7 +17,7 @@ from gadei_ps.machine import process
 from gadei_ps.memory import build
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.sync import parse
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.server_starter import ServerStarter
 from gadei_ps.watchdog.servers import FILES_INTERVAL_S, Servers
 
@@ -89,7 +89,7 @@ def test_a_refused_server_is_tried_again_with_other_files(
     def look(starts: int) -> None:
         nonlocal now
         now = max(now, servers._looked_at, servers._last_exit) + 2 * FILES_INTERVAL_S
-        servers.look(now)
+        servers.tick(now)
         assert (int(control["server_starts"]), len(servers.running)) == (starts, starts and 1)
 
     def refuse() -> None:
@@ -107,13 +107,13 @@ def test_a_refused_server_is_tried_again_with_other_files(
         refuse()
         for _ in range(3):
             now = max(now, servers._looked_at) + 2 * FILES_INTERVAL_S
-            servers.look(now)
+            servers.tick(now)
         assert int(control["server_starts"]) == 2, "nothing has changed"
         assert len(lines.errors) == 1 and "no server is left" in lines.errors[0]
         (package / "server" / "other.py").touch()
         look(3)
         refuse()
-        servers.look(now + FILES_INTERVAL_S / 2)
+        servers.tick(now + FILES_INTERVAL_S / 2)
         assert len(lines.errors) == 2, "it is logged once for each build"
         assert not failed
     finally:

@@ -219,7 +219,7 @@ from gadei_ps.job.config import from_mapping
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
 from gadei_ps.watchdog.making import First
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 memory = JobMemory(from_mapping({"name": sys.argv[2]}, "test"))
 memory.create_control(parse("asp"))
 try:
@@ -259,7 +259,7 @@ from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
 from gadei_ps.watchdog.checkpoints import NOWHERE, Checkpoints
 from gadei_ps.watchdog.making import First
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 memory = JobMemory(from_mapping({"name": sys.argv[2], "optimizer": {"kind": "adam"}}, "test"))
 memory.create_control(parse("asp"))
 try:
@@ -334,17 +334,17 @@ from gadei_ps.job.config import from_mapping
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
 from gadei_ps.watchdog.making import First
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 memory = JobMemory(from_mapping({"name": sys.argv[2], "slots": 2}, "test"))
 memory.create_control(parse("asp"))
 first = First(place([Tensor("w", (1 << 20,))]), None)
 memory.enter_model(first, memory.make_model(first))
-for said in ("model", memory.make_ring):
-    if callable(said):
-        ring = said(0, 1)
+for made in ("model", memory.make_ring):
+    if callable(made):
+        ring = made(0, 1)
         memory.enter_ring(0, ring)
-        said = ring.size
-    print(said, flush=True)
+        made = ring.size
+    print(made, flush=True)
     sys.stdin.readline()
 memory.remove()
 """

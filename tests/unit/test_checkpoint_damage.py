@@ -59,7 +59,7 @@ def test_damage_is_seen(tmp_path: Path) -> None:
 
 
 def test_every_byte_of_the_checksums_counts(tmp_path: Path) -> None:
-    """Also where a flip changes how a digit is written and not what it says."""
+    """Check it even if a flip changes how a digit is written and not what it says."""
     path = write(tmp_path, one(9), keep=1).path
     whole = (path / "SHA256SUMS").read_bytes()
     for at, bit in itertools.product(range(len(whole)), (0, 5)):

@@ -19,7 +19,7 @@ from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog import batches
 from gadei_ps.watchdog.batches import Batches
 from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 WANTED = {"batches": 10, "epochs": 3, "seed": 7, "next": 0, "epochs_done": 0}
 STORES = 1 + len(WANTED) + 1  # `ahead`, which no copy has, is the first, `work` itself the last

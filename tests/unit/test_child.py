@@ -20,7 +20,7 @@ from gadei_ps.machine.child import Child
 from gadei_ps.machine.lines import Lines
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog.checkpoints import Checkpoints
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 LONG = b"x" * (1 << 18)  # more than a pipe holds
 
@@ -168,6 +168,6 @@ def test_a_checkpoint_writer_that_does_not_end_blocks_nothing(
                 key.data(mask)
         assert outcomes == [{"ok": False, "error": "a full disk"}]
     finally:
-        checkpoints.end()
+        checkpoints.close()
         selector.close()
         memory.remove()

@@ -19,7 +19,7 @@ from gadei_ps.job.config import JobConfig, from_mapping, load
 from gadei_ps.kernels.optimizers import Kind, Schedule
 from gadei_ps.memory import layout
 from gadei_ps.run_times import traces
-from gadei_ps.watchdog.model import configured
+from gadei_ps.watchdog.initial_model import configured
 
 
 def write(path: Path, text: str) -> Path:

@@ -175,7 +175,7 @@ def test_notes_come_before_the_reply(runtime_dir: Path) -> None:
     answers = [reply(ok=True, **note) for note in notes] + [reply(ok=True, made=True)]
     heard: list[dict[str, object]] = []
     with answering(runtime_dir, b"".join(answers)) as path, Connection(path) as one:
-        assert one.request(OFFER, heard=heard.append)["made"] is True
+        assert one.request(OFFER, on_note=heard.append)["made"] is True
     assert heard == [{"v": PROTOCOL, "ok": True} | note for note in notes]
 
 

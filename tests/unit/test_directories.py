@@ -13,9 +13,9 @@ import pytest
 from support.hostile import NOBODY
 
 from gadei_ps import homes
-from gadei_ps.commands import units as unit_files
+from gadei_ps.commands import unit_files
 from gadei_ps.commands.doctor import packages
-from gadei_ps.commands.manager import Scope
+from gadei_ps.commands.service_manager import Scope
 from gadei_ps.errors import DirectoryMistake
 from gadei_ps.job import config, paths
 from gadei_ps.kernels import cache

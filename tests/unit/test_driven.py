@@ -58,7 +58,7 @@ def test_each_superstep_is_whole_before_it_is_published(job_name: str) -> None:
             one.turn()
         assert published == [
             {1: (Action.REFUSE, 1, Reason.BAD_SIZE)},
-            {2: (Action.DROP, 1, Reason.GIVEN_UP)},
+            {2: (Action.DROP, 1, Reason.ABANDONED)},
             {0: (Action.APPLY, 1, Reason.OK), 3: (Action.APPLY, 1, Reason.OK)},
         ]
         assert rig.control["supersteps_done"] == 3

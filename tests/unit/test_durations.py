@@ -16,7 +16,7 @@ from gadei_ps.learners import client
 from gadei_ps.machine import launch
 from gadei_ps.server import loading, manager, shard, shards
 from gadei_ps.storage import checkpoint
-from gadei_ps.watchdog import checkpoint_writer, memory, servers, sockets, supervisor
+from gadei_ps.watchdog import checkpoint_writer, job_memory, servers, sockets, supervisor
 from gadei_ps.watchdog import durations as watchdog
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ ORDER = {
     "a server without a name, another watchdog's patience": (
         manager.ORPHAN_LOOK_S,
         manager.UNNAMED_S,
-        memory.ELSEWHERE_END_S,
+        job_memory.ELSEWHERE_END_S,
     ),
     "orphaned servers, the next run of the job": (
         manager.ORPHAN_LOOK_S,

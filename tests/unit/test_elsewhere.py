@@ -21,8 +21,8 @@ from gadei_ps import sync
 from gadei_ps.machine import process
 from gadei_ps.memory import holds, layout
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import memory as watchdog_memory
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog import job_memory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 HERE = process.namespace()
 THERE = 1
@@ -68,7 +68,7 @@ def serve(pipe: Connection, job: str, namespace: int, *, reign: bool) -> None:
 def adopt(pipe: Connection, job: str, namespace: int, *, pauses: bool) -> None:
     """A watchdog's adoption. pauses: after its look at locks, until a request."""
     process.namespace = lambda: namespace  # of this child alone
-    look = watchdog_memory.check_dead_elsewhere
+    look = job_memory.check_dead_elsewhere
 
     def pausing(*what: object) -> None:
         look(*what)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def adopt(pipe: Connection, job: str, namespace: int, *, pauses: bool) -> None:
         pipe.recv()
 
     if pauses:
-        watchdog_memory.check_dead_elsewhere = pausing  # type: ignore[assignment]
+        job_memory.check_dead_elsewhere = pausing  # type: ignore[assignment]
     try:
         pipe.send(JobMemory(support.config(job)).adopt())
     except Exception as error:
@@ -140,7 +140,7 @@ def test_a_stopped_server_keeps_its_job(
     job: Job, namespace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Protect it from the next watchdog in its own, the adopting or a third namespace."""
-    monkeypatch.setattr(watchdog_memory, "ELSEWHERE_END_S", 0.1)
+    monkeypatch.setattr(job_memory, "ELSEWHERE_END_S", 0.1)
     server = job.server(THERE)
     first = job.adopted_while(server)
     with support.Stopped(server.pid):

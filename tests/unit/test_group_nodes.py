@@ -37,7 +37,7 @@ def cluster(*addresses: str) -> list[dict[str, Any]]:
         ("xyzw", {}, ""),
         ("xyzw", {7: ("z", 0)}, ""),
         ("xzzw", {}, "a: y is not a node of the cluster; its nodes are w, x, z: start Ray there "),
-        # Also where there are too few: which are missing says more than how many.
+        # The same if there are too few: which are missing says more than how many.
         ("zw", {}, "a: x, y are not nodes of the cluster; its nodes are w, z: start Ray"),
         ("xyw", {}, "a: 4 replicas are wanted, and the cluster has 3: start Ray on more"),
         # Ray would never place them: each has a node of its own.

@@ -25,7 +25,7 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.sync import parse
 from gadei_ps.watchdog.dead import clear_dead
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_look_at_memory_just_made_refuses_no_start(
         looks.pop().release()
 
     monkeypatch.setattr(segment, "create", and_look)
-    monkeypatch.setattr("gadei_ps.watchdog.memory.time.sleep", goes_on)
+    monkeypatch.setattr("gadei_ps.watchdog.job_memory.time.sleep", goes_on)
     memory = JobMemory(JobConfig(name=job_name))
     try:
         if replaced:

@@ -23,7 +23,7 @@ from gadei_ps.job import config
 from gadei_ps.memory.layout import CONTROL, STATE
 from gadei_ps.storage import checkpoint
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog import memory, model
+from gadei_ps.watchdog import initial_model, job_memory
 from gadei_ps.watchdog import settings as job_settings
 from gadei_ps.watchdog.script import Script
 
@@ -77,12 +77,12 @@ def use(path: Path) -> config.JobConfig:
     """All that `restore` does with a checkpoint before it makes a job's memory."""
     found = saved.find(str(path))
     job = found.job_config()
-    first = model.from_checkpoint(job, path, mock.Mock())
+    first = initial_model.from_checkpoint(job, path, mock.Mock())
     assert first is not None and first.snapshot is not None
     control, state = np.zeros(1, CONTROL)[0], np.zeros(1, STATE)[0]
-    memory.restore(control, state, first.snapshot)
+    job_memory.restore(control, state, first.snapshot)
     job_settings.packed(job_settings.specs_of(job, first.script, first.changes))
-    model.check_fits(config.from_mapping({"name": "other"}, "test"), found.snapshot, path)
+    initial_model.check_fits(config.from_mapping({"name": "other"}, "test"), found.snapshot, path)
     assert isinstance(first.script, Script)
     return job
 

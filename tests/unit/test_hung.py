@@ -19,7 +19,7 @@ class Looked:
         self.warned: list[float] = []
         self.killed = 0.0
         while now < 5 * MOST * LIMIT_S and not self.killed:
-            kill, late = hung.look(now, {7: Sign("stands", 1, paused)})
+            kill, late = hung.check(now, {7: Sign("stands", 1, paused)})
             self.warned += [now for _ in late]
             if kill:
                 assert kill == [7]
@@ -55,14 +55,14 @@ def test_who_has_paused_may_rest() -> None:
 def test_without_a_limit() -> None:
     hung = Hung(0.0, 1e9, lambda pid: 0.0)
     for now in (0.0, 1e6):
-        assert hung.look(now, {7: Sign("stands", 1, False)}) == ([], [])
+        assert hung.check(now, {7: Sign("stands", 1, False)}) == ([], [])
 
 
 def test_a_late_look_begins_anew() -> None:
     """The observer did not run, so perhaps nobody did."""
     hung = Hung(LIMIT_S, 1.0, lambda pid: 0.0)
     for now in (0.0, 100.0, 200.0):
-        assert hung.look(now, {7: Sign("stands", 1, False)}) == ([], [])
+        assert hung.check(now, {7: Sign("stands", 1, False)}) == ([], [])
 
 
 def test_processor_time_of_nobody() -> None:

@@ -14,43 +14,43 @@ from gadei_ps.memory.lifecycle import Leases, Stage
 
 # Stores in the order of their writers: the watchdog's in servers._started and _clear, a server's in
 # manager._try_leases and _report_ready, and code.is_ready when a model comes.
-BORN = [("state", 1), ("reigns", 0), ("pid", "own")]
+BORN = [("state", 1), ("confirmed", 0), ("pid", "own")]
 CLEARED = [("pid", 0), ("state", 0)]
 READY = [("state", 2)]
 TAKES = [("active", "own")]
-REIGNS = [("state", 2), ("reigns", 1)]
+CONFIRMED = [("state", 2), ("confirmed", 1)]
 COMPILES = [("state", 1), ("state", 2)]
 OTHER = [("active", "other")]
 LIVES = [
-    [BORN, TAKES, REIGNS, COMPILES, OTHER, CLEARED],
-    [BORN, READY, TAKES, REIGNS, OTHER, CLEARED],
+    [BORN, TAKES, CONFIRMED, COMPILES, OTHER, CLEARED],
+    [BORN, READY, TAKES, CONFIRMED, OTHER, CLEARED],
     [BORN, READY, OTHER, CLEARED],
     [BORN, TAKES, OTHER, CLEARED],
-    [BORN, TAKES, REIGNS, CLEARED],
+    [BORN, TAKES, CONFIRMED, CLEARED],
     [BORN, READY, TAKES, CLEARED],
-    [BORN, COMPILES, TAKES, REIGNS, [("state", 1)], OTHER, CLEARED],
+    [BORN, COMPILES, TAKES, CONFIRMED, [("state", 1)], OTHER, CLEARED],
 ]
 
 
 def test_no_store_of_a_life_leaves_the_table() -> None:
     seen = set()
     for before, life in itertools.product(LIVES, LIVES):
-        words: dict[str, int] = {"pid": 0, "state": 0, "reigns": 0, "active": 0}
+        words: dict[str, int] = {"pid": 0, "state": 0, "confirmed": 0, "active": 0}
         pids = {"own": 7, "other": 8}
         for name, value in itertools.chain(*before, *life):
             words[name] = pids[value] if isinstance(value, str) else value
             if words["active"] == 7 and not words["pid"]:
                 words["active"] = 8  # another process has the next life
-            stage = lifecycle.of_words(**words | {"reigns": bool(words["reigns"])})  # type: ignore[arg-type]
+            stage = lifecycle.of_words(**words | {"confirmed": bool(words["confirmed"])})  # type: ignore[arg-type]
             assert stage is not Stage.ILLEGAL, (words, life)
             seen.add(stage)
     assert seen == set(Stage) - {Stage.ILLEGAL}, "a stage that no life has"
 
 
-@pytest.mark.parametrize("reigns", [False, True])
+@pytest.mark.parametrize("confirmed", [False, True])
 @pytest.mark.parametrize("active", [7, 8])
-def test_a_named_server_has_a_state(reigns: bool, active: int) -> None:
-    words = {"pid": 7, "reigns": reigns, "active": active}
+def test_a_named_server_has_a_state(confirmed: bool, active: int) -> None:
+    words = {"pid": 7, "confirmed": confirmed, "active": active}
     assert lifecycle.of_words(state=ServerState.NONE, **words) is Stage.ILLEGAL  # type: ignore[arg-type]
     assert lifecycle.of_words(state=3, **words) is Stage.ILLEGAL  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ def test_stages_of_a_control_segment() -> None:
     assert lifecycle.stage(control, 1) is Stage.STANDBY
     control["lease_pid"] = 9
     assert lifecycle.stage(control, 1) is Stage.RECOVERING
-    control["server"][1]["reigns"] = 1
+    control["server"][1]["confirmed"] = 1
     assert lifecycle.stage(control, 1) is Stage.SERVING
     assert lifecycle.stage(control, 0) is Stage.ABSENT
 

@@ -19,36 +19,36 @@ def looks(watch: Watch, begin: float, until: float, signs: Signs) -> list[Hashab
     steps = round((until - begin) / STEP_S)
     said: list[Hashable] = []
     for step in range(steps + 1):
-        said = watch.look(begin + step * STEP_S, signs)
+        said = watch.check(begin + step * STEP_S, signs)
     return said
 
 
 def test_the_limit() -> None:
     watch = Watch(LIMIT_S)
     assert looks(watch, 0, LIMIT_S, {"a": 1, "b": 1}) == []
-    assert watch.look(LIMIT_S + STEP_S, {"a": 1, "b": 2}) == ["a"]
-    assert watch.look(LIMIT_S + 2 * STEP_S, {"a": 1, "b": 2}) == ["a"], "it reports it again"
-    assert watch.look(LIMIT_S + 3 * STEP_S, {"a": 2, "b": 2}) == []
+    assert watch.check(LIMIT_S + STEP_S, {"a": 1, "b": 2}) == ["a"]
+    assert watch.check(LIMIT_S + 2 * STEP_S, {"a": 1, "b": 2}) == ["a"], "it reports it again"
+    assert watch.check(LIMIT_S + 3 * STEP_S, {"a": 2, "b": 2}) == []
     # From then on as from the first look.
     assert looks(watch, LIMIT_S + 3 * STEP_S, 2 * LIMIT_S + 3 * STEP_S, {"a": 2}) == []
-    assert watch.look(2 * LIMIT_S + 4 * STEP_S, {"a": 2}) == ["a"]
+    assert watch.check(2 * LIMIT_S + 4 * STEP_S, {"a": 2}) == ["a"]
 
 
 def test_any_change_will_do() -> None:
     """Compare counters without an order: one may begin again."""
     watch = Watch(LIMIT_S)
     for step in range(100):
-        assert watch.look(step * STEP_S, {"a": (step % 2, "x")}) == []
+        assert watch.check(step * STEP_S, {"a": (step % 2, "x")}) == []
 
 
 def test_keys_that_vanish_are_forgotten() -> None:
     """A learner that nobody waits for may rest; when it is waited for, its time begins."""
     watch = Watch(LIMIT_S)
     looks(watch, 0, LIMIT_S, {"a": 1, "b": 1})
-    assert watch.look(LIMIT_S + STEP_S, {"b": 1}) == ["b"]
+    assert watch.check(LIMIT_S + STEP_S, {"b": 1}) == ["b"]
     begin = LIMIT_S + 2 * STEP_S
     assert looks(watch, begin, begin + LIMIT_S, {"a": 1}) == []
-    assert watch.look(begin + LIMIT_S + STEP_S, {"a": 1}) == ["a"]
+    assert watch.check(begin + LIMIT_S + STEP_S, {"a": 1}) == ["a"]
 
 
 def test_a_late_observer_blames_nobody() -> None:
@@ -56,21 +56,21 @@ def test_a_late_observer_blames_nobody() -> None:
     watch = Watch(LIMIT_S)
     looks(watch, 0, LIMIT_S, {"a": 1})
     late = LIMIT_S + watch.late_s + STEP_S
-    assert watch.look(late, {"a": 1}) == []
+    assert watch.check(late, {"a": 1}) == []
     assert looks(watch, late, late + LIMIT_S, {"a": 1}) == []
-    assert watch.look(late + LIMIT_S + STEP_S, {"a": 1}) == ["a"]
+    assert watch.check(late + LIMIT_S + STEP_S, {"a": 1}) == ["a"]
 
 
 def test_just_in_time() -> None:
     watch = Watch(LIMIT_S, late_s=5.0)
-    assert watch.look(0, {"a": 1}) == []
-    assert watch.look(5.0, {"a": 1}) == ["a"]
+    assert watch.check(0, {"a": 1}) == []
+    assert watch.check(5.0, {"a": 1}) == ["a"]
 
 
 def test_nothing_to_look_at() -> None:
     watch = Watch(LIMIT_S)
     for step in range(100):
-        assert watch.look(step * STEP_S, {}) == []
+        assert watch.check(step * STEP_S, {}) == []
 
 
 @given(
@@ -92,7 +92,7 @@ def test_against_the_whole_history(story: list[tuple[int, Signs]]) -> None:
         if history and now - history[-1][0] > watch.late_s:
             history.clear()
         history.append((now, signs))
-        said = watch.look(now, signs)
+        said = watch.check(now, signs)
         expected = set()
         for key, sign in signs.items():
             since = now

@@ -10,7 +10,7 @@ from support import Rig
 
 from gadei_ps.job.control import Load
 from gadei_ps.memory.weights import Tensor
-from gadei_ps.watchdog.loading import Loading
+from gadei_ps.watchdog.initial_load import Loading
 
 W = [Tensor("w", (10,))]
 
@@ -110,13 +110,13 @@ def test_the_one_that_writes_gives_up(job_name: str) -> None:
         assert asks(rig, 2, gives=50) == "wait"
         asks(rig, 1, gives=50, gives_up=True)
         rig.state["record"]["steps"] = 50  # its last part is made after that
-        loading.look()
-        loading.look()
+        loading.tick()
+        loading.tick()
         assert log.warning.call_count == 1
         assert asks(rig, 2, gives=50) == "write"
         assert asks(rig, 1, gives=50) == "wait"
         asks(rig, 2, gives=50, done=True)
-        loading.look()
+        loading.tick()
         assert asks(rig, 1, gives=50) == "same"
         assert log.warning.call_count == 1
 
@@ -159,12 +159,12 @@ def test_one_dies_in_the_middle_of_training(job_name: str) -> None:
         assert asks(rig, 1, 7) == "write"
         asks(rig, 1, 7, done=True)
         assert asks(rig, 1, again=True) == "write"
-        loading.look()
+        loading.tick()
         assert not log.warning.called
         rig.roster[0]["wanted"] = 0
         rig.state["record"]["steps"] = 50
-        loading.look()
-        loading.look()
+        loading.tick()
+        loading.tick()
         (said,) = log.warning.call_args_list
         assert "a learner has died while it loaded the optimizer's state" in said.args[0]
         assert asks(rig, 2, 7) == "other", "it begins, and the job has trained"

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_thread_has_the_cores_of_its_place() -> None:
-    """Also if another thread sets its own before this one computes for the first time."""
+    """Even if another thread sets its own before this one computes for the first time."""
     seen: list[int] = []
     used, other = threading.Event(), threading.Event()
 

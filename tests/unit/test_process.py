@@ -341,8 +341,8 @@ def test_the_end_with_a_thread_that_waits(name: str, ends: str) -> None:
         f"wait = threading.Thread(target=threading.Event().wait, name={name!r}, daemon=True)\n"
         "wait.start()\n"
         "atexit.register(print, 'ended')\n"
-        "print('told')\n"
+        "print('reported')\n"
         "process.leave(3)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, f"told\n{ends}", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, f"reported\n{ends}", "")

@@ -23,8 +23,8 @@ from gadei_ps.memory.reserve import Cancelled, Progress, Room
 from gadei_ps.memory.weights import Tensor, data, place
 from gadei_ps.sync import parse
 from gadei_ps.watchdog import making
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.making import First
-from gadei_ps.watchdog.memory import JobMemory
 
 PIECE = mmap.PAGESIZE
 MB = 1 << 20

@@ -144,9 +144,9 @@ def test_a_place_that_was_never_taken(watched: Watched) -> None:
         watched.rig.roster[1][field] = value
     watched.rig.memory.rings[2].view(layout.RING)["detached"] = 1
     watched.roster.adopt(100.0)
-    watched.roster.look(100.0 + RING_TIMEOUT_S - 1)
+    watched.roster.tick(100.0 + RING_TIMEOUT_S - 1)
     assert watched.roster.rows == [0, 1, 3]
-    watched.roster.look(100.0 + RING_TIMEOUT_S)
+    watched.roster.tick(100.0 + RING_TIMEOUT_S)
     assert watched.roster.rows == [1]
     assert watched.rig.roster["wanted"][:ROWS].tolist() == [0, 2, 0, 0]
     assert watched.rig.control["learner_deaths"] == 0

@@ -58,7 +58,7 @@ class Tries:
 
     def die(self, now: float) -> None:
         """Start one at this time, and receive all until its end."""
-        self.starter.look(now)
+        self.starter.tick(now)
         eventually(lambda: self.hear() or not (self.starter.pid or self.starter._ending))
 
 
@@ -67,7 +67,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tries]:
     made = Tries()
     monkeypatch.setattr(fork_server, "start", made.start)
     yield made
-    made.starter.end()
+    made.starter.close()
     made.selector.close()
 
 
@@ -79,7 +79,7 @@ def test_one_that_is_of_no_use_is_started_ever_more_slowly(tries: Tries, says: b
     tries.die(at)
     at = tries.starter._died_at
     for early in (0.1, 0.4):
-        tries.starter.look(at + early)
+        tries.starter.tick(at + early)
     assert tries.started == 2
     tries.die(at + 0.6)
     assert tries.started == tries.deaths == 3
@@ -88,7 +88,7 @@ def test_one_that_is_of_no_use_is_started_ever_more_slowly(tries: Tries, says: b
 def test_one_that_cannot_be_started_is_not_tried_at_each_look(tries: Tries) -> None:
     """Also not after one that was of use."""
     tries.program = SAYS.format(READY, "__import__('time').sleep(1000)")
-    tries.starter.look(0.0)
+    tries.starter.tick(0.0)
     eventually(lambda: tries.hear() or tries.starter._ready_at is not None)
     tries.starter._has_started_any = True
     tries.starter._fork_server.child.kill()  # type: ignore[union-attr]
@@ -96,7 +96,7 @@ def test_one_that_cannot_be_started_is_not_tried_at_each_look(tries: Tries) -> N
     tries.error = OSError(11, "none is available")
     now = tries.starter._died_at
     for tick in range(100):
-        tries.starter.look(now + tick / 100)
+        tries.starter.tick(now + tick / 100)
     assert tries.started <= 1 + 3
 
 
@@ -107,7 +107,7 @@ def test_one_of_another_build_is_tried_again_with_other_files(
     tries.die(0.0)
     now = tries.starter._died_at
     for tick in range(1, 50):
-        tries.starter.look(now + tick)
+        tries.starter.tick(now + tick)
     assert tries.started == 1
     monkeypatch.setattr(build, "files", lambda: frozenset({("other", 1, 1)}))
     tries.die(now + 60)
@@ -122,14 +122,14 @@ def test_one_that_the_kernel_does_not_end_blocks_nothing(
     monkeypatch.setattr(process, "send_signal", lambda child, number: None)
     monkeypatch.setattr(server_starter, "FORK_SERVER_KILL_S", 1000.0)
     tries.program = SAYS.format(READY, "end.close(); __import__('time').sleep(1000)")
-    tries.starter.look(0.0)
+    tries.starter.tick(0.0)
     blocked = tries.starter._fork_server.child  # type: ignore[union-attr]
     eventually(lambda: tries.hear() or not tries.starter.pid)
     assert blocked.poll() is None
     now = time.monotonic()
-    tries.starter.look(now + 500)
+    tries.starter.tick(now + 500)
     assert tries.started == 1
-    tries.starter.look(now + 2000)
+    tries.starter.tick(now + 2000)
     assert (tries.started, tries.deaths) == (2, 1)
     monkeypatch.setattr(server_starter, "FORK_SERVER_KILL_S", 0.0)
     for one in (blocked, tries.starter._fork_server.child):  # type: ignore[union-attr]

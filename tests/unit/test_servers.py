@@ -19,7 +19,7 @@ from gadei_ps.machine import log, process
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL, SHARD, ServerState
 from gadei_ps.watchdog import servers
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.server_starter import ServerStarter
 from gadei_ps.watchdog.servers import Servers
 
@@ -55,10 +55,10 @@ def test_a_server_starts_and_dies(watched: Servers) -> None:
     """Check that its pid never stands beside words of another server."""
     control = watched.memory.control.view(CONTROL)
     line = control["server"][0]
-    line["start"], line["reigns"] = 7, 1  # of the one before
+    line["start"], line["confirmed"] = 7, 1  # of the one before
     seen = []
     with at_each_line(lambda: seen.append(words(line)), servers):
-        watched.look(1.0)
+        watched.tick(1.0)
     one = watched.running[0]
     whole = {
         "pid": one.pid,
@@ -85,21 +85,21 @@ def test_the_words_of_the_fork_server(watched: Servers, monkeypatch: pytest.Monk
         seen.append((int(control["fork_server_pid"]), int(control["fork_server_start"])))
 
     with at_each_line(look, servers):
-        watched.look(1.0)
+        watched.tick(1.0)
     whole = (os.getpid(), process.start_ticks(os.getpid()))
     assert seen[-1] == whole
     assert {one for one in seen if one[0]} == {former, whole}
     monkeypatch.setattr(ServerStarter, "pid", 0)
-    watched.look(2.0)
+    watched.tick(2.0)
     assert control["fork_server_pid"] == 0
 
 
 def test_servers_are_adopted(watched: Servers) -> None:
     """The one that lives, and not the one whose pid is another process's by now."""
-    watched.look(1.0)
+    watched.tick(1.0)
     control = watched.memory.control.view(CONTROL)
     lines, one = control["server"], watched.running[0]
-    for field in ("pid", "state", "start", "reigns"):
+    for field in ("pid", "state", "start", "confirmed"):
         lines[1][field] = lines[0][field]
     lines["state"] = ServerState.READY
     lines[1]["start"] -= 1
@@ -118,7 +118,7 @@ def test_new_leases(watched: Servers) -> None:
     segment = watched.memory.control
     control = segment.view(CONTROL)
     before = words(control)
-    leases = [segment.word(CONTROL, name) for name in ("lease", "heir")]
+    leases = [segment.word(CONTROL, name) for name in ("lease", "standby_lease")]
     first = segment.word(CONTROL, "shard") + layout.offset(SHARD, "lease")
     leases += [first + number * SHARD.itemsize for number in range(layout.MAX_SHARDS)]
     size = CONTROL["lease"].itemsize
@@ -126,7 +126,7 @@ def test_new_leases(watched: Servers) -> None:
         at -= segment.address
         segment.memory[at : at + size] = b"\xff" * size
     control["sleepers"] = control["lease_shards"] = control["lease_state"] = 1
-    watched.look(1.0)
+    watched.tick(1.0)
     for at in leases:
         assert _native.lease_take(at, 0) == 0
         _native.lease_release(at)
@@ -134,4 +134,4 @@ def test_new_leases(watched: Servers) -> None:
     for field in ("sleepers", "lease_shards", "lease_state"):
         assert field not in said
     changed = {name.split(".")[0].split("[")[0] for name in said if said[name] != before.get(name)}
-    assert changed == {"server", "server_starts", "lease", "heir", "shard", "manager_bell"}
+    assert changed == {"server", "server_starts", "lease", "standby_lease", "shard", "manager_bell"}

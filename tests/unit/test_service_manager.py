@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import manager, units
+from gadei_ps.commands import service_manager, unit_files
 from gadei_ps.commands.doctor import Level, packages
-from gadei_ps.commands.manager import Scope
+from gadei_ps.commands.service_manager import Scope
 from gadei_ps.errors import UsageError
 
 
@@ -27,11 +27,11 @@ def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_systemd_that_is_too_old(systemctl: Path, tmp_path: Path) -> None:
     (systemctl / "--version").write_text("systemd 247 (247.3-7+deb11u4)\n+PAM +AUDIT\n")
     with pytest.raises(UsageError, match=r"^systemd is 247, and the units .* need 248 or newer"):
-        units.install(Scope.USER, where=tmp_path)
-    assert units.install(Scope.USER, where=tmp_path, dry_run=True).units
+        unit_files.install(Scope.USER, where=tmp_path)
+    assert unit_files.install(Scope.USER, where=tmp_path, dry_run=True).units
     assert packages.systemd()[0] == Level.WARNING
     (systemctl / "--version").write_text("systemd 248 (v248.13-r0)\n")
-    assert units.install(Scope.USER, where=tmp_path).units[0].written
+    assert unit_files.install(Scope.USER, where=tmp_path).units[0].written
     assert packages.systemd() == (Level.OK, "systemd 248", "")
 
 
@@ -49,7 +49,7 @@ def test_what_a_stopped_job_has_left_is_waited_for(
     }
     lines = [f"{name} loaded {state} x described\n" for name, state in states.items()]
     (systemctl / "--user").write_text("".join(lines))
-    found = manager.instances(Scope.USER)
+    found = service_manager.instances(Scope.USER)
     assert found.used == ("gadei-ps-learner@a.service", "gadei-ps@a.service")
     ending = ("gadei-ps-end@b.service", "gadei-ps-learner@c.service", "gadei-ps@d.service")
     assert found.ending == ending
@@ -59,9 +59,9 @@ def test_what_a_stopped_job_has_left_is_waited_for(
         told.append(text)
         (systemctl / "--user").write_text("".join(lines[:3]))
 
-    manager.wait_for_ends(Scope.USER, say)
+    service_manager.wait_for_ends(Scope.USER, say)
     assert told == [f"waiting for {' '.join(ending)} to end, at most 120 s"]
     (systemctl / "--user").write_text("".join(lines))
-    monkeypatch.setattr(manager, "UNITS_END_S", 0.0)
+    monkeypatch.setattr(service_manager, "UNITS_END_S", 0.0)
     with pytest.raises(UsageError, match=r"gadei-ps-end@b\.service has not ended"):
-        manager.wait_for_ends(Scope.USER, told.append)
+        service_manager.wait_for_ends(Scope.USER, told.append)

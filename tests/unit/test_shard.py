@@ -213,7 +213,7 @@ def test_bad_frames_never_reach_the_weights(shards: int, job_name: str) -> None:
 
 def test_every_reason_is_tested() -> None:
     # Rows in test_rows.py, torn frames in crash/test_damaged_rings.py.
-    others = {Reason.OK, Reason.GIVEN_UP, Reason.BAD_ROWS, Reason.TORN}
+    others = {Reason.OK, Reason.ABANDONED, Reason.BAD_ROWS, Reason.TORN}
     assert {reason for _, reason in BAD} == set(Reason) - others
 
 

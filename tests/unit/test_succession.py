@@ -48,14 +48,14 @@ def test_one_after_the_other(job_name: str) -> None:
 
         first.serve()
         first.server._report_ready()
-        assert (first.line["state"], first.line["reigns"]) == (ServerState.READY, 1)
+        assert (first.line["state"], first.line["confirmed"]) == (ServerState.READY, 1)
         assert [int(rig.control[word]) for word in ABOUT_SHARDS] == [1, 1]
         assert first.server.leases == Leases.ALL
         assert agrees(rig, first, 0)
         second.server._try_leases()
         assert second.server.leases == Leases.HEIR
         second.server._report_ready()  # there is no model, so nothing is to be mapped
-        assert (second.line["state"], second.line["reigns"]) == (ServerState.READY, 0)
+        assert (second.line["state"], second.line["confirmed"]) == (ServerState.READY, 0)
         assert (rig.control["lease_pid"], rig.control["lease_start"]) == here
         assert rig.control["lease_generation"] == 1
 

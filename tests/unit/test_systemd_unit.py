@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import durations, units
-from gadei_ps.commands.manager import Scope
-from gadei_ps.commands.units import END_NAME, LEARNER_NAME, NAME, Found
+from gadei_ps.commands import durations, unit_files
+from gadei_ps.commands.service_manager import Scope
+from gadei_ps.commands.unit_files import END_NAME, LEARNER_NAME, NAME, Found
 from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.job import config
 
@@ -50,12 +50,12 @@ def analyze(*arguments: object, runtime: Path) -> subprocess.CompletedProcess[st
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Yield it like an installation for all users."""
-    monkeypatch.setattr(units, "places", lambda: (Path("/usr/bin/env"),))
+    monkeypatch.setattr(unit_files, "places", lambda: (Path("/usr/bin/env"),))
 
 
-def text(scope: Scope, program: str = units.PROGRAM, **how: str) -> str:
+def text(scope: Scope, program: str = unit_files.PROGRAM, **how: str) -> str:
     """The watchdog's unit."""
-    return units.texts(scope, program, **how)[NAME]
+    return unit_files.texts(scope, program, **how)[NAME]
 
 
 def test_the_shipped_files_are_written() -> None:
@@ -65,10 +65,10 @@ def test_the_shipped_files_are_written() -> None:
     }
     written = set[str]()
     for scope in Scope:
-        for name, made in units.texts(scope, "/x/gadei-ps").items():
+        for name, made in unit_files.texts(scope, "/x/gadei-ps").items():
             path = ROOT / "systemd" / (name if "/" in name else f"{scope.value}/{name}")
             *lines, last = made.splitlines()
-            assert last.startswith(units.MARK)
+            assert last.startswith(unit_files.MARK)
             commands = [line for line in lines if line.startswith("Exec")]
             ours = [one for one in commands if "/bin/touch" not in one and "/bin/rm" not in one]
             assert all(one.count("/x/gadei-ps ") == 1 for one in ours), ours
@@ -79,7 +79,7 @@ def test_the_shipped_files_are_written() -> None:
 
 @pytest.mark.parametrize("scope", list(Scope))
 def test_the_end_of_a_job_has_the_rights_of_the_job(scope: Scope) -> None:
-    made = units.texts(scope, units.PROGRAM)
+    made = unit_files.texts(scope, unit_files.PROGRAM)
     job, end = directives(made[NAME]), directives(made[END_NAME])
     of_job = {"Type", "ExecStart", "NotifyAccess", "TimeoutStopSec", "Description"}
     both = (job.keys() & end.keys()) - of_job
@@ -91,7 +91,7 @@ def test_the_end_of_a_job_has_the_rights_of_the_job(scope: Scope) -> None:
 
 def test_exit_codes_of_the_units() -> None:
     for scope in Scope:
-        said = directives(units.texts(scope, units.PROGRAM)[LEARNER_NAME])
+        said = directives(unit_files.texts(scope, unit_files.PROGRAM)[LEARNER_NAME])
         assert said["RestartForceExitStatus"] == [str(JobStopped.exit_code)]
         assert str(JobStopped.exit_code) in said["SuccessExitStatus"][0].split()
 
@@ -99,7 +99,7 @@ def test_exit_codes_of_the_units() -> None:
 @needs_systemd
 @pytest.mark.parametrize("scope", list(Scope))
 def test_systemd_accepts_it(scope: Scope, tmp_path: Path, reachable: None) -> None:
-    made = units.install(scope, where=tmp_path).units
+    made = unit_files.install(scope, where=tmp_path).units
     services = [path for one in made if (path := Path(one.path)).parent == tmp_path]
     assert [path.name for path in services] == [NAME, END_NAME, LEARNER_NAME]
     # The manual may not be installed where the tests run.
@@ -116,7 +116,7 @@ def test_systemd_accepts_it(scope: Scope, tmp_path: Path, reachable: None) -> No
 @pytest.mark.parametrize(("name", "exposure"), [(NAME, 1.1), (END_NAME, 1.1), (LEARNER_NAME, 1.5)])
 def test_the_system_units_are_not_exposed(name: str, exposure: float, tmp_path: Path) -> None:
     path = tmp_path / name
-    path.write_text(units.texts(Scope.SYSTEM, units.PROGRAM)[name])
+    path.write_text(unit_files.texts(Scope.SYSTEM, unit_files.PROGRAM)[name])
     assert name == END_NAME or f" {exposure}, because" in path.read_text()
     security = ("security", "--offline=yes", "--no-pager", f"--threshold={round(exposure * 10)}")
     checked = analyze(*security, path, runtime=tmp_path)
@@ -130,7 +130,7 @@ def test_the_system_units_are_not_exposed(name: str, exposure: float, tmp_path: 
 @needs_systemd
 @pytest.mark.parametrize("name", [NAME, LEARNER_NAME])
 def test_what_is_exposed_has_its_reason(name: str, tmp_path: Path) -> None:
-    text_ = units.texts(Scope.SYSTEM, units.PROGRAM)[name]
+    text_ = unit_files.texts(Scope.SYSTEM, unit_files.PROGRAM)[name]
     path = tmp_path / name
     path.write_text(text_)
     said = analyze("security", "--offline=yes", "--no-pager", path, runtime=tmp_path).stdout
@@ -142,7 +142,7 @@ def test_what_is_exposed_has_its_reason(name: str, tmp_path: Path) -> None:
 
 def test_a_learner_of_another_user_is_not_given_the_jobs_directories() -> None:
     """systemd gives these directories, with all in them, to the user of the unit."""
-    said = directives(units.texts(Scope.SYSTEM, units.PROGRAM)[LEARNER_NAME])
+    said = directives(unit_files.texts(Scope.SYSTEM, unit_files.PROGRAM)[LEARNER_NAME])
     assert not {"RuntimeDirectory", "StateDirectory", "CacheDirectory"} & said.keys()
     assert said["ReadWritePaths"] == ["-%t/gadei-ps -%S/gadei-ps -%C/gadei-ps"]
 
@@ -164,7 +164,7 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     path = tmp_path / NAME
-    made = units.texts(Scope.USER, units.quoted(str(program)))
+    made = unit_files.texts(Scope.USER, unit_files.quoted(str(program)))
     for name in (NAME, END_NAME):
         (tmp_path / name).write_text(made[name])
     checked = analyze("--user", "--man=no", "verify", path, runtime=tmp_path)
@@ -177,7 +177,7 @@ def test_time_limits_are_beyond_the_watchdogs_own() -> None:
     said = directives(text(Scope.SYSTEM))
     assert int(said["TimeoutStartSec"][0]) > durations.START_SILENT_S
     assert int(said["TimeoutStopSec"][0]) > durations.END_TIMEOUT_S
-    learner = directives(units.texts(Scope.SYSTEM, "/usr/bin/gadei-ps")[LEARNER_NAME])
+    learner = directives(unit_files.texts(Scope.SYSTEM, "/usr/bin/gadei-ps")[LEARNER_NAME])
     assert int(learner["TimeoutStopSec"][0]) > durations.GRACE_S + durations.APPLY_S + 10
 
 
@@ -196,17 +196,17 @@ def test_what_a_job_needs_is_left_to_it(scope: Scope) -> None:
 
 
 def test_the_user_of_the_system_unit() -> None:
-    made = units.texts(Scope.SYSTEM, units.PROGRAM, "learner", "team")
+    made = unit_files.texts(Scope.SYSTEM, unit_files.PROGRAM, "learner", "team")
     assert all("User=learner\n" in made[name] for name in (NAME, END_NAME, LEARNER_NAME))
-    assert "d /run/gadei-ps 0700 learner team -\n" in made[units.DIRECTORIES]
-    assert units.USERS not in made, "that user is somebody else's matter"
+    assert "d /run/gadei-ps 0700 learner team -\n" in made[unit_files.DIRECTORIES]
+    assert unit_files.USERS not in made, "that user is somebody else's matter"
     assert "User=" not in text(Scope.USER)
 
 
 def test_learners_cannot_start_or_hold_their_job() -> None:
     """A learner's unit that waits to be started again must not be in a stop of another unit."""
     for scope in Scope:
-        made = units.texts(scope, units.PROGRAM)
+        made = unit_files.texts(scope, unit_files.PROGRAM)
         said = directives(made[LEARNER_NAME])
         assert [one for one in said["After"] if "gadei-ps" in one] == ["gadei-ps@%i.service"]
         for name in ("Wants", "BindsTo", "PartOf", "StopPropagatedFrom"):
@@ -221,11 +221,11 @@ def test_the_program_is_this_installations(monkeypatch: pytest.MonkeyPatch, tmp_
     script.write_text("")
     monkeypatch.setattr(sys, "argv", [str(script)])
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    assert units.unit_program() == f"{sys.executable} -P -m gadei_ps"
+    assert unit_files.unit_program() == f"{sys.executable} -P -m gadei_ps"
     script.chmod(0o755)
-    assert units.unit_program() == str(script)
+    assert unit_files.unit_program() == str(script)
     monkeypatch.setattr(sys, "argv", ["-c"])
-    assert units.program() == [str(script)]
+    assert unit_files.program() == [str(script)]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_the_program_is_this_installations(monkeypatch: pytest.MonkeyPatch, tmp_
 )
 def test_paths_that_systemd_cannot_be_told(path: str) -> None:
     with pytest.raises(UsageError, match="systemd cannot start"):
-        units.quoted(path)
+        unit_files.quoted(path)
 
 
 # -- install --------------------------------------------------------------------------------------
@@ -241,40 +241,40 @@ def test_paths_that_systemd_cannot_be_told(path: str) -> None:
 
 def test_install(tmp_path: Path) -> None:
     where = tmp_path / "systemd/user"
-    done = units.install(Scope.USER, where=where)
+    done = unit_files.install(Scope.USER, where=where)
     first, path = done.units[0], where / NAME
     assert (first.found, first.written, first.path) == (Found.NOTHING, True, str(path))
     assert path.read_text() == first.unit
     assert path.stat().st_mode & 0o777 == 0o644
     assert "systemctl --user enable --now gadei-ps@demo" in done.next
-    again = units.install(Scope.USER, where=where).units[0]
+    again = unit_files.install(Scope.USER, where=where).units[0]
     assert (again.found, again.written) == (Found.SAME, False)
     assert {path.name for path in where.iterdir()} == {NAME, END_NAME, LEARNER_NAME, "gadei-ps"}
     assert done.job_file is not None
     assert done.job_file.written
     assert done.job_file.path == str(where / "gadei-ps" / "demo.toml")
     assert config.load(Path(done.job_file.path)).checkpoint is not None
-    assert units.install(Scope.USER, where=where).job_file is None, "there is one"
+    assert unit_files.install(Scope.USER, where=where).job_file is None, "there is one"
 
 
 def test_a_job_file_is_never_replaced(tmp_path: Path) -> None:
     mine = tmp_path / "gadei-ps" / "mine.toml"
     mine.parent.mkdir()
     mine.write_text("# mine\n")
-    done = units.install(Scope.USER, job="mine", force=True, where=tmp_path)
+    done = unit_files.install(Scope.USER, job="mine", force=True, where=tmp_path)
     assert done.job_file is not None
     assert (done.job_file.found, done.job_file.written) == (Found.ANOTHER, False)
     assert mine.read_text() == "# mine\n"
     assert "systemctl --user enable --now gadei-ps@mine" in done.next
-    units.install(Scope.USER, job="other", where=tmp_path)
+    unit_files.install(Scope.USER, job="other", where=tmp_path)
     assert config.load(mine.with_name("other.toml")).name == "other"
     for name in ("a/b", "a b", "a\nExecStart=x", "%i"):
         with pytest.raises(UsageError):
-            units.install(Scope.USER, job=name, where=tmp_path)
+            unit_files.install(Scope.USER, job=name, where=tmp_path)
 
 
 def test_uninstall(tmp_path: Path, reachable: None) -> None:
-    units.install(Scope.SYSTEM, where=tmp_path)
+    unit_files.install(Scope.SYSTEM, where=tmp_path)
     drop_in = tmp_path / "gadei-ps@demo.service.d"
     drop_in.mkdir()
     (tmp_path / "gadei-ps@mine.service").write_text("# my copy\n")
@@ -286,26 +286,26 @@ def test_uninstall(tmp_path: Path, reachable: None) -> None:
     wants.mkdir()
     (wants / "gadei-ps@demo.service").symlink_to(tmp_path / NAME)
     with pytest.raises(UsageError, match=r"disable --now gadei-ps@demo\.service"):
-        units.uninstall(Scope.SYSTEM, where=tmp_path)
+        unit_files.uninstall(Scope.SYSTEM, where=tmp_path)
     (wants / "gadei-ps@demo.service").unlink()
     strange = wants / "gadei-ps@my\\x20job.service"  # as systemd writes a name with a blank
     strange.symlink_to(tmp_path / NAME)
     with pytest.raises(UsageError, match=r"disable --now 'gadei-ps@my\\x20job\.service'"):
-        units.uninstall(Scope.SYSTEM, where=tmp_path)
-    forced = units.uninstall(Scope.SYSTEM, where=tmp_path, force=True, dry_run=True)
+        unit_files.uninstall(Scope.SYSTEM, where=tmp_path)
+    forced = unit_files.uninstall(Scope.SYSTEM, where=tmp_path, force=True, dry_run=True)
     assert forced.next[:2] == (f"rm '{strange}'", "systemctl daemon-reload")
     strange.unlink()
     before = set(tmp_path.rglob("*"))
-    would = units.uninstall(Scope.SYSTEM, where=tmp_path, dry_run=True)
+    would = unit_files.uninstall(Scope.SYSTEM, where=tmp_path, dry_run=True)
     assert set(tmp_path.rglob("*")) == before
-    seen = units.uninstall(Scope.SYSTEM, where=tmp_path)
+    seen = unit_files.uninstall(Scope.SYSTEM, where=tmp_path)
     assert would.removed == seen.removed
-    ours = {tmp_path / name for name in (NAME, units.USERS, units.DIRECTORIES)}
+    ours = {tmp_path / name for name in (NAME, unit_files.USERS, unit_files.DIRECTORIES)}
     assert set(map(Path, seen.removed)) == ours == before - set(tmp_path.rglob("*"))
     others = {END_NAME, LEARNER_NAME, drop_in.name, "gadei-ps@mine.service", "gadei-ps"}
     assert others <= {Path(path).name for path, _ in seen.left}
     assert (tmp_path / "gadei-ps" / "demo.toml").exists()
-    assert units.uninstall(Scope.SYSTEM, where=tmp_path).removed == ()
+    assert unit_files.uninstall(Scope.SYSTEM, where=tmp_path).removed == ()
 
 
 def test_files_of_earlier_releases(tmp_path: Path) -> None:
@@ -314,33 +314,33 @@ def test_files_of_earlier_releases(tmp_path: Path) -> None:
     old = "# As `gadei-ps install-unit --user` writes it.\n[Unit]\n"
     path.write_text(old)
     with pytest.raises(UsageError, match="edited, or not written by"):
-        units.install(Scope.USER, where=tmp_path)
-    assert units.install(Scope.USER, where=tmp_path, force=True).units[0].written
+        unit_files.install(Scope.USER, where=tmp_path)
+    assert unit_files.install(Scope.USER, where=tmp_path, force=True).units[0].written
     path.write_text(old)
-    assert str(path) in dict(units.uninstall(Scope.USER, where=tmp_path).left)
-    assert str(path) in units.uninstall(Scope.USER, where=tmp_path, force=True).removed
+    assert str(path) in dict(unit_files.uninstall(Scope.USER, where=tmp_path).left)
+    assert str(path) in unit_files.uninstall(Scope.USER, where=tmp_path, force=True).removed
 
 
 def test_the_units_keep_their_user(tmp_path: Path, reachable: None) -> None:
     nobody = pwd.getpwuid(65534)
-    first = units.install(Scope.SYSTEM, user=nobody.pw_name, where=tmp_path)
+    first = unit_files.install(Scope.SYSTEM, user=nobody.pw_name, where=tmp_path)
     own = grp.getgrgid(nobody.pw_gid).gr_name
     directory = f"d /run/gadei-ps 0700 {nobody.pw_name} {own} -\n"
-    assert directory in (tmp_path / units.DIRECTORIES).read_text()
+    assert directory in (tmp_path / unit_files.DIRECTORIES).read_text()
     assert not any("chown" in line for line in first.next)
-    again = units.install(Scope.SYSTEM, where=tmp_path)
+    again = unit_files.install(Scope.SYSTEM, where=tmp_path)
     assert again.user == nobody.pw_name
     assert [one.found for one in again.units] == [Found.SAME] * len(first.units)
-    assert not (tmp_path / units.USERS).exists()
+    assert not (tmp_path / unit_files.USERS).exists()
     (tmp_path / NAME).write_text("[Service]\nUser=a;reboot\n")
     with pytest.raises(UsageError, match="'a;reboot' is not a valid user name"):
-        units.install(Scope.SYSTEM, force=True, where=tmp_path)
+        unit_files.install(Scope.SYSTEM, force=True, where=tmp_path)
 
 
 def test_another_user_is_given_the_directories(tmp_path: Path, reachable: None) -> None:
     """Do so before systemd-tmpfiles, after which systemd would not look at what is in them."""
-    units.install(Scope.SYSTEM, where=tmp_path)
-    done = units.install(Scope.SYSTEM, user="nobody", where=tmp_path)
+    unit_files.install(Scope.SYSTEM, where=tmp_path)
+    done = unit_files.install(Scope.SYSTEM, user="nobody", where=tmp_path)
     assert {one.found for one in done.units} == {Found.UNEDITED}
     given, removed, *_ = done.next
     assert given == "chown -hR --from=gadei-ps nobody: /var/lib/gadei-ps"
@@ -356,10 +356,10 @@ def test_linger_is_advised_only_without_it(
     nobody = pwd.getpwuid(65534).pw_name
 
     def advised(scope: Scope, user: str | None = None) -> bool:
-        done = units.install(scope, user=user, where=tmp_path / "units")
+        done = unit_files.install(scope, user=user, where=tmp_path / "units")
         return any("enable-linger" in line for line in done.next)
 
-    monkeypatch.setattr(units, "ROOT", tmp_path)
+    monkeypatch.setattr(unit_files, "ROOT", tmp_path)
     assert advised(Scope.USER)
     assert advised(Scope.SYSTEM, nobody)
     assert not advised(Scope.SYSTEM, "root")
@@ -373,55 +373,55 @@ def test_linger_is_advised_only_without_it(
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_edited_unit_is_not_replaced_unasked(which: int, tmp_path: Path) -> None:
-    first = units.install(Scope.USER, where=tmp_path)
+    first = unit_files.install(Scope.USER, where=tmp_path)
     path = Path(first.units[which].path)
     path.write_text(first.units[which].unit.replace("LimitNOFILE=65536", "LimitNOFILE=1024"))
     with pytest.raises(UsageError) as refused:
-        units.install(Scope.USER, where=tmp_path)
+        unit_files.install(Scope.USER, where=tmp_path)
     told = str(refused.value)
     assert "\n" not in told
     assert told.startswith(f"{path}: edited, or not written by this command")
     assert "systemctl --user edit gadei-ps@" in told
-    seen = units.install(Scope.USER, where=tmp_path, dry_run=True).units[which]
+    seen = unit_files.install(Scope.USER, where=tmp_path, dry_run=True).units[which]
     assert (seen.found, seen.written) == (Found.ANOTHER, False)
     assert "LimitNOFILE=1024" in path.read_text()
-    assert units.install(Scope.USER, where=tmp_path, force=True).units[which].written
+    assert unit_files.install(Scope.USER, where=tmp_path, force=True).units[which].written
     assert path.read_text() == seen.unit
 
 
 def test_an_unedited_unit_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace it after an upgrade, or from another installation."""
-    first = units.install(Scope.USER, where=tmp_path).units[0]
-    monkeypatch.setattr(units, "program", lambda: ["/opt/new release/gadei-ps"])
-    second = units.install(Scope.USER, where=tmp_path).units[0]
+    first = unit_files.install(Scope.USER, where=tmp_path).units[0]
+    monkeypatch.setattr(unit_files, "program", lambda: ["/opt/new release/gadei-ps"])
+    second = unit_files.install(Scope.USER, where=tmp_path).units[0]
     assert (second.found, second.written) == (Found.UNEDITED, True)
     text_ = Path(first.path).read_text()
     assert '\nExecStart="/opt/new release/gadei-ps" serve ' in text_
-    assert units.is_unedited(text_)
-    assert not units.is_unedited(text_ + "\n")
+    assert unit_files.is_unedited(text_)
+    assert not unit_files.is_unedited(text_ + "\n")
 
 
 def test_a_masked_unit_stays_masked(tmp_path: Path) -> None:
     path = tmp_path / NAME
     path.symlink_to("/dev/null")
     with pytest.raises(UsageError, match="edited, or not written by"):
-        units.install(Scope.USER, where=tmp_path)
-    assert units.install(Scope.USER, where=tmp_path, force=True).units[0].written
+        unit_files.install(Scope.USER, where=tmp_path)
+    assert unit_files.install(Scope.USER, where=tmp_path, force=True).units[0].written
     assert not path.is_symlink()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--run-as needs --system"):
-        units.install(Scope.USER, user="root", where=tmp_path)
+        unit_files.install(Scope.USER, user="root", where=tmp_path)
     for user in ("a\nExecStart=x", "a b", "%u", "1000", "-x", "\u212a"):
         with pytest.raises(UsageError, match="is not a valid user name"):
-            units.install(Scope.SYSTEM, user=user, where=tmp_path)
+            unit_files.install(Scope.SYSTEM, user=user, where=tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UsageError, match="needs root"):
-        units.install(Scope.SYSTEM)
+        unit_files.install(Scope.SYSTEM)
     with pytest.raises(UsageError, match="needs root"):
-        units.uninstall(Scope.SYSTEM)
-    for one in units.install(Scope.SYSTEM, dry_run=True).units:
+        unit_files.uninstall(Scope.SYSTEM)
+    for one in unit_files.install(Scope.SYSTEM, dry_run=True).units:
         assert Path(one.path).parent in (
             Path("/etc/systemd/system"),
             Path("/etc/sysusers.d"),
@@ -433,32 +433,32 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_system_units_user_must_reach_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(units, "HIDDEN", ())
-    monkeypatch.setattr(units, "places", lambda: (tmp_path / "closed/gadei-ps",))
+    monkeypatch.setattr(unit_files, "HIDDEN", ())
+    monkeypatch.setattr(unit_files, "places", lambda: (tmp_path / "closed/gadei-ps",))
     (tmp_path / "closed").mkdir(mode=0o700)
     me = pwd.getpwuid(os.getuid()).pw_name
     where = tmp_path / "units"
     with pytest.raises(UsageError, match="cannot be reached by the user nobody"):
-        units.install(Scope.SYSTEM, user="nobody", where=where)
+        unit_files.install(Scope.SYSTEM, user="nobody", where=where)
     with pytest.raises(UsageError, match="cannot be reached by the user no-such-user"):
-        units.install(Scope.SYSTEM, user="no-such-user", where=where)
+        unit_files.install(Scope.SYSTEM, user="no-such-user", where=where)
     assert not where.exists()
-    done = units.install(Scope.SYSTEM, user=me, where=where)
+    done = unit_files.install(Scope.SYSTEM, user=me, where=where)
     assert all(f"User={me}\n" in one.unit for one in done.units[:3])
 
 
 def test_the_system_unit_does_not_see_tmp() -> None:
     with pytest.raises(UsageError, match="hidden from the unit by PrivateTmp"):
-        units.check_reach("root", [Path("/var/tmp/venv/bin/python")])
+        unit_files.check_reach("root", [Path("/var/tmp/venv/bin/python")])
 
 
 def test_a_service_user_that_is_not_there_is_to_be_made(tmp_path: Path, reachable: None) -> None:
-    done = units.install(Scope.SYSTEM, user="no-such-user", where=tmp_path)
+    done = unit_files.install(Scope.SYSTEM, user="no-such-user", where=tmp_path)
     assert done.next[0].startswith("useradd --system")
     assert done.next[0].endswith(" no-such-user")
-    usual = units.install(Scope.SYSTEM, where=tmp_path / "usual")
+    usual = unit_files.install(Scope.SYSTEM, where=tmp_path / "usual")
     assert "systemd-sysusers gadei-ps.conf" in usual.next
-    done = units.install(Scope.SYSTEM, user="root", where=tmp_path / "other")
+    done = unit_files.install(Scope.SYSTEM, user="root", where=tmp_path / "other")
     assert not any("useradd" in line for line in done.next)
 
 

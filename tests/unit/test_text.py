@@ -301,7 +301,7 @@ def test_a_result_is_read_back_whole(tmp_path: Path) -> None:
 def test_an_earlier_result_or_an_empty_directory_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Also where the system has no call that exchanges names."""
+    """Check it even if the system has no call that exchanges names."""
     monkeypatch.setattr(files, "_EXCHANGE", call)
     directory = tmp_path / "result"
     directory.mkdir()

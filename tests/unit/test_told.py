@@ -28,10 +28,10 @@ from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog import checkpoints, dead, requests, stopping, supervisor
 from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
 from gadei_ps.watchdog.checkpoints import Checkpoints
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
-from gadei_ps.watchdog.options import Options
 from gadei_ps.watchdog.roster import Roster
+from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.stopping import Stopping
 from gadei_ps.watchdog.supervisor import Supervisor
@@ -129,12 +129,12 @@ def test_the_life_of_a_job(
 ) -> None:
     """Replace its server by words alone."""
 
-    def look(servers: Servers, now: float) -> None:
+    def tick(servers: Servers, now: float) -> None:
         control = servers.memory.control.view(CONTROL)
         control["lease_state"] = 1
         control["server"][0]["state"] = ServerState.READY
 
-    monkeypatch.setattr(Servers, "look", look)
+    monkeypatch.setattr(Servers, "tick", tick)
     monkeypatch.setattr(Servers, "serving", property(lambda _: True))
     tensors = [{"name": "w", "shape": [10]}]
     made = Supervisor(support.config(job_name, tensors=tensors), Options(resume=resume))
@@ -225,7 +225,7 @@ def test_a_copy_for_a_client_takes_no_process(
     for file in files:
         assert os.pread(file, size + 1, 0) == bytes(size)
         os.close(file)
-    made.end()
+    made.close()
     selector.close()
 
 
@@ -240,7 +240,7 @@ def test_what_becomes_of_a_checkpoint(memory: JobMemory, killed: bool) -> None:
         outcome = {"ok": True, "version": 7, "path": "", "problem": "", "aside": None}
         made._heard_line(json.dumps(outcome | {"pause_ms": 0.0}).encode())
     heard: list[dict[str, Any]] = []
-    made._heard.append(heard.append)
+    made._waiting.append(heard.append)
     made._ended(-signal.SIGKILL if killed else 0)
     assert [one["ok"] for one in heard] == [not killed]
     after = words(control)

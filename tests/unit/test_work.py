@@ -29,7 +29,7 @@ def test_a_learner_takes_the_batches_that_it_must_answer(job_name: str) -> None:
 
 
 def test_batches_go_out_in_the_order_of_rows(job_name: str) -> None:
-    """Also where the ring of a lower row is shown last, which depends on the manager's speed."""
+    """Check it even if the ring of a lower row is shown last, as the manager's speed decides."""
     with Rig(job_name, W, learners=3, ahead=1) as rig:
         shown = rig.board["ring"][1].copy()
         rig.board["ring"][1] = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gadei_ps
 from gadei_ps import homes
-from gadei_ps.commands import manager
+from gadei_ps.commands import service_manager
 from gadei_ps.commands.doctor.result import Found, Level
 
 
@@ -76,9 +76,9 @@ def torch() -> Found:
 
 
 def systemd() -> Found:
-    found = manager.version()
+    found = service_manager.version()
     if found is None:
         return Level.OK, "no systemd here", ""
-    if old := manager.too_old():
+    if old := service_manager.too_old():
         return Level.WARNING, old, "start jobs with gadei-ps serve"
     return Level.OK, f"systemd {found}", ""

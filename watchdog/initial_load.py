@@ -16,7 +16,7 @@ import numpy as np
 from gadei_ps.errors import ControlError
 from gadei_ps.job.control import Load
 from gadei_ps.memory import layout
-from gadei_ps.watchdog.memory import JobMemory
+from gadei_ps.watchdog.job_memory import JobMemory
 
 KINDS = ("state", "weights")
 GAVE_UP = 2**63  # in place of a generation: who was loading lives and does it no more
@@ -35,7 +35,7 @@ class Loading:
         roster = self.memory.control.view(layout.CONTROL)["roster"]
         return bool(generation) and not bool((roster["wanted"] == generation).any())
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Log once if the optimizer's state was not written to its end. Called every tick."""
         if self.memory.state is None:
             return

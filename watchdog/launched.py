@@ -13,7 +13,7 @@ from gadei_ps.machine import lines, log
 from gadei_ps.machine.lines import Lines
 from gadei_ps.watchdog.fork_server import ForkServer
 from gadei_ps.watchdog.notify import Notify
-from gadei_ps.watchdog.options import Options
+from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.supervisor import serve
 
 

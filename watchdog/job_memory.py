@@ -25,6 +25,7 @@ import contextlib
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -389,7 +390,7 @@ class JobMemory:
         """Resulting settings of each group of parameters, and at last of the others."""
         return settings.specs_of(self.config, self.script, self.changes)
 
-    def change_settings(self, values: dict[str, Any]) -> dict[str, Any]:
+    def change_settings(self, values: Mapping[str, Any]) -> dict[str, list[str | float | None]]:
         """Apply the request of `gadei-ps set`; return the changed fields, each with both values.
 
         The change is first recorded in memory. From then on this watchdog, or the next one, asks

@@ -35,8 +35,8 @@ from gadei_ps.show.optimizer_line import start
 from gadei_ps.storage import checkpoint, export
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.watchdog import making, script
+from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.making import First
-from gadei_ps.watchdog.memory import JobMemory
 from gadei_ps.watchdog.script import Script
 
 
@@ -89,7 +89,8 @@ class _Saved(_SavedGroup):
 def _saved(has: object) -> ScriptSettings:
     """The settings of a checkpoint. Raises ValidationError."""
     found = _Saved.model_validate(has)
-    return ScriptSettings(**found.given, groups=[Settings(**one.given) for one in found.groups])
+    groups = [one.given for one in found.groups]
+    return ScriptSettings.model_validate({**found.given, "groups": groups})
 
 
 def in_groups(config: JobConfig, first: First) -> First:

@@ -25,9 +25,9 @@ from pathlib import Path
 import platformdirs
 
 from gadei_ps import homes
-from gadei_ps.commands import manager
+from gadei_ps.commands import service_manager
 from gadei_ps.commands.doctor.memory import lingers, system_uid_max
-from gadei_ps.commands.manager import Scope
+from gadei_ps.commands.service_manager import Scope
 from gadei_ps.errors import UsageError
 from gadei_ps.job import config, paths
 from gadei_ps.memory import presence
@@ -307,7 +307,7 @@ def _check_start(scope: Scope, user: str, former: str | None, jobs: Path, *, roo
     """Raise UsageError if jobs could not run with the new units. root: whether they are for /."""
     if scope == Scope.SYSTEM and root and os.geteuid():
         raise UsageError("--system needs root: sudo gadei-ps install-unit --system, or use --user")
-    if old := manager.too_old():
+    if old := service_manager.too_old():
         raise UsageError(f"{old}; start the job with `gadei-ps serve` instead")
     if scope == Scope.SYSTEM:
         check_reach(user, places())
@@ -387,15 +387,15 @@ def uninstall(
     systemctl = _systemctl(scope)
     base = where or directory(scope)
     links = base.glob("*.wants/gadei-ps*@*.service")
-    enabled = sorted(one for one in links if manager.INSTANCE.fullmatch(one.name))
-    running = manager.instances(scope).used if where is None else ()
+    enabled = sorted(one for one in links if service_manager.INSTANCE.fullmatch(one.name))
+    running = service_manager.instances(scope).used if where is None else ()
     used = sorted({*(path.name for path in enabled), *running})
     if used and not force:
         raise UsageError(
             f"{used[0]} is enabled or running; first: {systemctl} disable --now {shlex.join(used)}"
         )
     if where is None and not force and not dry_run:
-        manager.wait_for_ends(scope, lambda text: plain.print_text(f"gadei-ps: {text}"))
+        service_manager.wait_for_ends(scope, lambda text: plain.print_text(f"gadei-ps: {text}"))
     ours = {place(scope, name, where) for name in texts(scope, PROGRAM)}
     removed = sorted(path for path in ours if _is_ours(path, force))
     left = _left(scope, where, ours.union(base.glob("gadei-ps*@*")).difference(removed))
