@@ -107,7 +107,7 @@ def test_a_history(job_name: str) -> None:
 
 
 def test_events(job_name: str) -> None:
-    """Learners that come and leave, checkpoints, and a failover with its duration."""
+    """Check learners that come and leave, checkpoints, and a failover with its duration."""
 
     def events(kind: str) -> list[dict[str, Any]]:
         file = Path(status(job_name)["history"])
