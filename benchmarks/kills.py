@@ -121,8 +121,8 @@ class Run:
             },
             "kills",
         )
-        endless = Policy(limit=sys.maxsize)
-        with Daemon(wanted, silent=True, policy=endless, learners=LEARNERS) as daemon:
+        with Daemon(wanted, silent=True, learners=LEARNERS) as daemon:
+            daemon.policy = Policy(limit=sys.maxsize)
             self._processes = Processes(self.name)
             with _Watched(daemon):
                 self._wait_for_a_gradient()

@@ -138,7 +138,7 @@ def test_predict(cli: Cli, trained: tuple[Path, Result], interpreters: None) -> 
 
 
 def test_several_labels(cli: Cli, job_name: str) -> None:
-    """Texts have all labels that are likely for them."""
+    """Check that texts have all labels that are likely for them."""
     both = [
         (f"{'please help ' * (i % 3)}{one} {other} {i}", "billing;claim")
         for i in range(10)

@@ -44,7 +44,7 @@ def push(client: Client) -> None:
 
 
 def test_the_mean_loss_is_that_of_the_learners(job_name: str) -> None:
-    """Servers are killed at any instant, and learners, too."""
+    """Kill servers at any instant, and learners, too."""
     chance = random.Random(7)
     with daemon(job_name, tensors=TENSORS, standby=True, shards=2, history=True) as job:
         learners = [Pusher(job_name, push) for _ in range(LEARNERS)]

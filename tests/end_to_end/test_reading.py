@@ -1,4 +1,4 @@
-"""What monitors read of jobs is what their watchdogs report, and needs none of their processes."""
+"""Monitors read the same of jobs as their watchdogs report, and need none of their processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gadei-ps bench apply` compares does the same work: else its figures mean nothing."""
+"""The work that `gadei-ps bench apply` compares is the same: else its figures mean nothing."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def groups_of(texts: tuple[str, ...]) -> Groups:
 def test_each_text_is_tokenized_once(
     other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the CNN. The result is that of the functions that tokenize for themselves."""
+    """Compare for the CNN: the result is that of the functions that tokenize for themselves."""
     rows = "".join(f"some words {i % 7} !,{'xy'[i % 2]}\n" for i in range(2000)) + "...,x\n"
     train = written(tmp_path, f"text,label\n{rows}")
     test = tmp_path / "test.csv"

@@ -33,7 +33,7 @@ TEXTS = ("The cat's mat.", "the CAT sat", "a dog, a dog", "", "\u65e5\u672c x", 
 
 
 def words_of(text: str) -> list[str]:
-    """Words of these texts, found in another way."""
+    """Return the words of these texts, found in another way."""
     spaced = text.lower().replace("\u2019", "'")
     for mark in ".,\u65e5\u672c":
         spaced = spaced.replace(mark, f" {mark} ")
@@ -185,7 +185,7 @@ def test_a_batch_has_gradients_of_its_own_rows_alone() -> None:
 
 
 def test_shares_and_temperature_are_found() -> None:
-    """Of parts of which one is right and too sure, and one is noise."""
+    """Combine parts of which one is right and too sure, and one is noise."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4000, 5)) * 1.5
     labels = np.array([rng.choice(5, p=p) for p in calibration.softmax(logits)])
@@ -298,7 +298,7 @@ def test_gradients_of_a_barrier_are_one_step_of_the_schedule(tmp_path: Path) -> 
 
 
 def test_copies_and_held_out_rows(tmp_path: Path) -> None:
-    """Texts with the same words are on one side, and none is in both."""
+    """Check that texts with the same words are on one side, and that none is in both."""
     file = tmp_path / "rows.csv"
     file.write_text(
         "text,label\n" + "".join(f"T{at} x,{at % 2}\nt{at}  X,{at % 2}\n" for at in range(30))

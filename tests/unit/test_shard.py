@@ -273,7 +273,7 @@ def test_statistics(job_name: str) -> None:
 
 
 def test_losses_are_added_up(job_name: str) -> None:
-    """Without those that are not finite, or so large that a sum of them would not be."""
+    """Leave out those that are not finite, or so large that a sum of them would not be."""
     losses = [2.5, -0.25, np.nan, np.inf, 1e200, 0.1]
     with Rig(job_name, W, learners=2) as rig, rig.serving():
         for loss in losses:
