@@ -254,7 +254,7 @@ def test_a_command_that_is_killed(run: Run, place: Path) -> None:
 
 
 def test_each_batch_is_in_the_weights_once(run: Run, nodes: Nodes) -> None:
-    """Replicas divide the batches of a pass; one of them is killed, and comes back."""
+    """Divide the batches of a pass among replicas; one of them is killed, and comes back."""
     run.machines = 2
     settings = "every = 20\nrule = 'outer:1:0'\noptimizer = 'sgd'\nlr = 1.0\ndivide = true\n"
     run.file.write_text(settings + "[[groups]]\nmachines = 2\n")

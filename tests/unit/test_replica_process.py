@@ -32,7 +32,7 @@ replica: the last line of the replica
     ],
 )
 def test_why_learners_have_failed(theirs: bool, said: str, tmp_path: Path) -> None:
-    """If a script has ended well and never attached, its own last line does not explain that."""
+    """A script that has ended well and never attached does not explain that in its last line."""
     (tmp_path / "log").write_text(LOG)
     assert replica._last_words(str(tmp_path / "log"), theirs=theirs) == said
     assert replica._last_words(str(tmp_path / "none"), theirs=theirs) == ""
