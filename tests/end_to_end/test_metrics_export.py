@@ -58,7 +58,7 @@ def push(client: Client) -> None:
 
 
 def values(text: str, job: str) -> dict[str, float]:
-    """Values of a job's samples by name."""
+    """Return the values of a job's samples by name."""
     return {
         one.name: one.value
         for family in parser.text_string_to_metric_families(text)
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 def names() -> set[str]:
-    """Names of all samples that an exporter may have."""
+    """Return the names of all samples that an exporter may have."""
     tables = (metrics.JOB, ""), (metrics.LEARNER, "learner_")
     found = {
         exported(one, of) + "_total" * (one.kind is Kind.COUNTER)
@@ -173,7 +173,7 @@ def test_the_command_serves_all_jobs(cli: Cli, job_name: str) -> None:
 
 
 def test_a_job_serves_its_own(cli: Cli, job_name: str) -> None:
-    """From its start to its end, though the process is killed."""
+    """Count from its start to its end, though the process is killed."""
     port = free_port()
     service = cli.serve(job_name, FILE.format(port=port))
 
@@ -209,7 +209,7 @@ def test_a_job_serves_its_own(cli: Cli, job_name: str) -> None:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Serves a short text in a thread."""
+    """Serve a short text in a thread."""
     monkeypatch.setattr(web, "REQUEST_S", 0.5)
     server = web.Server(lambda accept: (b"x" * 100, accept or "text/plain"), "127.0.0.1", 0)
     begun: Future[Callable[[], object]] = Future()
