@@ -94,7 +94,7 @@ def next_gradient(contender: str, megabytes: int = 22) -> float:
 
 
 def compared() -> list[str]:
-    """Return those of the table of README, in which the default time-out of torchft stands twice."""
+    """Return those of README's table, in which the default time-out of torchft stands twice."""
     seconds = [f"{next_gradient(peer):.1f}" for peer in ("DDP under torchrun", "torchft")]
     mini_batch, *speeds = nlc((1,))[:4]  # of gadei-ps, of Hogwild sparse and dense
     return [mini_batch, f"{1e3 * next_gradient(OURS):.0f}", *speeds, *seconds, "5"]
