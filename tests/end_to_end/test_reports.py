@@ -52,7 +52,7 @@ def test_they_are_in_the_history(job_name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_stopped_watchdog_is_not_waited_for(job_name: str) -> None:
-    """What it does not take at once is sent with the next message, so nothing is lost."""
+    """Send with the next message what it does not take at once, so that nothing is lost."""
     with daemon(job_name, tensors=TENSORS, history=True), Client(job_name) as client:
         push(client)
         with Stopped(status(job_name)["watchdog_pid"]):
