@@ -355,10 +355,10 @@ def _end(name: str, address: str, what: str, number: int | None) -> Told:
         time.sleep(POLL_S)
     _clean_up(name, wanted, is_whole=number is None)
     if missed:
-        numbers = [row["machine"] for row in missed]
-        commands = ", ".join(f"gadei-ps stop {job_name(name, one)}" for one in numbers)
+        silent = [int(row["machine"]) for row in missed]
+        commands = ", ".join(f"gadei-ps stop {job_name(name, each)}" for each in silent)
         raise ClusterError(
-            f"run {name}: replica {', '.join(map(str, numbers))} could not be asked to {what}, for "
+            f"run {name}: replica {', '.join(map(str, silent))} could not be asked to {what}, for "
             f"Ray does not reach it: if it lives, end its job on its host ({commands})"
         )
     hosts = [{"machine": row["machine"], "host": row.get("host")} for row in rows]
