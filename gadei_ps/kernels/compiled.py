@@ -29,7 +29,10 @@ HOW = {"nogil": True, "error_model": "numpy"}
 # Without what would make a function callable from Python.
 PART = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 ENTRY = "gadei_ps_"
-# Functions of Python and Numba, which only an error and an array with an owner need.
+# Functions of Python and Numba, which only an error and an array with an owner need. Today: Py...,
+# NRT_Free, NRT_MemInfo_call_dtor, numba_do_raise, numba_gil_ensure, numba_gil_release,
+# numba_runtime_build_excinfo_struct and numba_unpickle. Numba's helpers of mathematics and arrays
+# (math.frexp, complex powers, reshape) match, too: compiled code must not use them.
 NOT_RUN = re.compile("_?Py|numba_|NRT_")
 
 

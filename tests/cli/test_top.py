@@ -52,7 +52,7 @@ class Shown(Terminal):
         eventually(lambda: any(text in line for line in self.lines), what=lambda: self.err[-3000:])
 
     def settings(self) -> Any:
-        """Modes of the terminal."""
+        """Return the modes of the terminal."""
         return termios.tcgetattr(self._master)
 
 

@@ -27,7 +27,7 @@ TABLE = re.compile(r"(?:^\|.*\n)+", re.M)
 
 
 def words(text: str) -> int:
-    """Return the number of words, of which a bar of a table is none."""
+    """Return the number of words; a bar of a table is not a word."""
     return len(re.findall(r"\S*\w\S*", LINK.sub("]", text)))
 
 

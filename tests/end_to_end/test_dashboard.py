@@ -45,7 +45,7 @@ class Site:
     def ask(
         self, path: str, method: str = "GET", body: str | None = None, **headers: str | None
     ) -> tuple[int, dict[str, str], str]:
-        """Status, headers and text of a reply. Headers that are None are left out."""
+        """Return status, headers and text of a reply. Headers that are None are left out."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         given: dict[str, str | None] = {"Host": self.host, "Cookie": self.cookie}
         if method == "POST":
@@ -67,7 +67,7 @@ class Site:
             connection.close()
 
     def act(self, job: str, action: str, **values: object) -> tuple[int, str]:
-        """Status and text of an action, as the page's forms send it."""
+        """Return status and text of an action, as the page's forms send it."""
         code, _, text = self.ask(f"/job/{job}/{action}", "POST", urlencode(values))
         return code, text
 
@@ -178,7 +178,7 @@ def test_pages_of_a_job(job: Client, job_name: str, site: Site) -> None:
 
 
 def test_a_stream_and_actions(job: Client, job_name: str, site: Site) -> None:
-    """Points and events arrive; each action does what its command does."""
+    """Check that points and events arrive; each action does what its command does."""
     code, text = site.act(job_name, "set", settings="lr=0.25")
     assert (code, text.partition(",")[0]) == (200, "lr 1 -> 0.25")
     assert status(job_name)["settings"]["lr"] == 0.25
@@ -235,7 +235,7 @@ def test_read_only(cli: Cli, job_name: str) -> None:
 
 
 def test_addresses(cli: Cli) -> None:
-    """Without a token, it listens at the loopback address only."""
+    """Check that it listens at the loopback address only without a token."""
     result = cli("dashboard", "--host", "0.0.0.0", "--port", 0, "--no-token")
     assert result.code == 2
     assert "--no-token" in result.error
@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
     "an origin on another port": (403, {"Origin": "http://127.0.0.1:1"}),
     "no cookie": (403, {"Cookie": None}),
     "a wrong cookie": (403, {"Cookie": "gadei_ps_1=x; gadei_ps=y"}),
-    "a cookie that is none": (403, {"Cookie": 'a="\x01;;;=,'}),
+    "a cookie that is not valid": (403, {"Cookie": 'a="\x01;;;=,'}),
     "rebinding": (421, {"Host": "evil.example", "Origin": "http://evil.example"}),
     "rebinding, port": (421, {"Host": "evil.example:8470", "Origin": "http://evil.example:8470"}),
     "a host like ours": (421, {"Host": "127.0.0.1.evil.example"}),
@@ -379,7 +379,7 @@ def flooded(port: int, head: bytes, kind: bytes) -> int:
 
 
 def alive(one: socket.socket) -> bool:
-    """Whether the other end has not closed a connection."""
+    """Return whether the other end has not closed a connection."""
     one.setblocking(False)
     try:
         return bool(one.recv(1 << 16))
@@ -401,7 +401,7 @@ def exchanged(port: int, raw: bytes) -> bytes:
 
 
 def test_streams_are_bounded(job: Client, job_name: str, site: Site) -> None:
-    """Streams over the limit are refused; the others, and actions, go on."""
+    """Check that streams over the limit are refused; the others, and actions, continue."""
     head = (
         f"GET /job/{job_name}/stream HTTP/1.1\r\nHost: {site.host}\r\nCookie: {site.cookie}\r\n\r\n"
     )

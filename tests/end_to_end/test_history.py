@@ -142,7 +142,7 @@ def test_events(job_name: str) -> None:
         before = len(lines(path))
         with Client(job_name, name=REPLICA.decode()) as replica:
             eventually(lambda: push(replica) or len(lines(path)) > before + 1)
-            assert lines(path)[-1]["learners"] == 0, "a replica is no learner"
+            assert lines(path)[-1]["learners"] == 0, "a replica is not a learner"
             push(replica)
             version = replica.current_version
     last = [one for one in history.read(path)["lines"] if one.get("event") == "checkpoint"][-1]

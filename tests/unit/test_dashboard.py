@@ -51,7 +51,7 @@ def test_columns() -> None:
 
 
 def test_new_lines(tmp_path: Path) -> None:
-    """Each line once, also if the file is thinned or another one meanwhile."""
+    """Each line once, even if the file is thinned or another one meanwhile."""
     path = tmp_path / "history.jsonl"
     file = HistoryFile(path, most=10)
     file.append(line(point(1.0)))
