@@ -201,6 +201,7 @@ def nothing_left() -> Iterator[None]:
     """Check after each test that none of its processes runs and no segment of its jobs exists."""
     before = support.children()
     yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "a test has replaced it"
     support.eventually(
         lambda: not support.children() - before, 30, lambda: support.described(before)
     )

@@ -241,7 +241,7 @@ class _Run:
 
     def _watch(self, learners: Learners) -> None:
         evaluated = 0
-        first_gradient = last_progress = 0.0
+        first_gradient = last_progress = now = 0.0
         progress = 0
         while True:
             self.daemon.check()
@@ -249,10 +249,11 @@ class _Run:
             self.status = self.daemon.request(Status())
             self._check_refused()
             work = self.status["work"]
-            now = time.monotonic()
+            before, now = now, time.monotonic()
             if self.status["version"] != progress or not last_progress:
                 progress, last_progress = self.status["version"], now
-                first_gradient = first_gradient or (now if progress else 0.0)
+                # Since the look before it: all of a short run may be done within one.
+                first_gradient = first_gradient or (before if progress else 0.0)
             elif now - last_progress > STALLED_S:
                 raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
             if first_gradient:

@@ -216,7 +216,8 @@ def test_training_file(cli: Cli, content: bytes | None, said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--lr -1", "lr must be at least 0"),
+        ("--model cnn --lr -1", "lr must be at least 0"),
+        ("--lr 1", "--lr is for --model cnn"),
         ("--sync chaos", "unknown model 'chaos'"),
         ("--job a/b", "use 1 to 48 letters"),
         ("--out {directory}/data.csv", "cannot be used (Not a directory)"),

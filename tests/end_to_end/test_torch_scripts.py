@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import daemon, status
+from support import daemon, eventually, status
 from support.torch_models import batch_norm_model, data, plain_model
 from support.torch_models import one_thread as one_thread
 from torch import nn
@@ -225,7 +225,7 @@ def test_a_second_model_of_a_process(job_name: str, monkeypatch: pytest.MonkeyPa
             match = f"another model of this process has .*{job_name!r}"
             with pytest.raises(UsageError, match=match):
                 Optimizer(plain_model(), kind="sgd", lr=0.1)
-        assert not status(job_name)["learners"]
+        eventually(lambda: not status(job_name)["learners"])
         Optimizer(plain_model(), job_name, kind="sgd", lr=0.1).close()
 
 

@@ -14,6 +14,7 @@ import pytest
 from support import eventually
 
 from gadei_ps.errors import ClusterError, JobNotFound
+from gadei_ps.machine import interrupts
 from gadei_ps.replicas import commands, rays, sockets
 
 REPLICA = """
@@ -54,6 +55,7 @@ def test_lines_of_ray_are_not_in_the_output_of_a_command(
     """It prints one when an actor dies; the output may be JSON."""
     ray = SimpleNamespace(shutdown=lambda: None)
     monkeypatch.setattr(rays, "connect", lambda *_: ray)
+    monkeypatch.setattr(interrupts, "install", lambda: None)  # it would stay in this process
     with commands._connected(NOWHERE, None):
         print("(raylet) A worker died", file=sys.stdout)
     print("{}")
