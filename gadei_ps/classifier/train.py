@@ -97,7 +97,8 @@ def _run(
 ) -> _Run:
     """Train as the plan says. earlier: epochs of an earlier run. Raises GadeiError."""
     settings = plan.settings
-    threads = max(1, process.cores() // settings.learners)
+    # The operations of an ensemble are too small for several threads.
+    threads = max(1, process.cores() // settings.learners) if plan.is_cnn else 1
     daemon = Daemon(
         config,
         verbose=settings.verbose,
