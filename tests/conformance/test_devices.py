@@ -253,10 +253,7 @@ def test_pipeline_pushes_each_once_and_in_order(case: Case, job: Daemon, job_nam
             assert client.published == 200
             client.wait_applied()
             # The newest weights arrive without a further push.
-            eventually(lambda: pipeline.weights() and pipeline.version == 200)
-            np.testing.assert_array_equal(
-                case.to_host(pipeline.weights()["b"]), -np.float32(200 * 201 / 2)
-            )
+            eventually(lambda: _has(pipeline, case, -200 * 201 / 2) and pipeline.version == 200)
         np.testing.assert_array_equal(client.weights["a"], -200 * 201 / 2)
         row = status(job_name)["learners"][0]
         assert (row["applied"], row["samples"], row["loss"]) == (200, 200, 200.0)
@@ -267,6 +264,11 @@ def _push_ones(pipe: Connection, job: str) -> None:
     pipe.send("attached")
     while True:
         client.push(flat_ones(client))
+
+
+def _has(pipeline: Pipeline, case: Case, values: Any) -> bool:
+    """Return whether the newest weights are these: one shard may count before another writes."""
+    return bool((case.to_host(pipeline.weights()["b"]) == values).all())
 
 
 def _newer(pipeline: Pipeline, version: int) -> dict[str, Any] | None:
@@ -345,8 +347,8 @@ def test_newer_weights_arrive_after_a_version_that_counted_too_much(
         pipeline.push(gradients(case, 1.0))
         pipeline.flush()
         client.wait_applied()
-        eventually(lambda: pipeline.weights() and pipeline.version == 2)
-        np.testing.assert_array_equal(case.to_host(pipeline.weights()["b"]), client.weights["b"])
+        there = client.weights["b"]
+        eventually(lambda: _has(pipeline, case, there) and pipeline.version == 2)
 
 
 def test_a_gradient_that_counts_after_the_pull_is_seen(
