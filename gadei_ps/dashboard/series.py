@@ -13,6 +13,7 @@ from typing import Any
 from gadei_ps import metrics
 from gadei_ps.errors import UsageError
 from gadei_ps.machine import user_files
+from gadei_ps.monitoring import following
 from gadei_ps.show.history_view import event_text, with_speed
 from gadei_ps.storage import history_file
 
@@ -42,12 +43,9 @@ def numbers(line: Line) -> dict[str, float]:
 
 def scalars(line: Line) -> dict[str, float]:
     """Return what learners have reported and users have measured, by name."""
-    found: dict[str, Any] = {}
-    for value in line.values():
-        if isinstance(value, dict) and "set" not in line:
-            found |= value
+    found = following.scalars(line)
     found.pop("epoch", None)  # it counts, as the axes do
-    return {name: float(value) for name, value in found.items() if _is_finite(value)}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def _is_finite(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,7 +61,7 @@ class Follower:
         return found
 
 
-def scalars(line: dict[str, Any]) -> dict[str, float]:
+def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that a line has of measurements and reports, by name."""
     found: dict[str, float] = {}
     for name in ("measured", "reported"):

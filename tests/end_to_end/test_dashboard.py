@@ -22,9 +22,6 @@ from support import daemon, eventually, status
 
 from gadei_ps.learners.client import Client
 
-for name in ("starlette", "uvicorn", "jinja2"):
-    pytest.importorskip(name)
-
 TENSORS = [{"name": "w", "shape": [8]}]
 MB = 1 << 20
 

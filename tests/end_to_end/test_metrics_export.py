@@ -20,6 +20,8 @@ import numpy as np
 import psutil
 import pytest
 import yaml
+from prometheus_client import parser
+from prometheus_client.openmetrics import parser as openmetrics
 from shell import Cli
 from support import Rig, daemon, eventually, gone, status
 
@@ -28,12 +30,8 @@ from gadei_ps.learners.client import Client
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.metrics import Kind, Lifetime
 from gadei_ps.monitoring import web
-
-openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser")
-parser = pytest.importorskip("prometheus_client.parser")
-
-from gadei_ps.monitoring.exporter import GAUGES, Exporter, exported  # noqa: E402
-from gadei_ps.monitoring.following import scalars  # noqa: E402
+from gadei_ps.monitoring.exporter import GAUGES, Exporter, exported
+from gadei_ps.monitoring.following import scalars
 
 DOCS = Path(__file__).parents[2] / "docs" / "monitoring"
 TENSORS = [{"name": "w", "shape": [96]}]

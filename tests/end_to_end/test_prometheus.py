@@ -19,7 +19,6 @@ from support import eventually, status
 
 from gadei_ps.learners.client import Client
 
-pytest.importorskip("prometheus_client")
 RULES = Path(__file__).parents[2] / "docs" / "monitoring" / "alerts.yml"
 FILE = """\
 standby = true

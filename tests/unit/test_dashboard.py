@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
-from gadei_ps.dashboard import series
+from gadei_ps.dashboard import pages, series, serving
 from gadei_ps.errors import UsageError
 from gadei_ps.monitoring.following import Follower
 from gadei_ps.storage.history_file import HistoryFile, line
-
-pages = pytest.importorskip("gadei_ps.dashboard.pages", exc_type=ImportError)
-serving = pytest.importorskip("gadei_ps.dashboard.serving", exc_type=ImportError)
 
 
 def point(time: float, **more: Any) -> dict[str, Any]:
@@ -95,9 +93,7 @@ def test_new_lines(tmp_path: Path) -> None:
 )
 def test_hosts(host: str, asked: str, refused: bool) -> None:
     access = serving.access(serving.Options(host, 8470), 8470)
-    headers = pytest.importorskip("starlette.datastructures").Headers(
-        {"host": asked, "cookie": f"gadei_ps_8470={access.session}"}
-    )
+    headers = Headers({"host": asked, "cookie": f"gadei_ps_8470={access.session}"})
     refusal = access.refusal("GET", headers)
     assert (refusal is not None and refusal[0] == 421) == refused
 
