@@ -416,7 +416,7 @@ def _model(memory: JobMemory) -> dict[str, int] | None:
 
 def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
     control = memory.control.view(layout.CONTROL)
-    entry = control["roster"][row]
+    entry = control["roster"][row].copy()  # the server writes it meanwhile
     ring = memory.rings[row].view(layout.RING)
     shards = int(control["shards"])  # the ring's own words may be anything
     applied = int(entry["applied"])

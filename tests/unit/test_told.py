@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -180,6 +183,30 @@ def test_a_replica_is_no_learner_of_the_status(memory: JobMemory) -> None:
     told = requests.job_status(memory)
     assert (told["learners"], told["learners_attached"]) == ([], 0)
     assert [one["row"] for one in told["replicas"]] == [0]
+
+
+def test_a_loss_that_changes_while_it_is_read(memory: JobMemory) -> None:
+    """The server writes the row meanwhile: NaN and then a number, or the other way around."""
+    entry = memory.control.view(CONTROL)["roster"][0]
+    entry["applied"] = 1
+    ended, interval = threading.Event(), sys.getswitchinterval()
+
+    def write() -> None:
+        while not ended.is_set():
+            for value in (math.nan, 1.5):
+                entry["loss"] = entry["norm"] = value
+
+    writer = threading.Thread(target=write)
+    sys.setswitchinterval(1e-6)
+    writer.start()
+    try:
+        found = [requests.job_status(memory)["learners"][0] for _ in range(1000)]
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        writer.join()
+    values = [one[word] for one in found for word in ("loss", "gradient_norm")]
+    assert all(one is None or one == 1.5 for one in values)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
