@@ -91,7 +91,7 @@ class Storm:
         found = {}
         for number in numbers:
             facts = self.run.facts(number)
-            sight = Sight.of(number, facts)
+            sight = Sight.of(number, facts, self.run.assignments(number))
             self._note_training(number, facts)
             if sight is not None and facts is not None:
                 self._rounds.saw(sight)

@@ -30,8 +30,9 @@ NONE_BELOW, ONCE_BELOW, SAME_WITHIN = 1e-3, 1 + 1e-2, 1e-2
 class Sight:
     """Status of a machine that is a member.
 
-    incarnation: of the replica in its group. frames: of its process that the job has applied; None
-    if unknown. They are read after the rounds, so there may be more of them, but never fewer.
+    incarnation: of the replica in its group. frames: assignments that its job has applied, of which
+    each round makes one; None if unknown. They are read after the rounds, so there may be more of
+    them, but never fewer.
     """
 
     machine: int
@@ -41,14 +42,14 @@ class Sight:
     frames: int | None
 
     @classmethod
-    def of(cls, machine: int, facts: Mapping[str, Any] | None) -> Self | None:
+    def of(cls, machine: int, facts: Mapping[str, Any] | None, frames: int | None) -> Self | None:
         """Read a machine's status; None if it is not a member of its group."""
         if facts is None or facts["exchange"]["state"] != "member":
             return None
-        exchange, job = facts["exchange"], facts["job"] or {"replicas": []}
-        frames = [one["applied"] for one in job["replicas"] if one["pid"] == facts["pid"]]
-        told = int(exchange["rounds"]), int(exchange["checksum"]), (frames or [None])[0]
-        return cls(machine, int(exchange["incarnation"]), *told)
+        incarnation, rounds, checksum = (
+            int(facts["exchange"][name]) for name in ("incarnation", "rounds", "checksum")
+        )
+        return cls(machine, incarnation, rounds, checksum, frames)
 
 
 class Rounds:

@@ -20,17 +20,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from gadei_ps.benchmarks.gang import Failed
 from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.job import paths
+from gadei_ps.job.faults import Processes
 from gadei_ps.machine import process
 from gadei_ps.memory import shm
+from gadei_ps.memory.totals import total
 from gadei_ps.replicas import sockets
 from gadei_ps.replicas.config import job_name
 
 LOOK_S = 0.02
+READ_S = 0.001
 PATIENCE_S = 120.0
 TRIES = 3
 Facts = dict[str, Any]
@@ -77,6 +81,17 @@ def until(
         time.sleep(LOOK_S)
 
 
+def assignments(control: np.void) -> int:
+    """Return the assignments that a job has applied; for an instant one less. control: CONTROL.
+
+    A frame is counted a moment before the version that it makes.
+    """
+    while True:
+        applied, version = total(control, "applied"), int(control["version"])
+        if total(control, "applied") == applied:
+            return version - applied
+
+
 class Machines:
     """A run. `close` ends all of it, whatever has happened."""
 
@@ -118,6 +133,16 @@ class Machines:
         if found is None or found["exchange"]["state"] != "member":
             return 0
         return int(found["exchange"]["rounds"])
+
+    def assignments(self, number: int) -> int | None:
+        """Return the assignments that a replica's job has applied; None if there is no job."""
+        readings = []
+        with contextlib.suppress(GadeiError, OSError):
+            control = Processes(job(self.name, number)).control
+            for _ in range(TRIES):
+                readings.append(assignments(control))
+                time.sleep(READ_S)
+        return max(readings, default=None)
 
     def gradients(self, number: int) -> int:
         """Return the gradients that the job of a replica has applied, 0 if it is not there."""

@@ -33,7 +33,16 @@ import torch
 from gadei_ps.benchmarks import worker_groups_tasks as tasks
 from gadei_ps.benchmarks.common import Report
 from gadei_ps.benchmarks.gang import Failed
-from gadei_ps.benchmarks.machines import LOOK_S, Machines, job, needs_ray, place, settings, until
+from gadei_ps.benchmarks.machines import (
+    LOOK_S,
+    Machines,
+    assignments,
+    job,
+    needs_ray,
+    place,
+    settings,
+    until,
+)
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.benchmarks.worker_groups_tasks import Examples, Task
 from gadei_ps.errors import GadeiError
@@ -66,7 +75,7 @@ class Job:
         mapped = segment.attach(segment_name(name, "weights"), SegmentKind.WEIGHTS, writable=False)
         self._flat, self._table = weights.data(mapped), weights.read_table(mapped)
         self._common: FloatArray | None = None
-        self._rounds = 0
+        self._rounds = assignments(self._control)
 
     @property
     def samples(self) -> int:
@@ -81,9 +90,7 @@ class Job:
 
     def look(self) -> bool:
         """Copy the weights if a round has just ended; return whether it has."""
-        roster = self._control["roster"]
-        rounds = int(roster["applied"][roster["name"] == REPLICA].sum())
-        if rounds == self._rounds:
+        if (rounds := assignments(self._control)) <= self._rounds:
             return False
         self._rounds, self._common = rounds, self._flat.copy()
         return True

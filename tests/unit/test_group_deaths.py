@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import eventually
+from support import daemon, eventually
 
 from gadei_ps.benchmarks.group_deaths_counts import (
     AGAIN,
@@ -24,7 +24,9 @@ from gadei_ps.benchmarks.group_deaths_counts import (
     Sight,
     batches,
 )
-from gadei_ps.benchmarks.machines import Machines, is_of, place
+from gadei_ps.benchmarks.machines import Machines, assignments, is_of, place
+from gadei_ps.job.faults import Processes
+from gadei_ps.learners.client import Client
 
 MACHINES, ROUNDS, EACH = 3, 5, 4
 
@@ -88,12 +90,20 @@ def test_rounds_that_are_lost_and_that_differ() -> None:
 
 def test_what_is_told_of_a_machine() -> None:
     exchange = {"state": "member", "incarnation": 5, "rounds": 3, "checksum": 9}
-    replicas = [{"pid": 8, "applied": 70}, {"pid": 7, "applied": 4}]
-    facts = {"pid": 7, "exchange": exchange, "job": {"replicas": replicas}}
-    assert Sight.of(1, facts) == Sight(1, 5, 3, 9, 4)
-    assert Sight.of(1, facts | {"job": None}) == Sight(1, 5, 3, 9, None)
-    assert Sight.of(1, facts | {"exchange": exchange | {"state": "joining"}}) is None
-    assert Sight.of(1, None) is None
+    assert Sight.of(1, {"exchange": exchange}, 4) == Sight(1, 5, 3, 9, 4)
+    assert Sight.of(1, {"exchange": exchange | {"state": "joining"}}, 4) is None
+    assert Sight.of(1, None, None) is None
+
+
+def test_assignments_are_counted_beside_gradients(job_name: str) -> None:
+    """The count by which a round is found that was applied twice."""
+    with daemon(job_name, tensors=[{"name": "w", "shape": [8]}]), Client(job_name) as client:
+        control = Processes(job_name).control
+        for number in range(3):
+            client.push({"w": np.ones(8, np.float32)}, samples=1)
+            client.wait_applied()
+            client.add({"w": np.ones(8, np.float32)})
+            assert assignments(control) == number + 1
 
 
 class Group:
