@@ -120,7 +120,7 @@ def commit() -> str | None:
     where = Path(__file__).resolve().parent
     try:
         told = subprocess.run(
-            ["git", "-C", str(where), "describe", "--always", "--dirty"],
+            ["git", "-C", str(where), "describe", "--always", "--dirty", "--exclude=*"],
             capture_output=True,
             text=True,
             check=False,
