@@ -295,10 +295,10 @@ def test_a_fork_beside_a_start_can_start_children() -> None:
             super().start()
 
     starter = process._Starter()
-    first = Slow(target=lambda: starter.call(lambda: subprocess.Popen(["true"])).wait())
+    first = threading.Thread(target=lambda: starter.call(lambda: subprocess.Popen(["true"])).wait())
     with pytest.MonkeyPatch.context() as slowly:
-        slowly.setattr(process.threading, "Thread", Slow)
-        threading.Thread.start(first)
+        slowly.setattr(process.threading, "Thread", Slow)  # of the starter
+        first.start()
         assert begun.wait(20)
     if (pid := os.fork()) == 0:
         try:
