@@ -94,7 +94,7 @@ def build(directory: Path) -> ctypes.CDLL:
 def _code(function: Any) -> int:
     """Address of a compiled function, as Numba calls it."""
     function.compile(of_part())
-    made = function.overloads[of_part().args]
+    made = function.overloads[of_part()]
     return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
 
 

@@ -41,12 +41,12 @@ def keep() -> None:
 
 
 def of_part() -> Any:
-    """Return what Numba makes of functions that Python calls with a part."""
+    """Return the types of a call with a part, by which Numba finds its code in the cache."""
     from numba import from_dtype, types
 
     from gadei_ps.server.structs import PART
 
-    return types.int64(types.Array(from_dtype(PART), 1, "C"))
+    return (types.Array(from_dtype(PART), 1, "C"),)
 
 
 def compile_all() -> None:
