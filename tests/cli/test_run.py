@@ -664,7 +664,7 @@ print("after the loop")
 """
 
 
-def test_a_learner_that_stops_its_job(cli: Cli, job_name: str, interpreters: None) -> None:
+def test_a_learner_that_stops_its_job(cli: Cli, job_name: str) -> None:
     """End learners in order: one without looking at `stopping`, and one that was attached."""
     (cli.directory / "stops.py").write_text(STOPS)
     program = ["--", sys.executable, "stops.py", "stops"]
@@ -684,7 +684,7 @@ def test_a_learner_that_stops_its_job(cli: Cli, job_name: str, interpreters: Non
         assert (weights["w"] > 0).all()
 
 
-def test_an_attached_learner_is_awaited(cli: Cli, job_name: str, interpreters: None) -> None:
+def test_an_attached_learner_is_awaited(cli: Cli, job_name: str) -> None:
     (cli.directory / "stops.py").write_text(STOPS)
     program = ["--", sys.executable, "stops.py"]
     run = cli.start("run", job_name, *program, "leaves")
@@ -719,15 +719,13 @@ def test_a_limit(cli: Cli, job_name: str, learner: list[str]) -> None:
         ("kill", "kept"),
     ],
 )
-def test_the_history_says_how_a_run_ended(
-    cli: Cli, job_name: str, interpreters: None, end: str, state: str
-) -> None:
+def test_the_history_says_how_a_run_ended(cli: Cli, job_name: str, end: str, state: str) -> None:
     (cli.directory / "stops.py").write_text(STOPS)
     name = job_name
     if end == "idle":
         name = f"{job_name}.toml"
         (cli.directory / name).write_text('when_idle = "stop"')
-    limit = ["--stop-after", "gradients=4000"] if end == "limit" else []
+    limit = ["--stop-after", "gradients=2000"] if end == "limit" else []
     program = ["--", sys.executable, "stops.py", "stops" if end == "stop_job" else "leaves"]
     running = cli.start("run", name, *limit, *program)
     if end != "limit":

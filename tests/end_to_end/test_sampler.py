@@ -245,7 +245,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_under_run(cli: Cli, interpreters: None, job_name: str) -> None:
+def test_workers_under_run(cli: Cli, job_name: str) -> None:
     """Start workers of DataLoader, forked, spawned and persistent: they are not learners."""
     (cli.directory / "script.py").write_text(SCRIPT)
     script = [sys.executable, "script.py"]

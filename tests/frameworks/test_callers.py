@@ -142,9 +142,7 @@ def test_two_learners(name: str, cli: Cli, interpreters: None, job_name: str) ->
     assert result.json["samples"] == 2 * SAMPLES[name]
 
 
-def test_one_of_two_learners_dies(
-    name: str, cli: Cli, interpreters: None, job_name: str, tmp_path: Path
-) -> None:
+def test_one_of_two_learners_dies(name: str, cli: Cli, job_name: str, tmp_path: Path) -> None:
     path = tmp_path / "dies.py"
     path.write_text(DIES.format(*ADAPTERS[name]))
     script = [sys.executable, path, EXAMPLES / f"{name}.py", *SHORT[name]]
