@@ -44,6 +44,10 @@ PROGRAMS = {
     "gadei_ps.watchdog.history_writer": "gadei_ps.watchdog.history_writer",
     "gadei_ps.watchdog.checkpoint_writer": "gadei_ps.watchdog.checkpoint_writer",
 }
+# They load PyTorch, so only processes that have loaded it fork them.
+PROGRAMS_OF_TORCH = {"gadei_ps.classifier.learner": "gadei_ps.classifier.learner"}
+# Modules that watchdogs and servers import when they run.
+IMPORTED_LATE = ("gadei_ps.watchdog.launched", "gadei_ps.watchdog.finish", "structlog")
 # What commands import when they run.
 COMMANDS = (
     *("chaos.campaign", "commands.doctor", "commands.run", "commands.saved", "commands.unit_files"),
@@ -54,7 +58,7 @@ COMMANDS = (
         "show.status",
         "simulate.compare",
     ),
-    *("simulate.report", "storage.export", "watchdog.launched"),
+    *("simulate.report", "storage.export"),
 )
 PR_SET_NAME = 15
 STARTING: list[Callable[[str], None]] = []  # called in each fork with its program's name
@@ -173,7 +177,7 @@ class Forked:
                 sys.modules["torch"].set_num_threads(1)
             for call in STARTING:
                 call(command[at])
-            code = _main(PROGRAMS[command[at]])
+            code = _main(programs()[command[at]])
         except BaseException:
             traceback.print_exc()
         finally:
@@ -235,10 +239,15 @@ def _main(module: str) -> int:
     return code
 
 
+def programs() -> dict[str, str]:
+    """Return the programs that this process can fork."""
+    return PROGRAMS | PROGRAMS_OF_TORCH if "torch" in sys.modules else PROGRAMS
+
+
 def can_fork(command: Sequence[str]) -> bool:
-    """Return whether a command runs a program of PROGRAMS in this interpreter."""
+    """Return whether a command runs one of these programs in this interpreter."""
     words = [word for word in command[:4] if word != "-P"]
-    return words[:2] == [sys.executable, "-m"] and words[2] in PROGRAMS
+    return words[:2] == [sys.executable, "-m"] and words[2] in programs()
 
 
 def load_commands() -> None:
@@ -268,7 +277,7 @@ def fork_quickly(*, fork_server: bool = False) -> Iterator[None]:
 
     units.load()
     zipline.UNIT.load()
-    for module in PROGRAMS.values():
+    for module in (*programs().values(), *IMPORTED_LATE):
         importlib.import_module(module)
     spawn = process.spawn
 
