@@ -10,7 +10,7 @@ from typing import Any
 
 # For what takes seconds on an idle machine, and this long at a load of 30.
 PATIENCE_S = float(os.environ.get("PATIENCE_S", "150"))
-SHORTEST_S, LONGEST_S = 0.001, 0.02  # between two looks
+SHORTEST_S, LONGEST_S = 0.001, 0.05  # between two looks
 
 
 def eventually(
