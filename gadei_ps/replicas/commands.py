@@ -115,13 +115,17 @@ def cluster_of(wanted: Run, file: Path, address: str | None, say: Say) -> Iterat
 def _connected(address: str, token: str | None) -> Iterator[Any]:
     ray = rays.connect(address, token)
     interrupts.install()  # Ray has handlers of its own
+    limit_s = DISCONNECT_S
     try:
         with contextlib.redirect_stdout(None):  # Ray prints a line there when an actor dies
             yield ray
+    except ClusterLost:
+        limit_s = 0.0
+        raise
     finally:
         ended = threading.Thread(target=ray.shutdown, name=process.FOREIGN, daemon=True)
         ended.start()
-        ended.join(DISCONNECT_S)
+        ended.join(limit_s)
         if ended.is_alive():  # it waits for a cluster that is gone: nobody waits for that
             atexit.unregister(ray.shutdown)
 

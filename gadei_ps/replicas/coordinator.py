@@ -201,13 +201,16 @@ class Coordinator:
         return {"host": self._host, "pid": os.getpid(), "groups": groups}
 
     async def follow(self, who: str, token: str) -> str | None:
-        """Record a command that follows the run. Returns another one that already does."""
-        now = time.monotonic()
-        if self._follower is not None:
-            other, theirs, seen = self._follower
-            if theirs != token and now - seen < FOLLOWED_S:
-                return other
-        self._follower = who, token, now
+        """Record a command that follows the run. Returns another one that already does.
+
+        The other one may have been killed: its next heartbeat is awaited.
+        """
+        before = self._follower
+        while await self.followed() and self._follower is not None and self._follower[1] != token:
+            if self._follower != before:
+                return self._follower[0]
+            await asyncio.sleep(TICK_S)
+        self._follower = who, token, time.monotonic()
         return None
 
     async def followed(self) -> bool:

@@ -21,7 +21,7 @@ from gadei_ps.memory.weights import FloatArray
 from gadei_ps.replicas import copies, placing, rays
 from gadei_ps.replicas.actor import NAMESPACE, names
 from gadei_ps.replicas.config import Run
-from gadei_ps.replicas.coordinator import CALLS, FOLLOWED_S, Coordinator, coordinator_name
+from gadei_ps.replicas.coordinator import CALLS, Coordinator, coordinator_name
 from gadei_ps.replicas.placing import Actors
 from gadei_ps.replicas.program import Program
 from gadei_ps.show.counts import counted
@@ -204,21 +204,17 @@ class Following:
             ray.get(self._coordinator.ready.remote(), timeout=placing.ANSWER_S)
         except Exception as error:
             raise ClusterError(f"the coordinator does not start: {placing.line(error)}") from None
-        until = time.monotonic() + FOLLOWED_S + LOOK_S  # the other one may have been killed
-        while other := self._sign():
-            if time.monotonic() < until:
-                time.sleep(LOOK_S)
-                continue
+        if other := self._sign(placing.ANSWER_S):
             raise ClusterError(
                 f"run {run.name} has its group run already, at {other}: end that command first, "
                 "its replicas continue"
             )
 
-    def _sign(self) -> str | None:
+    def _sign(self, timeout_s: float = ANSWER_S) -> str | None:
         """Report that this command follows the run. Returns another one that already does."""
         self._signed = time.monotonic()
         who = f"{ray.util.get_node_ip_address()}, process {os.getpid()}"
-        other: str | None = asked(self._coordinator.follow.remote(who, self._token))
+        other: str | None = asked(self._coordinator.follow.remote(who, self._token), timeout_s)
         return other
 
     def _prepare(self) -> dict[int, Told]:

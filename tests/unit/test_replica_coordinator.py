@@ -128,6 +128,25 @@ def test_decisions_do_not_wait_for_the_store(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(decide())
 
 
+def test_a_second_command_is_refused_where_the_first_one_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Head(monkeypatch)
+
+    async def follow() -> None:
+        made = coordinator.Coordinator({"run": RUN}, {0: ["0", "1"]})
+        assert await made.follow("one", "a") is None
+        second = asyncio.create_task(made.follow("two", "b"))
+        await asyncio.sleep(0)
+        assert not second.done(), "the first one may have been killed"
+        assert await made.follow("one", "a") is None
+        assert await second == "one"
+        monkeypatch.setattr(coordinator, "FOLLOWED_S", 0.0)
+        assert await made.follow("two", "b") is None
+
+    asyncio.run(follow())
+
+
 def test_versions_of_models_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another coordinator publishes what groups have not taken yet, whatever its clock shows."""
     Head(monkeypatch)
