@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents --overwrite
 
-WORKERS ?= 3  # of pytest; most tests wait for processes, so more than the cores
+WORKERS ?= 4  # of pytest; most tests wait for processes, so more than the cores
 
 # In two parts: tests fork their own process, so those that make it large have processes of their own.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not systemd"
@@ -94,12 +94,13 @@ docs: $(VENV)/built
 	$(BIN)/python -m pip install -q -e '.[torch,dev,docs]'
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
-# C sources are compiled by pip.
+# C sources are compiled by pip. It would compile modules of Python on one core only.
 EXTRAS = torch,dev
 define set-up
 $(BIN)/python native/build_identity.py
 $(BIN)/python -m pip install -q --upgrade pip
-$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
+$(BIN)/python -m pip install -q --no-compile -e '.[$(EXTRAS)]'
+$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 endef
 
 # The stamp is made last: an interrupted set-up is done again.
