@@ -60,7 +60,8 @@ class Corpus:
         texts = whole.texts + (test.texts if test else ())
         hashes = numbered = None
         if settings.model == ENSEMBLE:
-            hashes = features.hashed(texts)
+            # Of the training file alone: a test file must not change the model.
+            hashes = features.hashed(texts, features.characters_of(len(whole)))
             every = hold_out.equal_texts(hashes.encoded)
         else:
             numbered = words.number(texts, words.cut_for(texts))

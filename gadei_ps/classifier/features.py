@@ -17,7 +17,7 @@ with one.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import islice
@@ -42,7 +42,7 @@ CHUNK: Final = 1024
 SLAB: Final = 1 << 14
 """Texts that are encoded at once, which takes more memory than they keep."""
 MOST_CHARACTERS: Final = 1 << 26
-"""Characters of all texts together that are used. Each gives about three n-grams, of 11 bytes."""
+"""Characters of all training texts that are used. Each gives about three n-grams, of 11 bytes."""
 LEAST_CHARACTERS: Final = 128
 """Characters of each text that are used at least."""
 MOST_WEIGHTS: Final = 1 << 27
@@ -66,8 +66,8 @@ class Hashed:
 
     starts: int64, (n + 1,), of each text in `grams`, and the end of the last. grams: uint32, each
     once a text, in ascending order. counts: uint8, how often. word_starts: as `starts`, of `words`.
-    words: uint32, the first MAX_LENGTH of each text in their order. cut: number of texts of which
-    only a first part is used.
+    words: uint32, the first MAX_LENGTH of each text in their order. characters: of each text that
+    are used. cut: number of longer texts.
     """
 
     starts: NDArray[np.int64]
@@ -75,6 +75,7 @@ class Hashed:
     counts: NDArray[np.uint8]
     word_starts: NDArray[np.int64]
     words: NDArray[np.uint32]
+    characters: int
     cut: int = 0
 
     def __len__(self) -> int:
@@ -95,6 +96,7 @@ class Hashed:
             self.counts[of_grams],
             words - words[0],
             self.words[of_words],
+            self.characters,
         )
 
     def only(self, keep: NDArray[np.bool_]) -> Hashed:
@@ -107,12 +109,17 @@ class Hashed:
             self.counts[gram],
             _starts(of_words[keep]),
             self.words[word],
+            self.characters,
         )
 
 
-def hashed(texts: Sequence[str]) -> Hashed:
-    """Cut texts into words and n-grams."""
-    most = max(LEAST_CHARACTERS, min(MAX_CHARACTERS, MOST_CHARACTERS // max(1, len(texts))))
+def characters_of(rows: int) -> int:
+    """Return the number of characters of each text that a model of so many rows uses."""
+    return max(LEAST_CHARACTERS, min(MAX_CHARACTERS, MOST_CHARACTERS // max(1, rows)))
+
+
+def hashed(texts: Iterable[str], most: int = MAX_CHARACTERS) -> Hashed:
+    """Cut the first `most` characters of each text into words and n-grams."""
     rest = iter(texts)
     chunks = []
     while chunk := list(islice(rest, CHUNK)):
@@ -125,6 +132,7 @@ def hashed(texts: Sequence[str]) -> Hashed:
         np.concatenate([one.counts for one in chunks]),
         _starts(np.concatenate([np.diff(one.word_starts) for one in chunks])),
         np.concatenate([one.words for one in chunks]),
+        most,
         sum(one.cut for one in chunks),
     )
 
@@ -152,6 +160,7 @@ def _hashed(texts: Sequence[str], most: int) -> Hashed:
         np.minimum(counts, 255).astype(np.uint8),
         _starts(np.minimum(of_words, MAX_LENGTH)),
         words[kept].astype(np.uint32),
+        most,
         cut,
     )
 
@@ -311,12 +320,14 @@ class Features:
     """The n-grams and words that a model knows.
 
     grams: uint32, ascending; the number of one is its place. idf: float32, of each. words: uint32,
-    ascending; the number of one is its place + 2.
+    ascending; the number of one is its place + 2. characters: of each text that are used, in
+    training and prediction alike.
     """
 
     grams: NDArray[np.uint32]
     idf: Floats
     words: NDArray[np.uint32]
+    characters: int = MAX_CHARACTERS
 
     @classmethod
     def learn(cls, texts: Hashed, weights: int) -> Features:
@@ -331,12 +342,21 @@ class Features:
         words, count = np.unique(texts.words, return_counts=True)
         kept = count >= (2 if len(texts) >= RARE_FROM else 1)
         words, _ = _most_frequent(words[kept], count[kept], MOST_WORDS)
-        return cls(grams, idf.astype(np.float32), words)
+        return cls(grams, idf.astype(np.float32), words, texts.characters)
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays by their names."""
+        return {"grams": self.grams, "idf": self.idf, "words": self.words}
 
     @property
     def vocabulary_size(self) -> int:
         """Number of rows of the embedding: the words, padding and the unknown word."""
         return len(self.words) + 2
+
+    def encode(self, texts: Iterable[str]) -> Rows:
+        """Encode texts that are not hashed yet."""
+        return self.rows(hashed(texts, self.characters))
 
     def rows(self, texts: Hashed, dtype: Any = np.float32) -> Rows:
         """Encode texts. dtype: of the values."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gadei_ps.classifier import words
 from gadei_ps.classifier.calibration import Calibration
-from gadei_ps.classifier.features import Features, hashed
+from gadei_ps.classifier.features import Features
 from gadei_ps.classifier.inference import (
     Classifier,
     EnsembleClassifier,
@@ -76,7 +76,7 @@ class Result(NamedTuple):
         """Return probabilities (n, classes), and how many words of each text the model knows."""
         if isinstance(self.model, EnsembleClassifier):
             assert isinstance(self.vocabulary, Features)
-            rows = self.vocabulary.rows(hashed(texts))
+            rows = self.vocabulary.encode(texts)
             parts = self.model.parts(rows, logits=self.calibration.multi_label)
             starts = rows.word_starts
             known = np.diff(np.concatenate(([0], np.cumsum(rows.words > words.UNKNOWN)))[starts])
@@ -108,7 +108,7 @@ def load_result(directory: str | os.PathLike[str]) -> Result:
         raise _damaged(path / LABELS, "labels must be a list of strings")
     vocabulary: Vocabulary | Features
     if is_ensemble:
-        vocabulary = _load_features(path)
+        vocabulary = _load_features(path, config)
         counts = [("features", FEATURES, len(vocabulary.grams))]
         counts += [("vocabulary_size", FEATURES, vocabulary.vocabulary_size)]
     else:
@@ -140,7 +140,11 @@ def _load_vocabulary(path: Path) -> Vocabulary:
         raise _damaged(path / VOCABULARY, str(error)) from None
 
 
-def _load_features(path: Path) -> Features:
+def _load_features(path: Path, config: Mapping[str, Any]) -> Features:
+    # Earlier models lack the number; their predictions used so many.
+    characters = config.get("characters", words.MAX_CHARACTERS)
+    if not isinstance(characters, int) or characters < 1:
+        raise _damaged(path / CONFIG, f"characters must be above 0, not {characters!r}")
     arrays = _load_arrays(path / FEATURES)
     types = {"grams": np.uint32, "idf": np.float32, "words": np.uint32}
     if {name: one.dtype for name, one in arrays.items()} != types or any(
@@ -149,7 +153,7 @@ def _load_features(path: Path) -> Features:
         raise _damaged(path / FEATURES, f"the arrays are not {', '.join(types)}")
     if len(arrays["grams"]) != len(arrays["idf"]):
         raise _damaged(path / FEATURES, "n-grams and their idf differ in number")
-    return Features(**arrays)
+    return Features(**arrays, characters=characters)
 
 
 def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -263,7 +267,8 @@ def save_result(
         settings["calibration"] = calibration.as_dict()
     contents = {WEIGHTS: safetensors.numpy.save(dict(model.tensors))}
     if isinstance(vocabulary, Features):
-        contents[FEATURES] = safetensors.numpy.save(vars(vocabulary))
+        settings["characters"] = vocabulary.characters
+        contents[FEATURES] = safetensors.numpy.save(vocabulary.arrays)
     else:
         contents[VOCABULARY] = vocabulary.to_json().encode()
     contents |= {

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,10 +16,15 @@ import torch
 from gadei_ps.classifier import calibration, ensemble, features
 from gadei_ps.classifier.calibration import Calibration
 from gadei_ps.classifier.corpus import Corpus
-from gadei_ps.classifier.dataset import read_test, read_training, split_labels
+from gadei_ps.classifier.dataset import (
+    read_test,
+    read_training,
+    split_labels,
+)
 from gadei_ps.classifier.features import Features, Rows, hashed
 from gadei_ps.classifier.inference import EnsembleClassifier, EnsembleSizes
 from gadei_ps.classifier.model_directory import (
+    CONFIG,
     FEATURES,
     ModelDirectoryError,
     load_result,
@@ -27,6 +33,7 @@ from gadei_ps.classifier.model_directory import (
 from gadei_ps.classifier.report import Confusion, lines
 from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
+from gadei_ps.classifier.words import MAX_CHARACTERS
 from gadei_ps.errors import UsageError
 
 TEXTS = ("The cat's mat.", "the CAT sat", "a dog, a dog", "", "\u65e5\u672c x", "it\u2019s the cat")
@@ -96,7 +103,7 @@ def test_hashes_do_not_depend_on_the_other_texts(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "MOST_CHARACTERS", 1000)
-    texts = hashed(["word " * 1000, "short"])
+    texts = hashed(["word " * 1000, "short"], features.characters_of(2))
     assert texts.cut == 1
     assert len(texts.words) <= 1000 / 5 / 2 + 1
     monkeypatch.setattr(features, "MOST_WEIGHTS", 60)
@@ -167,6 +174,56 @@ def test_a_calibration_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = in_numpy(ensemble.Ensemble(of))
     save_result(tmp_path / "m", model, known, "abc", {}, {}, Calibration())
     with pytest.raises(ModelDirectoryError, match="shares"):
+        load_result(tmp_path / "m")
+
+
+def test_predict_uses_as_much_of_each_text_as_training_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the number of texts in a call does not change what is used of each."""
+    monkeypatch.setattr(features, "MOST_CHARACTERS", 20_000)
+    file = tmp_path / "rows.csv"
+    rows = "".join(f"{at} {'word ' * 40} end {at % 7},{at % 2}\n" for at in range(100))
+    file.write_text("text,label\n" + rows)
+    plan = Plan.read(Settings(file))
+    second = plan.second()
+    assert second is not None
+    for one in (plan, second):
+        texts = plan.corpus.held_out.texts
+        encoded = plan.corpus.held_out_encoded
+        if one is second:
+            texts, encoded = second.corpus.train.texts, second.corpus.encoded
+        assert isinstance(encoded, Rows)
+        known = one.corpus.vocabulary
+        assert isinstance(known, Features)
+        assert isinstance(one.sizes, EnsembleSizes)
+        model = in_numpy(moved(ensemble.Ensemble(one.sizes)))
+        directory = tmp_path / f"model-{one is second}"
+        save_result(directory, model, known, "01", {}, {}, Calibration((1.0, 1.0, 1.0)))
+        expected = calibration.softmax(model.parts(encoded).sum(axis=0))
+        found, _ = load_result(directory).probabilities(texts)
+        np.testing.assert_allclose(found, expected, atol=2e-3)  # values for learners are float16
+    assert load_config(directory)["characters"] == 200
+
+
+def load_config(directory: Path, **changes: Any) -> dict[str, Any]:
+    """Return config.json after changes of it; None removes a key."""
+    found = json.loads((directory / CONFIG).read_text()) | changes
+    found = {key: value for key, value in found.items() if value is not None}
+    (directory / CONFIG).write_text(json.dumps(found))
+    return found
+
+
+def test_models_without_the_number_of_characters_are_read(tmp_path: Path) -> None:
+    known, _, of = sizes()
+    model = in_numpy(ensemble.Ensemble(of))
+    save_result(tmp_path / "m", model, known, "abc", {}, {}, Calibration((1.0, 1.0, 1.0)))
+    load_config(tmp_path / "m", characters=None)
+    found = load_result(tmp_path / "m").vocabulary
+    assert isinstance(found, Features)
+    assert found.characters == MAX_CHARACTERS
+    load_config(tmp_path / "m", characters=0)
+    with pytest.raises(ModelDirectoryError, match=r"config.json: .*characters must be above 0"):
         load_result(tmp_path / "m")
 
 
