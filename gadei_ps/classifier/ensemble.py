@@ -11,13 +11,15 @@ A mini-batch reads and changes only the rows of its own n-grams and words.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from gadei_ps.classifier.calibration import PRIOR
 from gadei_ps.classifier.features import Rows
 from gadei_ps.classifier.inference import EnsembleSizes
 from gadei_ps.classifier.network import Linear, Lookup, SentenceClassifier
@@ -27,6 +29,17 @@ HIDDEN_DROPOUT: Final = 0.2
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits of each part."""
+
+
+class Losses(NamedTuple):
+    """Losses of a mini-batch (nats).
+
+    minimized: the sum of the parts' losses, whose gradients are independent. reported: the loss of
+    the prediction, by parts with equal shares, to be compared with that of the held-out rows.
+    """
+
+    minimized: torch.Tensor
+    reported: torch.Tensor
 
 
 class Ensemble(torch.nn.Module):
@@ -102,14 +115,22 @@ class Ensemble(torch.nn.Module):
         return wide, bag, self.cnn.packed(tokens, lengths)
 
 
-def loss(parts: Parts, labels: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the parts' cross-entropies (nats)."""
-    return torch.stack([functional.cross_entropy(one, labels) for one in parts]).sum()
+def losses(parts: Parts, labels: torch.Tensor) -> Losses:
+    """Return the losses of these texts: mean cross-entropies (nats)."""
+    return _losses(parts, lambda logits: functional.cross_entropy(logits, labels))
 
 
-def multi_label_loss(parts: Parts, truth: torch.Tensor) -> torch.Tensor:
+def multi_label_losses(parts: Parts, truth: torch.Tensor) -> Losses:
     """Return the same for texts of several labels: truth, 0 or 1, (rows, classes)."""
-    losses = [
-        functional.binary_cross_entropy_with_logits(one, truth, reduction="sum") for one in parts
-    ]
-    return torch.stack(losses).sum() / len(truth)
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        summed = functional.binary_cross_entropy_with_logits(logits, truth, reduction="sum")
+        return summed / len(truth)
+
+    return _losses(parts, loss)
+
+
+def _losses(parts: Parts, loss: Callable[[torch.Tensor], torch.Tensor]) -> Losses:
+    # The shares of the parts are fitted after training. Until then, each part has the same.
+    mixed = torch.stack(parts).detach().sum(dim=0) * (PRIOR / len(parts))
+    return Losses(torch.stack([loss(one) for one in parts]).sum(), loss(mixed))

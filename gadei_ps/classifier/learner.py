@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from gadei_ps.classifier import ensemble
 from gadei_ps.classifier.dataset import LabelSets
+from gadei_ps.classifier.ensemble import Losses
 from gadei_ps.classifier.features import Rows
 from gadei_ps.classifier.inference import EnsembleSizes
 from gadei_ps.classifier.network import SentenceClassifier
@@ -49,7 +50,7 @@ def learn(path: str) -> None:
     if settings["threads"] is not None:
         torch.set_num_threads(settings["threads"])
     machine = int(os.environ.get(NUMBER_VARIABLE, "0"))
-    model, loss_of = (_ensemble if settings["model"] == ENSEMBLE else _cnn)(data, settings)
+    model, losses_of = (_ensemble if settings["model"] == ENSEMBLE else _cnn)(data, settings)
     model.to(device)
     optimizer = Optimizer(model, wire=settings["wire"], error_feedback=settings["error_feedback"])
     # So that two learners do not drop the same units in the same order.
@@ -64,22 +65,22 @@ def learn(path: str) -> None:
     ):
         with optimizer.iteration():
             optimizer.zero_grad()
-            loss = loss_of(batch.indices, _brought(labels[batch.indices], device))
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.report(loss=loss)
+            losses = losses_of(batch.indices, _brought(labels[batch.indices], device))
+            losses.minimized.backward()  # type: ignore[no-untyped-call]
+            optimizer.report(loss=losses.reported)
             optimizer.step()
     optimizer.client.detach()
 
 
-LossOf = Callable[[NDArray[np.int64], torch.Tensor], torch.Tensor]
-"""Loss of rows by their numbers and labels."""
+LossesOf = Callable[[NDArray[np.int64], torch.Tensor], Losses]
+"""Losses of rows by their numbers and labels."""
 # Pushes only the rows of the filters that the batch changes; a GPU reads only the words of a batch.
 _PUSHED: Final[dict[str, Any]] = {"linear": linear, "lookup": embedding}
 
 
 def _cnn(
     data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]
-) -> tuple[torch.nn.Module, LossOf]:
+) -> tuple[torch.nn.Module, LossesOf]:
     sentences = Encoded(data["tokens"], data["lengths"])
     model = SentenceClassifier(
         **settings["sizes"],
@@ -88,28 +89,29 @@ def _cnn(
         **_PUSHED,
     )
 
-    def loss_of(rows: NDArray[np.int64], labels: torch.Tensor) -> torch.Tensor:
+    def losses_of(rows: NDArray[np.int64], labels: torch.Tensor) -> Losses:
         logits = model(_brought(sentences.batch(rows), labels.device))
-        return functional.cross_entropy(logits, labels)
+        loss = functional.cross_entropy(logits, labels)
+        return Losses(loss, loss)
 
-    return model, loss_of
+    return model, losses_of
 
 
 def _ensemble(
     data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]
-) -> tuple[torch.nn.Module, LossOf]:
+) -> tuple[torch.nn.Module, LossesOf]:
     texts = Rows(**{one.name: data[one.name] for one in fields(Rows)})
     sizes = EnsembleSizes(**settings["sizes"])
     model = ensemble.Ensemble(sizes, seed=settings["seed"], **_PUSHED)
     if not settings["multi_label"]:
-        return model, lambda rows, labels: ensemble.loss(model(texts, rows), labels)
+        return model, lambda rows, labels: ensemble.losses(model(texts, rows), labels)
     sets = LabelSets(data["label_starts"], data["label_values"])
 
-    def loss_of(rows: NDArray[np.int64], labels: torch.Tensor) -> torch.Tensor:
+    def losses_of(rows: NDArray[np.int64], labels: torch.Tensor) -> Losses:
         truth = _brought(sets.matrix(rows, sizes.classes), labels.device)
-        return ensemble.multi_label_loss(model(texts, rows), truth)
+        return ensemble.multi_label_losses(model(texts, rows), truth)
 
-    return model, loss_of
+    return model, losses_of
 
 
 def mapped(path: str) -> dict[str, NDArray[Any]]:

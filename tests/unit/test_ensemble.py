@@ -227,12 +227,35 @@ def test_models_without_the_number_of_characters_are_read(tmp_path: Path) -> Non
         load_result(tmp_path / "m")
 
 
+def test_the_reported_loss_is_that_of_the_prediction() -> None:
+    """Check that the losses of learners and of held-out rows can be compared."""
+    logits = torch.tensor([[[2.0, 0.0, 0.0]], [[0.0, 0.0, 2.0]], [[0.0, 2.0, 0.0]]])
+    losses = ensemble.losses(tuple(logits), torch.tensor([1]))  # type: ignore[arg-type]
+    assert losses.reported.item() == pytest.approx(math.log(3)), "the parts have equal shares"
+    assert losses.minimized.item() == pytest.approx(3 * math.log(2 + math.e**2) - 2)
+    equal = tuple(logits[:1].expand(3, 1, 3))
+    prediction = Calibration((calibration.PRIOR / 3,) * 3).probabilities(torch.stack(equal).numpy())
+    found = ensemble.losses(equal, torch.tensor([0])).reported  # type: ignore[arg-type]
+    assert found.item() == pytest.approx(-math.log(prediction[0, 0]))
+    truth = torch.tensor([[1.0, 0.0, 0.0]])
+    several = ensemble.multi_label_losses(equal, truth)  # type: ignore[arg-type]
+    _, loss = calibration.multi_label_scores(
+        Calibration((calibration.PRIOR / 3,) * 3, multi_label=True).probabilities(
+            torch.stack(equal).numpy()
+        ),
+        truth.numpy(),
+        0.5,
+    )
+    assert several.reported.item() == pytest.approx(loss, rel=1e-5)
+
+
 def test_a_batch_has_gradients_of_its_own_rows_alone() -> None:
     _, rows, of = sizes()
     model = moved(ensemble.Ensemble(of))
     batch = np.array([1, 2])
     parts = model(rows, batch)
-    ensemble.loss(parts, torch.tensor([0, 2])).backward()  # type: ignore[no-untyped-call]
+    losses = ensemble.losses(parts, torch.tensor([0, 2]))
+    losses.minimized.backward()  # type: ignore[no-untyped-call]
     for table in (model.wide, model.bag):
         assert table.grad is not None
         assert table.grad.is_sparse
