@@ -185,10 +185,15 @@ def scores(probabilities: Floats, labels: Sequence[int] | NDArray[np.int64]) -> 
 
 
 def multi_label_scores(
-    probabilities: Floats, truth: Floats, threshold: float
+    probabilities: Floats, truth: Floats, threshold: float, unseen: NDArray[np.bool_] | None = None
 ) -> tuple[float, float]:
-    """Return the share of texts whose labels are all right, and the mean loss (nats)."""
+    """Return the share of texts whose labels are all right, and the mean loss (nats).
+
+    unseen: texts that count as wrong, because `truth` lacks some of their labels.
+    """
     right = ((probabilities >= threshold) == (truth > 0)).all(axis=1)
+    if unseen is not None:
+        right &= ~unseen
     clipped = np.clip(probabilities, 1e-7, 1 - 1e-7)
     losses = -(truth * np.log(clipped) + (1 - truth) * np.log(1 - clipped)).sum(axis=1)
     return float(right.mean()), float(losses.mean())

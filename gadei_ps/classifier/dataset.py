@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -23,11 +25,13 @@ from numpy.typing import NDArray
 from gadei_ps.classifier import columns, records
 from gadei_ps.classifier.columns import LABEL, TEXT, Columns
 from gadei_ps.classifier.records import DatasetError as DatasetError
-from gadei_ps.classifier.records import Row, error, list_names, place
+from gadei_ps.classifier.records import Row, error, list_names, place, plain
 from gadei_ps.show.counts import counted
 
 UNSEEN_LABEL = -1
 """Label number of a test row whose label the training data lack. It is never predicted."""
+NO_LABEL = -2
+"""Label number of a row without labels, where rows may have several."""
 
 MIN_ROWS = 10
 """The fewest rows of a training file. A tenth of it is held out, which must be one row."""
@@ -84,15 +88,26 @@ class LabelSets:
 
 
 def split_labels(label: str, separator: str | None) -> list[str]:
-    """Split the content of a column of labels: by the separator, or as a JSON list."""
+    """Split the content of a column of labels: by the separator, or as a JSON list.
+
+    Empty parts and repeated ones are dropped, so that an empty list, or separators alone, give no
+    label.
+    """
     if separator is None:
         return [label]
-    parts: list[Any] = label.split(separator)
-    if label.startswith("["):
+    parts: list[Any] | None = _json_list(label)
+    if parts is None:
+        parts = label.split(separator)
+    found = dict.fromkeys(plain(part).strip() for part in parts)
+    return [one for one in found if one]
+
+
+def _json_list(text: str) -> list[Any] | None:
+    """Return the values of a JSON list; None for any other text."""
+    if text.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
-            parts = json.loads(label)
-    found = [str(part).strip() for part in parts]
-    return list(dict.fromkeys(part for part in found if part)) or [label]
+            return list(json.loads(text))
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +117,8 @@ class Dataset:
     texts: n sentences. labels: int64, shape (n,), indices into label_names, or UNSEEN_LABEL.
     label_names: sorted, without duplicates. notices: how the file was read, where that is not as
     everybody expects; warnings: what is odd in it. One line each, for the user to see. sets: all
-    labels of each row, of which `labels` has the first, if rows may have several.
+    labels of each row, if rows may have several. `labels` then has the first one, UNSEEN_LABEL if
+    any of them is unseen, and NO_LABEL if there is none.
     """
 
     texts: tuple[str, ...]
@@ -118,6 +134,13 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the row and the label number of each label of each row of training data."""
+        rows = np.arange(len(self))
+        if self.sets is None:
+            return rows, self.labels
+        return np.repeat(rows, np.diff(self.sets.starts)), self.sets.labels
 
 
 # Reading
@@ -139,14 +162,14 @@ def read_training(
     of several labels of a row, if rows may have several.
     """
     rows, notices, warnings = _labelled(path, text_column, label_column)
-    names = tuple(sorted({one for row in rows for one in split_labels(row.label, separator)}))
-    if len(names) == 1:
-        what = f"every row has the label {list_names(names)}"
-        raise error(path, None, what, "give rows of at least two labels")
+    every = [split_labels(row.label, separator) for row in rows]
+    _check_labels(path, rows, every, separator)
+    names = tuple(sorted({one for labels in every for one in labels}))
+    warnings += [f"{place(path)}: {one}" for one in _odd_labels(rows, every, names, separator)]
     if len(rows) < MIN_ROWS:
         what = f"the file has only {counted(len(rows), 'row')}, but a tenth is held out"
         raise error(path, None, what, f"give at least {MIN_ROWS} rows")
-    return _dataset(rows, names, notices, warnings, separator)
+    return _dataset(rows, every, names, notices, warnings, separator)
 
 
 def read_test(
@@ -164,17 +187,17 @@ def read_test(
     """
     rows, notices, warnings = _labelled(path, text_column, label_column)
     known = set(label_names)
-    unseen = [row for row in rows if not known.issuperset(split_labels(row.label, separator))]
+    every = [split_labels(row.label, separator) for row in rows]
+    unseen = [row for row, labels in zip(rows, every, strict=True) if not known.issuperset(labels)]
     if unseen:
-        every = {one for row in unseen for one in split_labels(row.label, separator)}
-        names = sorted(every - known)
+        names = sorted({one for labels in every for one in labels} - known)
         share = f"{len(unseen)} of {counted(len(rows), 'row')}"
         what = (
             f"labels that the training data lack ({list_names(names)}) in {share}: "
             "their predictions are wrong"
         )
         warnings.append(f"{place(path, unseen[0].line)}: {what}")
-    return _dataset(rows, tuple(label_names), notices, warnings, separator)
+    return _dataset(rows, every, tuple(label_names), notices, warnings, separator)
 
 
 class Table(NamedTuple):
@@ -215,22 +238,84 @@ class _Labelled(NamedTuple):
 
 def _dataset(
     rows: list[_Labelled],
+    every: list[list[str]],
     names: tuple[str, ...],
     notices: tuple[str, ...],
     warnings: list[str],
     separator: str | None,
 ) -> Dataset:
+    """every: labels of each row."""
     number = {name: i for i, name in enumerate(names)}
-    every = [
-        [number.get(one, UNSEEN_LABEL) for one in split_labels(row.label, separator)]
-        for row in rows
+    numbers = [[number.get(one, UNSEEN_LABEL) for one in labels] for labels in every]
+    first = [
+        NO_LABEL if not row else UNSEEN_LABEL if UNSEEN_LABEL in row else row[0] for row in numbers
     ]
-    labels = np.array([row[0] for row in every], np.int64)
     sets = None
     if separator is not None:
-        sets = LabelSets.of([[one for one in row if one != UNSEEN_LABEL] for row in every])
+        sets = LabelSets.of([[one for one in row if one != UNSEEN_LABEL] for row in numbers])
     texts = tuple(row.text for row in rows)
-    return Dataset(texts, labels, names, tuple(warnings), notices, sets)
+    return Dataset(texts, np.array(first, np.int64), names, tuple(warnings), notices, sets)
+
+
+def _check_labels(
+    path: str | PathLike[str],
+    rows: list[_Labelled],
+    every: list[list[str]],
+    separator: str | None,
+) -> None:
+    """Raise DatasetError if nothing can be learned from the labels, or one cannot be written.
+
+    every: labels of each row.
+    """
+    if all(set(labels) == set(every[0]) for labels in every):
+        what = "no row has a label"
+        if every[0]:
+            what = f"every row has the label{'s' * (len(every[0]) > 1)} {list_names(every[0])}"
+        raise error(path, None, what, "give rows of at least two labels")
+    if separator is None:
+        return
+    for row, labels in zip(rows, every, strict=True):
+        if re.fullmatch(r"\[\s*['\"].*]", row.label, re.S) and _json_list(row.label) is None:
+            what = f"the labels {list_names([row.label])} are not a JSON list"
+            remedy = f"""write them as ["a", "b"], or separate them by {separator!r}"""
+            raise error(path, row.line, what, remedy)
+        for one in labels:
+            if split_labels(one, separator) != [one]:
+                what = f"label {list_names([one])} would be split by {separator!r} or as a list"
+                remedy = "give another separator with --label-separator, or rename the label"
+                raise error(path, row.line, what, remedy)
+
+
+def _odd_labels(
+    rows: list[_Labelled],
+    every: list[list[str]],
+    names: tuple[str, ...],
+    separator: str | None,
+) -> Iterator[str]:
+    """Yield notes on labels that may not be what the user means, one line each."""
+    if separator is None:
+        if lists := [row.label for row in rows if _json_list(row.label) is not None]:
+            yield (
+                f"{counted(len(lists), 'row')} with a list for a label ({list_names(lists[:1])}): "
+                "each list is one label; --label-separator gives rows several labels"
+            )
+    elif all(len(labels) < 2 for labels in every):
+        yield f"no row has several labels, separated by {separator!r} or as a list"
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        folded = unicodedata.normalize("NFKC", name).casefold()
+        visible = "".join(one for one in folded if unicodedata.category(one) != "Cf")
+        alike.setdefault(" ".join(visible.split()), []).append(name)
+    if several := [some for some in alike.values() if len(some) > 1]:
+        yield (
+            f"{counted(len(several), 'label')} with several spellings "
+            f"({', '.join(map(ascii, several[0][:2]))}): each spelling is a label of its own"
+        )
+    if broken := [name for name in names if re.search(r"[\t\r\n]", name)]:
+        yield (
+            f"{counted(len(broken), 'label')} with a tab or a line break ({list_names(broken[:1])})"
+            ": read the output of predict as JSON or CSV"
+        )
 
 
 def _labelled(

@@ -58,9 +58,11 @@ def held_rows(dataset: Dataset, fraction: float, seed: int, groups: Groups) -> N
         raise ValueError(f"cannot hold {fraction} of {len(dataset)} rows out")
     shuffled = np.random.default_rng(seed).permutation(len(dataset))
     by_label = shuffled[np.argsort(dataset.labels[shuffled], kind="stable")]
-    labels = dataset.labels[by_label]
     stay = np.zeros(groups.max() + 1, np.bool_)
-    texts_of_label = np.split(groups[by_label], np.flatnonzero(labels[1:] != labels[:-1]) + 1)
+    rows, labels = dataset.pairs()
+    order = np.lexsort((np.argsort(shuffled)[rows], labels))
+    rows, labels = rows[order], labels[order]
+    texts_of_label = np.split(groups[rows], np.flatnonzero(labels[1:] != labels[:-1]) + 1)
     # Those of one text first: another label with that text needs no further one.
     for texts in sorted(texts_of_label, key=lambda some: (some != some[0]).any()):
         if not stay[texts].any():
@@ -98,8 +100,8 @@ def subset(dataset: Dataset, keep: NDArray[np.bool_]) -> Dataset:
 
 def check(path: str | PathLike[str], dataset: Dataset, groups: Groups) -> None:
     """Raise DatasetError if no label has two different texts: nothing could be measured."""
-    pairs = np.unique(np.stack([dataset.labels, groups]), axis=1)
-    if np.bincount(pairs[0]).max() > 1:
+    _, counts = np.unique(_texts_of_labels(dataset, groups)[0], return_counts=True)
+    if counts.max() > 1:
         return
     names = list_names(dataset.label_names, most=4)
     raise error(
@@ -127,13 +129,19 @@ def findings(dataset: Dataset, groups: Groups) -> list[str]:
             f"{counted(several, 'text')} with copies of different labels ({list_names([one])}): "
             "they are left as they are, and the network cannot learn them"
         )
-    texts_of_label = np.bincount(pairs[1], minlength=len(dataset.label_names))
-    if single := [dataset.label_names[at] for at in np.flatnonzero(texts_of_label == 1)]:
+    labels, counts = np.unique(_texts_of_labels(dataset, groups)[0], return_counts=True)
+    if single := [dataset.label_names[at] for at in labels[counts == 1]]:
         found.append(
             f"{counted(len(single), 'label')} with a single text ({list_names(single, most=4)}): "
             "it is trained on, but not measured"
         )
     return found
+
+
+def _texts_of_labels(dataset: Dataset, groups: Groups) -> NDArray[np.int64]:
+    """Return each label and each of its texts once: shape (2, n)."""
+    rows, labels = dataset.pairs()
+    return np.unique(np.stack([labels, groups[rows]]), axis=1)
 
 
 def seen(groups: Groups, training: int) -> int:

@@ -28,7 +28,7 @@ from gadei_ps.classifier.calibration import (
     multi_label_scores,
     scores,
 )
-from gadei_ps.classifier.dataset import Dataset
+from gadei_ps.classifier.dataset import UNSEEN_LABEL, Dataset
 from gadei_ps.classifier.features import Rows
 from gadei_ps.classifier.inference import EnsembleClassifier, Floats
 from gadei_ps.classifier.model_directory import (
@@ -178,7 +178,8 @@ class Measuring:
         probabilities = calibration.probabilities(parts)
         if not calibration.multi_label:
             return scores(probabilities, rows.labels)
-        return multi_label_scores(probabilities, _truth(rows), calibration.threshold)
+        unseen = rows.labels == UNSEEN_LABEL
+        return multi_label_scores(probabilities, _truth(rows), calibration.threshold, unseen)
 
     def begin_second(self, plan: Plan) -> None:
         """Continue with a run on all rows."""

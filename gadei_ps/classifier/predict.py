@@ -134,6 +134,10 @@ def compare(
     It is the column `label`, or else the only one of which most values are labels of the model.
     """
     known = set(label_names)
+
+    def is_known(value: str) -> bool:
+        return bool(value) and known.issuperset(split_labels(value, separator))
+
     columns = {
         at: [value.strip() for value in column]
         for at, column in enumerate(zip(*table.rows, strict=True))
@@ -142,8 +146,7 @@ def compare(
     found = [
         at
         for at, column in columns.items()
-        if 2 * sum(known.issuperset(split_labels(value, separator)) for value in column)
-        > sum(map(bool, column))
+        if 2 * sum(map(is_known, column)) > sum(map(bool, column))
     ]
     if len(found) > 1:
         found = [at for at in found if table.header and table.header[at] == LABEL]

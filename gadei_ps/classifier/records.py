@@ -356,14 +356,14 @@ def _named(
                     what = f"its objects have more than {MOST_KEYS:,} different keys"
                     raise error(path, line, what, _ONE_A_LINE)
                 at[key] = len(names)
-                names.append(_plain(key))
+                names.append(plain(key))
         fields = [""] * len(names)
         for key, one in value.items():
-            fields[at[key]] = _plain(one)
+            fields[at[key]] = plain(one)
         yield Row(line, fields)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """A value as text that can be written as UTF-8. None becomes empty."""
     if value is None:
         return ""
@@ -390,7 +390,7 @@ def _parquet(path: str | PathLike[str], data: bytes, form: tuple[str, ...]) -> R
             for batch in file.iter_batches(batch_size=SAMPLE_ROWS * 10):
                 for values in zip(*(one.to_pylist() for one in batch.columns), strict=True):
                     number += 1
-                    yield Row(number, [_plain(value) for value in values])
+                    yield Row(number, [plain(value) for value in values])
         except (pyarrow.ArrowException, OSError, ValueError) as failure:
             what = f"cannot be read as Parquet ({_first_line(failure)})"
             raise error(path, number + 1, what, "write it again") from None

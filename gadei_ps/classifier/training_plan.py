@@ -88,7 +88,7 @@ class Plan:
     def second(self) -> Plan | None:
         """Return the plan of the run on all rows; None if this run is all."""
         rows = len(self.corpus.train) + len(self.corpus.held_out)
-        of_labels = np.bincount(self.corpus.train.labels, minlength=len(self.label_names))
+        of_labels = np.bincount(self.corpus.train.pairs()[1], minlength=len(self.label_names))
         if self.is_cnn or (rows >= FEW_ROWS and np.median(of_labels) >= FEW_OF_LABEL):
             return None
         return replace(self, corpus=self.corpus.with_all_rows(), measures=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,11 +18,16 @@ from gadei_ps.classifier import calibration, ensemble, features
 from gadei_ps.classifier.calibration import Calibration
 from gadei_ps.classifier.corpus import Corpus
 from gadei_ps.classifier.dataset import (
+    NO_LABEL,
+    UNSEEN_LABEL,
+    DatasetError,
+    Table,
     read_test,
     read_training,
     split_labels,
 )
 from gadei_ps.classifier.features import Features, Rows, hashed
+from gadei_ps.classifier.hold_out import findings, split
 from gadei_ps.classifier.inference import EnsembleClassifier, EnsembleSizes
 from gadei_ps.classifier.model_directory import (
     CONFIG,
@@ -30,6 +36,7 @@ from gadei_ps.classifier.model_directory import (
     load_result,
     save_result,
 )
+from gadei_ps.classifier.predict import Prediction, compare
 from gadei_ps.classifier.report import Confusion, lines
 from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
@@ -328,8 +335,95 @@ def test_labels_of_rows_are_split(tmp_path: Path) -> None:
     unseen = read_test(test, whole.label_names, separator=";")
     assert unseen.sets is not None
     assert unseen.sets.matrix(np.arange(2), 3).tolist() == [[0, 1, 0], [0, 0, 0]]
+    assert unseen.labels.tolist() == [UNSEEN_LABEL] * 2
+    truth = unseen.sets.matrix(np.arange(2), 3)
+    scored = calibration.multi_label_scores(truth, truth, 0.5, unseen.labels == UNSEEN_LABEL)
+    assert scored[0] == 0, "a label that is never predicted makes a row wrong"
     with pytest.raises(UsageError, match="--label-separator needs a separator, and the ensemble"):
         Settings(file, model="cnn", label_separator=";").check()
+
+
+def rows_of(path: Path, labels: Sequence[object]) -> Path:
+    """Write a row for each of these contents of the column of labels, as JSON lines."""
+    lines = [json.dumps({"text": f"text {at}", "label": one}) for at, one in enumerate(labels)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_rows_without_labels(tmp_path: Path) -> None:
+    """Check that an empty list is a text without any label, and an empty cell is left out."""
+    file = rows_of(tmp_path / "rows.jsonl", ["a;b", "a", "[]", "", " ; ", '[""]'] * 5)
+    whole = read_training(file, separator=";")
+    assert len(whole) == 25
+    assert whole.warnings == (
+        f"{file}:4: 5 rows without a text or a label, from here on: left out",
+    )
+    assert whole.labels.tolist() == [0, 0, NO_LABEL, NO_LABEL, NO_LABEL] * 5
+    assert whole.sets is not None
+    assert whole.sets.matrix(np.arange(4), 2).tolist() == [[1, 1], [1, 0], [0, 0], [0, 0]]
+    plan = Plan.read(Settings(file, label_separator=";"))
+    assert plan.second() is not None
+    assert set(split(whole, 0.2, 0)[1].labels) == {0, NO_LABEL}
+    one = read_training(rows_of(file, ["a", "[]"] * 5), separator=";")
+    assert (one.label_names, one.labels.tolist()) == (("a",), [0, NO_LABEL] * 5)
+
+
+def test_labels_of_rows_that_are_not_first_are_trained_on(tmp_path: Path) -> None:
+    file = rows_of(tmp_path / "rows.jsonl", ["a;b"] * 20 + ["a;c"])
+    whole = read_training(file, separator=";")
+    for seed in range(30):
+        rest, _ = split(whole, 0.4, seed)
+        assert rest.sets is not None
+        assert set(rest.sets.labels) == {0, 1, 2}
+    found = findings(whole, np.arange(len(whole)))
+    assert found == ["1 label with a single text ('c'): it is trained on, but not measured"]
+
+
+def test_mistakes_of_labels_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for labels, expected in (
+        (["a;b", '["c;d", "a"]'], ":2: label 'c;d' would be split by ';' or as a list; give"),
+        (["a;b", '[["c"], "a"]'], """:2: label '["c"]' would be split by ';' or as a list; give"""),
+        (["a;b", '["b", "a"]'], ": every row has the labels 'a', 'b'; give rows of at least two"),
+        (["[]"], ": no row has a label; give rows of at least two labels"),
+        (["a", "['a', 'b']"], """:2: the labels "['a', 'b']" are not a JSON list; write them"""),
+    ):
+        rows_of(file, labels * 10)
+        with pytest.raises(DatasetError) as caught:
+            read_training(file, separator=";")
+        assert str(caught.value).startswith(f"{file}{expected}")
+
+
+@pytest.mark.parametrize(
+    ("labels", "separator", "expected"),
+    [
+        (["a", "b"], ";", "no row has several labels, separated by ';' or as a list"),
+        (
+            ['["a"]', "b"],
+            None,
+            "10 rows with a list for a label ('[\"a\"]'): each list is one label",
+        ),
+        (["a b", "A  b", "c"], None, "1 label with several spellings ('A  b', 'a b'): each"),
+        (["\u00e9", "e\u0301"], None, "1 label with several spellings ('e\\u0301', '\\xe9'): each"),
+        (["x\u200b", "x"], None, "1 label with several spellings ('x', 'x\\u200b'): each"),
+        (["a\tb", "c"], None, "1 label with a tab or a line break ('a\\tb'): read the output"),
+        ([" a ", "a", "b"], None, None),
+        ([1, "1", True, "b"], None, None),
+    ],
+)
+def test_odd_labels_are_named(
+    tmp_path: Path, labels: list[object], separator: str | None, expected: str | None
+) -> None:
+    file = rows_of(tmp_path / "rows.jsonl", labels * 10)
+    warnings = read_training(file, separator=separator).warnings
+    assert [one.startswith(f"{file}: {expected}") for one in warnings] == [True] * bool(expected)
+
+
+def test_the_accuracy_of_predictions_counts_rows_without_labels() -> None:
+    table = Table(("text", "label"), [["x", "a;b"], ["y", "[]"], ["z", ""], ["w", "[]"]], [])
+    found = [Prediction("", label, 1.0, 1) for label in ("b;a", "", "", "a")]
+    compared = compare(table, found, "ab", ";")
+    assert compared == (pytest.approx(2 / 3), "'label'", 3)
 
 
 def test_scores() -> None:
