@@ -7,6 +7,7 @@ imported, that the table and the layout agree. The names are those of `gadei-ps 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -62,6 +63,10 @@ class Values(Enum):
     """Finite numbers, or None if it is not known."""
 
 
+MOST: Final = {Values.COUNT: 2**64 - 1, Values.TIME: 2**40 - 1}
+"""Largest values of the metrics that are whole numbers."""
+
+
 @dataclass(frozen=True)
 class Shown:
     """A number in a line of a job's status, as in `gradients   12 applied, 3 dropped`."""
@@ -105,6 +110,19 @@ class Metric:
     def is_saved(self) -> bool:
         """Whether it is one of the counts of a checkpoint, under the name of its word."""
         return self.lifetime is Lifetime.CHECKPOINT and not self.own_field
+
+    def possible(self, value: int | float | None) -> int | float | None:
+        """Return the possible value nearest to one in memory, or None or 0 if it is not finite.
+
+        So one wrong value does not make a whole reply invalid.
+        """
+        if self.values in MOST:
+            return min(max(value or 0, 0), MOST[self.values])
+        if value is None or not math.isfinite(value):
+            is_optional = self.values in (Values.AMOUNT_OR_NONE, Values.NUMBER_OR_NONE)
+            return None if is_optional else 0.0
+        is_amount = self.values in (Values.AMOUNT, Values.AMOUNT_OR_NONE)
+        return max(value, 0.0) if is_amount else value
 
 
 _CONTROL, _ROSTER, _RECORDS, _WATCHDOG = Place

@@ -287,8 +287,8 @@ class CheckpointWriter:
         the shards park again.
         """
         steps = self._state["record"]["steps"][: self._shards].tolist()
-        told = (int(self._control[name]) for name in ("superstep", "version", "numbers_done"))
-        return (*told, *steps)
+        words = (int(self._control[name]) for name in ("superstep", "version", "numbers_done"))
+        return (*words, *steps)
 
     def _copy(self) -> Snapshot:
         step = COPY_BYTES // 4
@@ -322,7 +322,7 @@ class CheckpointWriter:
             work=self._work(),
             requeue=requeue,
             counts=totals.saved(control),
-            loss_sum=totals.losses(control)[1],
+            loss_sum=totals.losses(control, self._state)[1],
             clocks={
                 str(row): int(roster[row]["clock"]) for row in np.flatnonzero(roster["wanted"])
             },

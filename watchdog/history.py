@@ -23,6 +23,7 @@ from gadei_ps.job.optimizer_config import Values
 from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
 from gadei_ps.memory import layout, totals
+from gadei_ps.show.strict_json import finite
 from gadei_ps.storage.history_file import line
 from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.durations import HISTORY_END_S, HISTORY_KILL_S
@@ -68,6 +69,12 @@ class History:
     def _control(self) -> np.void:
         return self._memory.control.view(layout.CONTROL)
 
+    @property
+    def _state(self) -> np.void:
+        """Words of the state segment, which is there as soon as there is a model."""
+        assert self._memory.state is not None
+        return self._memory.state.view(layout.STATE)
+
     def tick(self, now: float, failovers: Sequence[Failover] = ()) -> None:
         """Once a second: a point, if it is time for one, and what was changed. Raises nothing.
 
@@ -83,7 +90,7 @@ class History:
             self._settings = self._in_force()
             self._counts = self._event_counts()
             self._measure(now)
-            self._losses = totals.losses(self._control)
+            self._losses = totals.losses(self._control, self._state)
             self._note_learners()
             if self._memory.adopted:
                 self._learners = self._there()
@@ -209,16 +216,15 @@ class History:
         if version == self._version and not self._reported:
             self._measure(now)
             return
-        assert self._memory.state is not None
         was = self._before
         samples, staleness = self._measure(now)
         count, summed = self._losses
-        self._losses = totals.losses(self._control)
+        self._losses = totals.losses(self._control, self._state)
         losses = self._losses[0] - count
         rate = (samples - was[1]) / (now - was[0]) if was and now > was[0] else 0.0
         self._version = version
         self._add(
-            totals.in_history(self._control, self._memory.state.view(layout.STATE))
+            totals.in_history(self._control, self._state)
             | {
                 "samples_per_s": round(rate, 3),
                 "loss_count": self._losses[0],
@@ -249,15 +255,17 @@ class History:
             key = row, int(entry["generation"])
             known[key] = int(entry["staleness_sum"]), int(entry["applied"])
             was = self._stale.get(key, (0, 0))
-            stale += known[key][0] - was[0]
-            applied += known[key][1] - was[1]
+            if known[key][1] >= was[1]:  # a learner that has left has 0
+                stale += known[key][0] - was[0]
+                applied += known[key][1] - was[1]
         self._stale = known
         mean = round(stale / applied, 4) if applied > 0 else None
         return samples, mean
 
     def _add(self, values: dict[str, Any], version: int) -> None:
         with contextlib.suppress(ValueError):
-            self._waiting.append(line({"time": round(time.time(), 3), "version": version} | values))
+            values = {"time": round(time.time(), 3), "version": version} | values
+            self._waiting.append(line(finite(values)))
 
     # -- the writer -----------------------------------------------------------------------------
 

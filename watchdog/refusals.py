@@ -27,8 +27,8 @@ class Refusals:
     memory: JobMemory
     log: Any
     _looked: float = float("-inf")
-    _said: float = float("-inf")
-    _told: int | None = None
+    _warned_at: float = float("-inf")
+    _warned_of: int | None = None
 
     def tick(self, now: float) -> None:
         """Warn of the first refused gradient, then now and then. Called every tick."""
@@ -37,13 +37,13 @@ class Refusals:
         self._looked = now
         control = self.memory.control.view(CONTROL)
         refused = total(control, "refused")
-        if self._told is None:
-            self._told = refused  # of a watchdog before this one
-        if refused == self._told or now < self._said + WARNING_INTERVAL_S:
+        if self._warned_of is None:
+            self._warned_of = refused  # of a watchdog before this one
+        if refused == self._warned_of or now < self._warned_at + WARNING_INTERVAL_S:
             return
-        self._told, self._said = refused, now
+        self._warned_of, self._warned_at = refused, now
         reason = _reason(control)
-        what = layout.REASON_TEXT[reason]
+        what = layout.REASON_TEXT.get(reason, "")
         self.log.warning(
             f"gradients are refused: the last one {what}; {DIVERGED}"
             if reason == Reason.NOT_FINITE
@@ -53,10 +53,11 @@ class Refusals:
         )
 
 
-def _reason(control: np.void) -> Reason:
+def _reason(control: np.void) -> int:
     """Return the reason of the attached learner refused most often; else the last reason."""
     roster = control["roster"]
-    worst = int(np.argmax(roster["refused"]))
-    if not int(roster["refused"][worst]):  # it has left; a row keeps its reason until the next one
-        worst = int(np.argmax(roster["reason"]))
-    return Reason(int(roster["reason"][worst]))
+    reason, refused = roster["reason"].copy(), roster["refused"].copy()
+    refused[reason == Reason.OK] = 0  # it is just being counted
+    if not refused.any():  # it has left; a row keeps its reason until the next one
+        return int(reason.max())
+    return int(reason[refused.argmax()])

@@ -6,14 +6,14 @@ another synchronization model, and the end.
 
 from __future__ import annotations
 
-import math
 import selectors
+from enum import IntEnum
 from functools import singledispatchmethod
 from typing import Any
 
 import numpy as np
 
-from gadei_ps import sync
+from gadei_ps import metrics, sync
 from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, NotSaved, in_words
 from gadei_ps.job import control, paths, sync_change
 from gadei_ps.job.config import check_room
@@ -40,7 +40,8 @@ from gadei_ps.job.control import (
 )
 from gadei_ps.machine import log
 from gadei_ps.memory import layout, owned, totals
-from gadei_ps.memory.layout import Phase, Reason, Work
+from gadei_ps.memory.layout import Phase, Work
+from gadei_ps.memory.segment import Segment
 from gadei_ps.watchdog import script, settings
 from gadei_ps.watchdog.admission import Admission
 from gadei_ps.watchdog.batches import Batches
@@ -243,6 +244,7 @@ class Requests:
         report["saves_on_stop"] = self._stopping.saves
         report["making"] = self._maker.facts
         report["start"] = self._batches.report()
+        _limit(report)
         return report
 
     @_handle.register
@@ -359,49 +361,76 @@ class Requests:
 
 
 def job_status(memory: JobMemory) -> dict[str, Any]:
-    """Return what the segments of a job say of it; counters only ever grow."""
+    """Return what the segments of a job say of it; counters only ever grow.
+
+    Other processes write there: each word is read once, and may have any value.
+    """
     control = memory.control.view(layout.CONTROL)
     state = memory.state.view(layout.STATE) if memory.state is not None else None
-    told = script.report(memory.config, memory.script, memory.changes, memory.model)
+    optimizer = script.report(memory.config, memory.script, memory.changes, memory.model)
     in_force, wanted = sync_change.in_force(memory.control), sync_change.requested(memory.control)
-    attached = [_learner(memory, row) for row in sorted(memory.rings)]
+    attached = [_learner(control, state, row, ring) for row, ring in sorted(memory.rings.items())]
     learners = [one for one in attached if one["name"] != layout.REPLICA.decode()]
-    return {
+    following = int(control["next"])
+    report = {
         "job": memory.config.name,
         "job_id": memory.job_id.hex(),
-        "phase": Phase(int(control["phase"])).name.lower(),
+        "phase": _name(Phase, control["phase"]),
         "sync": sync_change.text(memory.control, in_force),
         "sync_wanted": sync_change.text(memory.control, wanted) if wanted != in_force else None,
-        "optimizer": told["kind"],
-        "settings": told,
+        "optimizer": optimizer["kind"],
+        "settings": optimizer,
         "history": str(memory.config.history_file()) if memory.config.history else None,
         "settings_pending": not memory.is_settled,
         "when_idle": memory.config.when_idle,
         **totals.of_job(control, state),
-        "failovers": max(0, int(control["lease_generation"]) - 1),
+        "failovers": int(control["lease_generation"]) - 1,
         "learners_attached": len(learners),
         "work": {
-            "state": Work(int(control["work"])).name.lower(),
+            "state": _name(Work, control["work"]),
             "batches": int(control["batches"]),
             "epochs": int(control["epochs"]),
             "seed": int(control["seed"]),
-            "epoch": int(control["next"]) >> 32,
-            "next": int(control["next"]) & 0xFFFFFFFF,
+            "epoch": following >> 32,
+            "next": following & 0xFFFFFFFF,
             "epochs_done": int(control["epochs_done"]),
             "waits": owned.waits(control),
         },
         "learners": learners,
         "replicas": [one for one in attached if one not in learners],
         "model": _model(memory),
-        "watchdog_pid": int(control["watchdog_pid"]),
-        "server_pid": int(control["lease_pid"]),
-        "fork_server_pid": int(control["fork_server_pid"]),
+        "watchdog_pid": _pid(control["watchdog_pid"]),
+        "server_pid": _pid(control["lease_pid"]),
+        "fork_server_pid": _pid(control["fork_server_pid"]),
         "shared_bytes": sum(
             part.size
             for part in (memory.control, memory.weights, memory.state, *memory.rings.values())
             if part is not None
         ),
     }
+    _limit(report)
+    return report
+
+
+def _limit(report: dict[str, Any]) -> None:
+    """Replace values of metrics that no reply may have."""
+    learners = (*report["learners"], *report["replicas"])
+    for table, rows in ((metrics.JOB, (report,)), (metrics.LEARNER, learners)):
+        for one in table:
+            for row in rows:
+                if one.name in row:
+                    row[one.name] = one.possible(row[one.name])
+
+
+def _name(kind: type[IntEnum], word: Any) -> str:
+    """Return the name of a code in memory, or the code itself if it has none."""
+    code = int(word)
+    return kind(code).name.lower() if code in [*kind] else str(code)
+
+
+def _pid(word: Any) -> int:
+    """Return a pid in memory, or 0 if it is not one."""
+    return max(0, int(word))
 
 
 def _model(memory: JobMemory) -> dict[str, int] | None:
@@ -414,24 +443,22 @@ def _model(memory: JobMemory) -> dict[str, int] | None:
     }
 
 
-def _learner(memory: JobMemory, row: int) -> dict[str, Any]:
-    control = memory.control.view(layout.CONTROL)
-    entry = control["roster"][row].copy()  # the server writes it meanwhile
-    ring = memory.rings[row].view(layout.RING)
-    shards = int(control["shards"])  # the ring's own words may be anything
-    applied = int(entry["applied"])
+def _learner(control: np.void, state: np.void | None, row: int, segment: Segment) -> dict[str, Any]:
+    entry, ring = totals.row(control, state, row), segment.view(layout.RING)
+    shards = max(1, int(control["shards"]))  # the ring's own words may be anything
+    head, applied = int(ring["head"]), int(entry["applied"])
     return {
         "row": row,
         "generation": int(entry["generation"]),
         "name": entry["name"].decode(errors="replace"),
-        "pid": int(entry["pid"]),
+        "pid": _pid(entry["pid"]),
         "leaving": int(entry["wanted"]) != int(entry["generation"]),
-        "published": int(ring["head"]),
+        "published": head,
         **totals.of_learner(entry),
-        "refused_because": layout.REASON_TEXT[Reason(int(entry["reason"]))],
-        "gradient_norm": float(entry["norm"]) if applied and math.isfinite(entry["norm"]) else None,
-        "loss": float(entry["loss"]) if applied and math.isfinite(entry["loss"]) else None,
-        "queue": max(0, int(ring["head"]) - int(ring["tail"]["value"][:shards].min())),
+        "refused_because": layout.REASON_TEXT.get(int(entry["reason"]), ""),
+        "gradient_norm": float(entry["norm"]) if applied else None,
+        "loss": float(entry["loss"]) if applied else None,
+        "queue": head - int(ring["tail"]["value"][:shards].min()),
         "staleness_mean": int(entry["staleness_sum"]) / applied if applied else 0.0,
         "staleness_histogram": [int(count) for count in entry["histogram"]],
         "outstanding": int((entry["outstanding"] != layout.NO_BATCH).sum()),

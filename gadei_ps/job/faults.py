@@ -63,8 +63,8 @@ class Sent:
     ended: bool
 
     def as_dict(self) -> dict[str, Any]:
-        told = asdict(self.target)
-        return {name: told[name] for name in ("role", "row", "pid")} | {
+        facts = asdict(self.target)
+        return {name: facts[name] for name in ("role", "row", "pid")} | {
             "signal": self.signal,
             "ended": self.ended,
         }
@@ -123,14 +123,14 @@ class Processes:
     def learners(self) -> list[Target]:
         """Those that are attached and alive, by row."""
         roster = self.control["roster"]
-        attached = (roster["wanted"] != 0) & (roster["wanted"] == roster["generation"])
-        attached &= roster["name"] != REPLICA
         found = []
-        for row in np.flatnonzero(attached).tolist():
-            entry = roster[row]
+        for row in np.flatnonzero(roster["wanted"]).tolist():
+            entry = roster[row].copy()  # the row may be given to another learner meanwhile
             generation = int(entry["generation"])
+            if int(entry["wanted"]) != generation or entry["name"] == REPLICA:
+                continue
             one = Target(Role.LEARNER, int(entry["pid"]), int(entry["pid_start"]), row, generation)
-            if one.alive and int(entry["wanted"]) == generation:
+            if one.alive and int(roster[row]["wanted"]) == generation:
                 found.append(one)
         return found
 

@@ -180,7 +180,9 @@ class Reason(IntEnum):
     BAD_ASSIGN = 12
 
 
-REASON_TEXT: Final = {Reason(code): text for code, text in _ENUMS["ps_reason"].values()}
+REASON_TEXT: Final[dict[int, str]] = {
+    Reason(code): text for code, text in _ENUMS["ps_reason"].values()
+}
 
 # The types of words in ps_layout.h; a text ends with its first zero byte.
 _TYPES: Final = {

@@ -38,7 +38,18 @@ def waits(control: np.void) -> bool:
     """Return whether learners wait until the job owns more batches."""
     if not is_on(control) or int(control["work"]) != Work.WORKING or left(control):
         return False
-    return not (control["requeued"] or (control["roster"]["outstanding"] != NO_BATCH).any())
+    return not is_awaited(control)
+
+
+def is_awaited(control: np.void) -> bool:
+    """Return whether a batch that was handed out is not answered yet, as of one instant."""
+    # A batch that comes back is queued before its learner loses it; one that is handed out again
+    # leaves the queue last. So one place is looked at before and after the other.
+    return bool(
+        control["requeued"]
+        or (control["roster"]["outstanding"] != NO_BATCH).any()
+        or control["requeued"]
+    )
 
 
 def unanswered(control: np.void) -> Ranges:

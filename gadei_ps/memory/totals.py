@@ -51,17 +51,47 @@ def total(control: np.void, what: str) -> int:
 
 
 def _total(control: np.void, what: str) -> Any:
-    return control[f"past_{what}"].item() + control["roster"][what].sum().item()
+    return sum(_parts(control, what))
 
 
-def losses(control: np.void) -> tuple[int, float]:
-    """Return `loss_count` and `loss_sum` of the same gradients. control: CONTROL."""
-    count, summed = total(control, "loss_count"), _total(control, "loss_sum")
+def _parts(control: np.void, what: str) -> tuple[Any, Any]:
+    """Return a word of the learners that have left, and its sum over the others.
+
+    A server moves the count of a learner that leaves from the roster to the first one. It is read
+    before and after the roster, so that no count is missing.
+    """
     for _ in range(TRIES):
-        if total(control, "loss_count") == count:
+        past, there = control[f"past_{what}"].item(), control["roster"][what].sum().item()
+        if control[f"past_{what}"].item() == past:
             break
-        count, summed = total(control, "loss_count"), _total(control, "loss_sum")
-    return count, summed
+    return past, there
+
+
+def losses(control: np.void, state: np.void) -> tuple[int, float]:
+    """Return `loss_count` and `loss_sum` of the same gradients. control, state: CONTROL, STATE.
+
+    A server changes both in one transaction. So they belong together if no transaction is open
+    after the sum is read, and the counts are the same as before. If a server has died in a
+    transaction, one loss may be in one of them only.
+    """
+    for _ in range(TRIES):
+        counted, summed = _parts(control, "loss_count"), _total(control, "loss_sum")
+        if not int(state["journal"]["used"]) and _parts(control, "loss_count") == counted:
+            break
+    return sum(counted), summed
+
+
+def row(control: np.void, state: np.void | None, number: int) -> np.void:
+    """Copy a learner's row of the roster, with its losses and their count of the same gradients.
+
+    control: CONTROL. state: STATE; None before it is there.
+    """
+    for _ in range(TRIES):
+        entry: np.void = control["roster"][number].copy()
+        is_idle = state is None or not int(state["journal"]["used"])
+        if is_idle and control["roster"][number]["loss_count"] == entry["loss_count"]:
+            break
+    return entry
 
 
 def counts(control: np.void) -> dict[str, Any]:
@@ -84,12 +114,15 @@ def _read(one: Metric, control: np.void, state: Any) -> Any:
             return control[one.word].item()
 
 
-def of_job(control: np.void, state: Any) -> dict[str, Any]:
+def of_job(control: np.void, state: np.void | None) -> dict[str, Any]:
     """Return a job's metrics in memory.
 
-    control: CONTROL. state: STATE, or its field `record` in a mapping; None before it is there.
+    control: CONTROL. state: STATE; None before it is there.
     """
-    return {one.name: _read(one, control, state) for one in metrics.JOB if one.word}
+    found = {one.name: _read(one, control, state) for one in metrics.JOB if one.word}
+    if state is not None:
+        found["loss_count"], found["loss_sum"] = losses(control, state)
+    return found
 
 
 def of_learner(entry: np.void) -> dict[str, Any]:
@@ -99,7 +132,9 @@ def of_learner(entry: np.void) -> dict[str, Any]:
 
 def in_history(control: np.void, state: np.void) -> dict[str, Any]:
     """Return the values of a point of a job's history. control, state: CONTROL and STATE."""
-    return {one.name: _read(one, control, state) for one in metrics.JOB if one.in_history}
+    return {
+        one.name: one.possible(_read(one, control, state)) for one in metrics.JOB if one.in_history
+    }
 
 
 def saved(control: np.void) -> dict[str, int]:

@@ -37,7 +37,7 @@ class Follower:
         """Return the lines since the last call, PART_BYTES at most; none if there is no file."""
         try:
             fd = os.open(self._path, os.O_RDONLY | SAFELY)
-        except OSError:
+        except (OSError, ValueError):  # the latter: a path that no file can have
             return []
         try:
             status = os.fstat(fd)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
+
+READINGS = 12
+"""Words that are read at most, if nothing is read again."""
 
 
 def words(record: np.void | np.ndarray) -> dict[str, Any]:
@@ -24,11 +28,58 @@ def words(record: np.void | np.ndarray) -> dict[str, Any]:
             found |= {f"{name}.{rest}": value for rest, value in words(part).items()}
             continue
         flat = np.asarray(part).reshape(-1)
-        said = np.flatnonzero(flat != np.zeros((), flat.dtype))
-        if len(said) == len(flat) and (flat == flat[0]).all():
+        places = np.flatnonzero(flat != np.zeros((), flat.dtype))
+        if len(places) == len(flat) and (flat == flat[0]).all():
             found[name] = flat[0].item()
-        elif len(said):
-            found[name] = {int(at): flat[at].item() for at in said}
+        elif len(places):
+            found[name] = {int(at): flat[at].item() for at in places}
+    return found
+
+
+class Changing:
+    """A struct that another process writes meanwhile.
+
+    before: called with the name of a word before it is read.
+    """
+
+    def __init__(self, record: Any, before: Callable[[str], object]) -> None:
+        self._record, self._before = record, before
+
+    def __getitem__(self, name: str) -> Any:
+        self._before(name)
+        return self._record[name]
+
+
+Step = Callable[[], object]
+
+
+class Schedule:
+    """Steps of another process, each before the reading of a word with this number."""
+
+    def __init__(self, places: Iterable[int]) -> None:
+        self._places = list(places)
+        self._readings = 0
+        self.steps: list[Step] = []
+
+    def __call__(self, _: str) -> None:
+        while self._places and self._places[0] <= self._readings:
+            self.steps.pop(0)()
+            self._places.pop(0)
+        self._readings += 1
+
+
+def interleaved(make: Callable[[Schedule], tuple[Callable[[], Any], list[Step]]]) -> list[Any]:
+    """Return the results of a reading, for every order of its readings and another one's steps.
+
+    make: makes new words, which are Changing by the schedule, and returns the reading and the
+    steps.
+    """
+    found = []
+    count = len(make(Schedule(()))[1])
+    for places in itertools.combinations_with_replacement(range(READINGS), count):
+        schedule = Schedule(places)
+        read, schedule.steps = make(schedule)
+        found.append(read())
     return found
 
 

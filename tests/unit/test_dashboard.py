@@ -72,6 +72,7 @@ def test_new_lines(tmp_path: Path) -> None:
     assert [one["time"] for one in tail.read()] == [41.0]
     path.unlink()
     assert tail.read() == []
+    assert Follower(Path("a\0b")).read() == [], "a path in another user's memory"
     with pytest.raises(UsageError, match="No such file"):
         series.read(path)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
+from support.words import Changing, Schedule, Step, interleaved
 
 from gadei_ps import _native, metrics
 from gadei_ps.job import replies
@@ -113,6 +116,86 @@ def test_what_is_saved_is_restored() -> None:
     totals.restore(new, counts)
     assert totals.saved(new) == counts
     assert totals.counts(new) == totals.counts(control)
+
+
+class Words:
+    """Words of a job with one learner, which has reported two losses."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.control, self.state = np.zeros(1, layout.CONTROL)[0], {"journal": {"used": 0}}
+        self.row = self.control["roster"][3]
+        self.row["applied"] = self.row["loss_count"] = 2
+        self.row["loss_sum"] = 3.0
+        self.control["past_applied"] = 10
+        self.seen: Any = Changing(self.control, schedule)
+        self.seen_state: Any = Changing(self.state, schedule)
+
+    def _use(self, used: int) -> None:
+        self.state["journal"]["used"] = used
+
+    def counts_a_gradient(self) -> list[Step]:
+        def change(word: str, by: float) -> Step:
+            return lambda: self.row.__setitem__(word, self.row[word] + by)
+
+        return [
+            lambda: self._use(3),
+            change("loss_sum", 0.5),
+            change("loss_count", 1),
+            lambda: self._use(0),
+        ]
+
+    def moves_to_the_past(self, word: str) -> Step:
+        def move() -> None:
+            self.control[f"past_{word}"] += self.row[word]
+            self.row[word] = 0
+
+        return move
+
+
+def test_losses_and_their_count_are_of_the_same_gradients() -> None:
+    def make(schedule: Schedule) -> Any:
+        one = Words(schedule)
+        return lambda: totals.losses(one.seen, one.seen_state), one.counts_a_gradient()
+
+    assert set(interleaved(make)) == {(2, 3.0), (3, 3.5)}
+
+
+def test_losses_of_a_learner_are_of_the_same_gradients() -> None:
+    def make(schedule: Schedule) -> Any:
+        one = Words(schedule)
+
+        def read() -> tuple[int, float]:
+            row = totals.row(one.seen, one.seen_state, 3)
+            return int(row["loss_count"]), float(row["loss_sum"])
+
+        return read, one.counts_a_gradient()
+
+    assert set(interleaved(make)) == {(2, 3.0), (3, 3.5)}
+
+
+def test_no_count_is_missing_while_a_learner_leaves() -> None:
+    def losses(schedule: Schedule) -> Any:
+        one = Words(schedule)
+        moves = [one.moves_to_the_past(word) for word in ("loss_count", "loss_sum")]
+        steps = [lambda: one._use(3), *moves, lambda: one._use(0)]
+        return lambda: totals.losses(one.seen, one.seen_state), steps
+
+    def applied(schedule: Schedule) -> Any:
+        one = Words(schedule)
+        return lambda: totals.total(one.seen, "applied"), [one.moves_to_the_past("applied")]
+
+    assert set(interleaved(losses)) == {(2, 3.0)}
+    assert set(interleaved(applied)) == {12}
+
+
+@pytest.mark.parametrize("value", [-math.inf, -1.5, 0, 7, 1e300, 2**70, math.inf, math.nan])
+def test_possible_values_are_those_of_replies(value: float) -> None:
+    for one in (*metrics.JOB, *metrics.LEARNER):
+        if one.values in metrics.MOST and not isinstance(value, int):
+            continue  # words of that type are whole numbers
+        possible = one.possible(value)
+        assert TypeAdapter(replies._VALUES[one.values][0]).validate_python(possible) == possible
+        assert possible == value or not 0 <= value < 2**40
 
 
 def test_lines_of_the_status() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.words import Changing, Schedule, Step, interleaved
 
 from gadei_ps.errors import ControlError
 from gadei_ps.job.control import Own
@@ -241,3 +243,30 @@ def test_a_job_that_hands_out_all_batches_owns_none() -> None:
     memory.c["owned"] = 0
     with pytest.raises(ControlError, match="write `owned = true` into its job file"):
         memory.own(0, ranges=[(0, 0, 1)])
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_batch_that_moves_meanwhile_is_awaited(comes_back: bool) -> None:
+    """It comes back, or is handed out again: at no instant is it nowhere."""
+
+    def make(schedule: Schedule) -> Any:
+        control = np.zeros(1, CONTROL)[0]
+        outstanding = control["roster"]["outstanding"]
+        outstanding[:] = NO_BATCH
+        if comes_back:
+            outstanding[3, 0] = 7
+        else:
+            control["requeued"] = 1
+        steps: list[Step] = [
+            lambda: control.__setitem__("requeued", 1),
+            lambda: outstanding.__setitem__((3, 0), NO_BATCH),
+        ]
+        if not comes_back:
+            steps = [
+                lambda: outstanding.__setitem__((3, 0), 7),
+                lambda: control.__setitem__("requeued", 0),
+            ]
+        seen: Any = Changing(control, schedule)
+        return lambda: owned.is_awaited(seen), steps
+
+    assert set(interleaved(make)) == {True}

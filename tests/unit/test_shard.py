@@ -288,7 +288,9 @@ def test_losses_are_added_up(job_name: str) -> None:
         assert (rows[0]["loss_count"], rows[0]["loss_sum"]) == (0, 0.0)
         control = rig.control
         assert (control["past_loss_count"], control["past_loss_sum"]) == (3, 2.5 - 0.25 + 0.1)
-        assert totals.losses(control) == (3, 2.5 - 0.25 + 0.1)
+        assert rig.memory.state
+        state = rig.memory.state.view(layout.STATE)
+        assert totals.losses(control, state) == (3, 2.5 - 0.25 + 0.1)
 
 
 def test_histogram_bins() -> None:

@@ -18,21 +18,35 @@ import numpy as np
 import pytest
 import support
 from support.memory import create_model, create_ring
-from support.words import at_each_line, words
+from support.words import Changing, at_each_line, words
 
 from gadei_ps import _native, sync
 from gadei_ps.errors import ControlError
-from gadei_ps.job.control import memory_file
+from gadei_ps.job.control import LENGTH, memory_file, pack
+from gadei_ps.job.faults import Processes, Target
+from gadei_ps.job.replies import JobStatus
 from gadei_ps.learners import attach
 from gadei_ps.learners.attach import Place
 from gadei_ps.machine import log, process
-from gadei_ps.memory.layout import CONTROL, REPLICA, RING, Gone, Phase, ServerState, Stop
+from gadei_ps.memory.layout import (
+    CONTROL,
+    REPLICA,
+    RING,
+    STATE,
+    Gone,
+    Phase,
+    Reason,
+    ServerState,
+    Stop,
+)
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog import checkpoints, dead, requests, stopping, supervisor
 from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
 from gadei_ps.watchdog.checkpoints import Checkpoints
+from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
+from gadei_ps.watchdog.refusals import _reason
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.servers import Servers
@@ -209,6 +223,106 @@ def test_a_loss_that_changes_while_it_is_read(memory: JobMemory) -> None:
     assert all(one is None or one == 1.5 for one in values)
 
 
+def test_an_epoch_that_begins_while_the_status_is_made(
+    memory: JobMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = memory.control.view(CONTROL)
+    values = iter([10, 1 << 32])
+
+    def change(name: str) -> None:
+        if name == "next":
+            control["next"] = next(values)
+
+    monkeypatch.setattr(memory.control, "view", lambda _: Changing(control, change))
+    work = requests.job_status(memory)["work"]
+    assert (work["epoch"], work["next"]) == (0, 10)
+
+
+EXTREMES: dict[str, list[float]] = {
+    "i": [-1, 2**31 - 1],
+    "f": [math.nan, math.inf, -math.inf, 1e308],
+}
+
+
+def test_no_word_makes_the_status_unreadable(memory: JobMemory) -> None:
+    """Each word of the control segment, of a learner's row and of its ring, with extreme values."""
+
+    def read() -> dict[str, Any]:
+        raw = pack({"v": 1, "ok": True} | requests.job_status(memory))[LENGTH.size :]
+        return JobStatus.model_validate_json(raw).model_dump(exclude_unset=True, by_alias=True)
+
+    assert memory.state
+    control, ring = memory.control.view(CONTROL), memory.rings[0].view(RING)
+    entry, record = control["roster"][0], memory.state.view(STATE)["record"][0]
+    entry["applied"] = 1
+    told = read()
+    for struct in (control, entry, ring, record):
+        for name in struct.dtype.names or ():
+            kind = struct.dtype[name].base
+            values = [np.iinfo(kind).max] if kind.kind == "u" else EXTREMES.get(kind.kind, [])
+            before = struct[name].copy()
+            for value in values:
+                struct[name] = value
+                found = read()
+                rest = told.keys() - {"learners", "learners_attached", "replicas"}
+                assert len([key for key in rest if found[key] != told[key]]) <= 2, name
+                assert found["learners"][0]["pid"] == os.getpid() or name == "pid", name
+            struct[name] = before
+    assert read() == told
+
+
+def test_learners_that_a_signal_can_hit(memory: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that a replica gets meanwhile is not a learner's."""
+    roster = memory.control.view(CONTROL)["roster"]
+    roster[1] = roster[0]
+
+    def alive(target: Target) -> bool:
+        if target.row == 0:
+            roster[1]["name"] = REPLICA
+            roster[1]["generation"] = roster[1]["wanted"] = 2
+        return True
+
+    monkeypatch.setattr(Target, "alive", property(alive))
+    assert [one.row for one in Processes(memory.config.name).learners()] == [0]
+
+
+def test_the_reason_of_a_refusal_that_is_just_being_counted(memory: JobMemory) -> None:
+    roster = memory.control.view(CONTROL)["roster"]
+    roster[0]["refused"] = 1  # its reason comes next
+    assert _reason(memory.control.view(CONTROL)) == Reason.OK
+    roster[1]["refused"], roster[1]["reason"] = 1, Reason.NOT_FINITE
+    roster[0]["refused"] = 2
+    assert _reason(memory.control.view(CONTROL)) == Reason.NOT_FINITE
+
+
+def test_the_staleness_of_a_learner_that_has_left(memory: JobMemory) -> None:
+    """Clear its gradients: its staleness stays until another learner has the row."""
+    control = memory.control.view(CONTROL)
+    create_ring(memory, 1, 1)
+    control["roster"][1]["generation"] = 1
+    rows = control["roster"][:2]
+    with selectors.DefaultSelector() as selector:
+        history = History(memory, selector, log.get())
+        rows["staleness_sum"], rows["applied"] = 40, 9
+        history._measure(0.0)
+        rows[0]["staleness_sum"], rows[0]["applied"] = 60, 19
+        rows[1]["applied"] = 0
+        assert history._measure(1.0) == (0, 2.0)
+
+
+def test_a_value_that_no_line_can_have(memory: JobMemory) -> None:
+    with selectors.DefaultSelector() as selector:
+        history = History(memory, selector, log.get())
+        history._add({"loss": math.inf, "reported": {"accuracy": math.nan, "rate": 2.0}}, 7)
+        (raw,) = history._waiting
+    assert json.loads(raw) | {"time": 0} == {
+        "time": 0,
+        "version": 7,
+        "loss": None,
+        "reported": {"accuracy": None, "rate": 2.0},
+    }
+
+
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
@@ -265,7 +379,7 @@ def test_what_becomes_of_a_checkpoint(memory: JobMemory, killed: bool) -> None:
     made = Checkpoints(memory, selectors.DefaultSelector(), log.get())
     if not killed:
         outcome = {"ok": True, "version": 7, "path": "", "problem": "", "aside": None}
-        made._heard_line(json.dumps(outcome | {"pause_ms": 0.0}).encode())
+        made._line_received(json.dumps(outcome | {"pause_ms": 0.0}).encode())
     heard: list[dict[str, Any]] = []
     made._waiting.append(heard.append)
     made._ended(-signal.SIGKILL if killed else 0)
