@@ -28,7 +28,7 @@ from typing import Any
 
 from gadei_ps.groups import parts
 from gadei_ps.groups.member import Member
-from gadei_ps.groups.shares import Said, Shares
+from gadei_ps.groups.shares import CopyReport, Shares
 
 MOST_MEMBERS = 64
 PATIENCE = 10
@@ -48,7 +48,7 @@ class Report:
     rounds: that it has applied; None: it has no state of the group. lineage: of that state, see
     Group. connected: generation whose
     process group it has. arrived: the round for which it has a copy. samples: with which the copy
-    was trained; 0: the copy is not finite. said: which batches are in the copy. ready: generation
+    was trained; 0: the copy is not finite. copied: which batches are in the copy. ready: generation
     and round whose result it has. checksum: of that result. failed: generation in which an exchange
     has failed. models: of other groups, as group and version. lost: models that cannot be fetched.
     leaves: whether it wants to leave. state: as the last reply had it.
@@ -64,7 +64,7 @@ class Report:
     connected: int = 0
     arrived: int | None = None
     samples: int = 1
-    said: Said | None = None
+    copied: CopyReport | None = None
     ready: tuple[int, int] | None = None
     checksum: int = 0
     failed: int = 0
@@ -417,7 +417,7 @@ class Group:
             return True
         self.taken |= dict(self.go.models)
         if self.shares is not None:
-            self.shares.after([one.said for one in reports if one.said is not None])
+            self.shares.after([one.copied for one in reports if one.copied is not None])
         self.rounds += 1
         self.committed, self.go = wanted, None
         self._changed()
@@ -490,7 +490,7 @@ class Group:
             "taken": [list(one) for one in self.taken.items()],
             "facts": dict(self.facts),
             "processes": {name: list(one) for name, one in self._processes.items()},
-            "shares": None if self.shares is None else self.shares.told(),
+            "shares": None if self.shares is None else self.shares.as_dict(),
         }
 
     def load(self, state: State) -> None:
@@ -516,8 +516,8 @@ class Group:
         for name, (_, last) in before.items():
             if self._last_process(name, last) != last:
                 self.lost(name)
-        self.shares = None if state["shares"] is None else Shares.heard(state["shares"])
+        self.shares = None if state["shares"] is None else Shares.from_dict(state["shares"])
 
 
-def _member(told: Sequence[Any]) -> Member:
-    return Member(str(told[0]), int(told[1]))
+def _member(parts: Sequence[Any]) -> Member:
+    return Member(str(parts[0]), int(parts[1]))

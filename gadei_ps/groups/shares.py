@@ -46,7 +46,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Said:
+class CopyReport:
     """A replica's description of its copy.
 
     unanswered: batches that it was given and that are not in the copy. done: passes that the group
@@ -87,19 +87,19 @@ class Shares:
             for low, high in (subsets.ranges(member) if member in subsets.owners else ())
         ]
 
-    def after(self, said: Sequence[Said]) -> None:
+    def after(self, reports: Sequence[CopyReport]) -> None:
         """Account for a round that has ended.
 
-        said: descriptions of the copies that are in it, in the members' order.
+        reports: descriptions of the copies that are in it, in the members' order.
 
         The first round takes the weights of the first replica, and begins the pass after those that
         are in them. A replica whose job has other work gets nothing. One whose copy does not count
         has lost what it had trained, as if it had died.
         """
         begins = self.work is None
-        if begins and said:
-            self.work, self.done = said[0].work, said[0].done
-        present = [one for one in said if (one.counts or begins) and one.work == self.work]
+        if begins and reports:
+            self.work, self.done = reports[0].work, reports[0].done
+        present = [one for one in reports if (one.counts or begins) and one.work == self.work]
         if not present:
             return
         answered = {one.member: self._answer(one) for one in present}
@@ -117,7 +117,7 @@ class Shares:
         """Return an independent copy."""
         return copy.deepcopy(self)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the whole state, for JSON."""
         work = self.work
         return {
@@ -134,14 +134,14 @@ class Shares:
         }
 
     @staticmethod
-    def heard(told: dict[str, Any]) -> Shares:
-        """Make shares from a result of `told()`. Raises ValueError, TypeError or KeyError."""
-        made = Shares(*(int(one) for one in told["part"]))
-        if told["work"] is not None:
-            made.work = Work(*(int(one) for one in told["work"]))
-        made.done = int(told["done"])
+    def from_dict(state: dict[str, Any]) -> Shares:
+        """Make shares from a result of `as_dict()`. Raises ValueError, TypeError or KeyError."""
+        made = Shares(*(int(one) for one in state["part"]))
+        if state["work"] is not None:
+            made.work = Work(*(int(one) for one in state["work"]))
+        made.done = int(state["done"])
         samples = made._bounds[1] - made._bounds[0]
-        for epoch, owners in told["open"]:
+        for epoch, owners in state["open"]:
             made._open[int(epoch)] = Subsets.owned_by(
                 samples,
                 {
@@ -159,7 +159,7 @@ class Shares:
         batches = 0 if self.work is None else self.work.batches
         return batches * self.group // self.groups, batches * (self.group + 1) // self.groups
 
-    def _answer(self, one: Said) -> int:
+    def _answer(self, one: CopyReport) -> int:
         """Record the batches that a replica has answered; return their number."""
         begin, count = self._bounds[0], 0
         for epoch, subsets in self._open.items():

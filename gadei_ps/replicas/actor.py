@@ -155,8 +155,8 @@ class ReplicaActor:
         if self._summary is not None:
             return facts | {"state": self._summary.get("asked", "ended"), "why": None}
         try:
-            told: dict[str, Any] = sockets.ask(self._run, self._number, "status")
-            return facts | told | {"why": self._why}
+            reply: dict[str, Any] = sockets.ask(self._run, self._number, "status")
+            return facts | reply | {"why": self._why}
         except NoAnswer as error:
             return facts | {"state": "silent", "why": in_words(error)}
         except GadeiError:  # it has just ended, or is not there yet, or not again
@@ -199,9 +199,9 @@ class ReplicaActor:
     # -- the replica's process -------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        told = sockets.ask(self._run, self._number, "settings", START_S)
-        if told["data"]:
-            self._data = Data.at(told["data"])
+        reply = sockets.ask(self._run, self._number, "settings", START_S)
+        if reply["data"]:
+            self._data = Data.at(reply["data"])
         self._lives += 1
 
     def _begin(self) -> None:
@@ -253,11 +253,11 @@ class ReplicaActor:
         while True:
             begin = time.monotonic()
             try:
-                told = sockets.ask(self._run, self._number, "await", None)
+                reply = sockets.ask(self._run, self._number, "await", None)
                 self._is_ending = True
-                _wait_for_end(told["pid"])
+                _wait_for_end(reply["pid"])
                 self._lost()
-                self._finish(told["summary"])
+                self._finish(reply["summary"])
                 return
             except GadeiError:
                 if sockets.lives(self._run, self._number):  # it was asked while it began
@@ -306,8 +306,8 @@ class ReplicaActor:
 
     def _answer(self, what: str, **how: Any) -> Any:
         if what == "report":
-            told = self._call("report", ANSWER_S, how["group"], how["report"], how["seen"])
-            return told | {"host": ray.util.get_node_ip_address()}
+            reply = self._call("report", ANSWER_S, how["group"], how["report"], how["seen"])
+            return reply | {"host": ray.util.get_node_ip_address()}
         if what == "publish":
             reference = ray.put(np.frombuffer(how["data"], np.uint8))
             return self._call("publish", ANSWER_S, how["group"], [reference])

@@ -36,12 +36,12 @@ LAST_S = 60.0
 """Time limit until a cluster ends whose command was killed (s)."""
 DISCONNECT_S = 5.0
 
-Told = dict[str, Any]
+JsonObject = dict[str, Any]
 Say = Callable[[str, bool], None]
 """A function that prints a line; its second argument: whether the line is on progress."""
 
 
-def run(file: Path, command: list[str], address: str | None, where: Path, say: Say) -> Told:
+def run(file: Path, command: list[str], address: str | None, where: Path, say: Say) -> JsonObject:
     """Train until all replicas have ended; return a summary with `exit_code`.
 
     file: GROUPS.toml. address: of a cluster; None: one of this host's own. where: directory of the
@@ -69,7 +69,7 @@ def begin(following: Any, data: Any = None) -> None:
         raise
 
 
-def _followed(following: Any, signalled: Callable[[], int | None]) -> Told:
+def _followed(following: Any, signalled: Callable[[], int | None]) -> JsonObject:
     """Pass signals on, until the run has ended."""
     passed: int | None = None
     while True:
@@ -81,7 +81,7 @@ def _followed(following: Any, signalled: Callable[[], int | None]) -> Told:
             time.sleep(POLL_S)
         except interrupts.Interrupted as second:
             following.signal(second.number)
-    done: Told = following.summary() | {"interrupted": None}
+    done: JsonObject = following.summary() | {"interrupted": None}
     if passed:
         done |= {"exit_code": 128 + passed, "interrupted": signal.Signals(passed).name}
     return done
@@ -188,7 +188,7 @@ def _alone(name: str, say: Say) -> Iterator[None]:
 # -- other commands -------------------------------------------------------------------------------
 
 
-def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> Told:
+def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> JsonObject:
     """Carry out a command for a run that exists. Raises GadeiError.
 
     Where no cluster answers, `status` and `stop` are of the replicas on this host.
@@ -216,7 +216,7 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> Tol
     return done
 
 
-def _in_cluster(order: str, name: str, address: str, how: Told) -> Told:
+def _in_cluster(order: str, name: str, address: str, how: JsonObject) -> JsonObject:
     """Carry out an order. Raises GadeiError, ClusterLost if the cluster ends meanwhile."""
     from ray.exceptions import RayError
 
@@ -228,7 +228,7 @@ def _in_cluster(order: str, name: str, address: str, how: Told) -> Told:
         ) from None
 
 
-def _stop_own(name: str, address: str) -> Told:
+def _stop_own(name: str, address: str) -> JsonObject:
     """End a run in a cluster of this host's own, which ends with it: that would end a client."""
     numbers = [number for _, number in sockets.here(name)]
     if not numbers:
@@ -261,7 +261,7 @@ def _found(name: str, address: str) -> Any:
     return found
 
 
-def _status(name: str, address: str) -> Told:
+def _status(name: str, address: str) -> JsonObject:
     """Return a row for each replica."""
     from gadei_ps.replicas import following
 
@@ -271,7 +271,7 @@ def _status(name: str, address: str) -> Told:
     return {"run": name, "address": address, "coordinator": state, "machines": rows}
 
 
-def _join(name: str, address: str, group: int, node: str | None) -> Told:
+def _join(name: str, address: str, group: int, node: str | None) -> JsonObject:
     """Start one more replica; none if the command is interrupted before it has begun."""
     import ray
 
@@ -312,17 +312,17 @@ def _join(name: str, address: str, group: int, node: str | None) -> Told:
     return {"run": name, "machine": number, "group": group, "host": place["host"]}
 
 
-def _leave(name: str, address: str, machine: int) -> Told:
+def _leave(name: str, address: str, machine: int) -> JsonObject:
     """Have a replica leave its group; its job ends."""
     return _end(name, address, "leave", machine)
 
 
-def _stop(name: str, address: str) -> Told:
+def _stop(name: str, address: str) -> JsonObject:
     """End all replicas."""
     return _end(name, address, "stop", None)
 
 
-_ORDERS: dict[str, Callable[..., Told]] = {
+_ORDERS: dict[str, Callable[..., JsonObject]] = {
     "status": _status,
     "join": _join,
     "leave": _leave,
@@ -330,7 +330,7 @@ _ORDERS: dict[str, Callable[..., Told]] = {
 }
 
 
-def _end(name: str, address: str, what: str, number: int | None) -> Told:
+def _end(name: str, address: str, what: str, number: int | None) -> JsonObject:
     """Have one replica leave, or all stop; wait until they have. Raises ClusterError."""
     from gadei_ps.replicas import following
 
@@ -387,7 +387,7 @@ def _clean_up(name: str, wanted: Any, *, is_whole: bool) -> None:
         following.kill(wanted)
 
 
-def _here(order: str, name: str, what: str, say: Say) -> Told:
+def _here(order: str, name: str, what: str, say: Say) -> JsonObject:
     """Carry out a command for the replicas on this host, without a cluster."""
     numbers = [number for _, number in sockets.here(name)]
     if not numbers and locked(rays.lock_path(name)):
@@ -406,11 +406,11 @@ def _here(order: str, name: str, what: str, say: Say) -> Told:
     return {"run": name, "address": None, "machines": rows}
 
 
-def _row(name: str, number: int) -> Told | None:
+def _row(name: str, number: int) -> JsonObject | None:
     """Return the status of a replica of this host; None if it has just ended."""
     try:
-        told: Told = sockets.ask(name, number, "status") | {"ended": None}
-        return told
+        row: JsonObject = sockets.ask(name, number, "status") | {"ended": None}
+        return row
     except GadeiError as error:
         if not sockets.lives(name, number):
             return None

@@ -35,7 +35,7 @@ CALLS = 10_000
 KEPT = 2
 """Models of a group that may still be fetched."""
 
-Told = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 def coordinator_name(run: str) -> str:
@@ -46,7 +46,7 @@ def coordinator_name(run: str) -> str:
 class Coordinator:
     """The coordinator of one run."""
 
-    def __init__(self, plan: Told, expected: dict[int, list[str]]) -> None:
+    def __init__(self, plan: JsonObject, expected: dict[int, list[str]]) -> None:
         """Make the groups of a run.
 
         plan: settings of the run, for its replicas. expected: numbers of the replicas that begin
@@ -139,7 +139,7 @@ class Coordinator:
         async with self._changed:
             self._changed.notify_all()
 
-    async def report(self, group: int, report: Report, seen: int | None) -> Told:
+    async def report(self, group: int, report: Report, seen: int | None) -> JsonObject:
         """Take a report of a replica; return the answer to it.
 
         seen: number of the state that it knows: the reply waits a moment for another one. Raises
@@ -191,11 +191,11 @@ class Coordinator:
         """Return the reference to a model; None: it is no longer kept."""
         return self._references[group].get(version)
 
-    async def plan(self) -> Told:
+    async def plan(self) -> JsonObject:
         """Return the settings of the run."""
         return self._plan
 
-    async def state(self) -> Told:
+    async def state(self) -> JsonObject:
         """Return the state of all groups, for `status`."""
         groups = {number: group.state() for number, group in self._groups.items()}
         return {"host": self._host, "pid": os.getpid(), "groups": groups}

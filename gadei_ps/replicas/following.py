@@ -35,7 +35,7 @@ ENDING = ("ending", "leaving", "stopping")
 LOST: dict[str, Any] = {"exit_code": 0, "asked": "lost"}
 """Summary of a replica that was lost: it may still train."""
 
-Told = dict[str, Any]
+JsonObject = dict[str, Any]
 Say = Callable[[str, bool], None]
 """A function that prints a line; its second argument: whether the line is on progress."""
 
@@ -76,13 +76,13 @@ def answers(references: dict[int, Any], timeout_s: float = ANSWER_S) -> dict[int
     return found
 
 
-def statuses(found: Actors) -> list[Told]:
+def statuses(found: Actors) -> list[JsonObject]:
     """Return the status of each replica; it is away if its actor does not answer."""
-    told = answers({number: one.status.remote() for number, one in found.items()})
+    replies = answers({number: one.status.remote() for number, one in found.items()})
     away = {"state": "away", "ended": None}
     return [
         {"machine": number, "why": _why(one)} | away if isinstance(one, Exception) else one
-        for number, one in told.items()
+        for number, one in replies.items()
     ]
 
 
@@ -125,21 +125,21 @@ class Following:
         program: learners that replace a command.
         """
         self.run, self._address, self._say = run, address, say
-        self.rows: dict[int, Told] = {}
+        self.rows: dict[int, JsonObject] = {}
         self.stops = False
         """Whether this object ends all replicas."""
-        self._plan: Told = {
+        self._plan: JsonObject = {
             "run": run.model_dump(mode="json", exclude_unset=True),
             "command": command,
             "directory": directory,
-            "program": program.told() if program is not None else None,
+            "program": program.as_dict() if program is not None else None,
         }
         self._found: Actors = {}
         self._coordinator: Any = None
         self._is_new, self._was_stopped = False, False
         self._looking = threading.Lock()
         self._applied: dict[int, int] = {}
-        self._said: dict[int, str] = {}
+        self._shown: dict[int, str] = {}
         self._logs: set[int] = set()
         self._token = secrets.token_hex(8)
         self._answered = self._progress = self._signed = time.monotonic()
@@ -164,11 +164,11 @@ class Following:
         places = self._prepare()
         self._check_program(places)
         reference = None if data is None else ray.put(data)
-        told = answers(
+        replies = answers(
             {number: one.start.remote(reference) for number, one in self._found.items()},
             placing.ANSWER_S,
         )
-        for number, one in told.items():
+        for number, one in replies.items():
             if isinstance(one, Exception):
                 if self._is_new:
                     raise ClusterError(f"replica {number}: {placing.line(one)}")
@@ -217,15 +217,15 @@ class Following:
         other: str | None = asked(self._coordinator.follow.remote(who, self._token), timeout_s)
         return other
 
-    def _prepare(self) -> dict[int, Told]:
+    def _prepare(self) -> dict[int, JsonObject]:
         """Return the facts on the hosts of the actors. Raises ClusterError for a mistake."""
         facts = self._plan["directory"], self._plan["program"]
-        told = answers(
+        replies = answers(
             {number: one.prepare.remote(*facts) for number, one in self._found.items()},
             placing.ANSWER_S,
         )
         places = {}
-        for number, one in told.items():
+        for number, one in replies.items():
             if isinstance(one, Exception):
                 if self._is_new:
                     raise ClusterError(f"replica {number}: {placing.line(one)}")
@@ -243,7 +243,7 @@ class Following:
             )
         return places
 
-    def _check_program(self, places: dict[int, Told]) -> None:
+    def _check_program(self, places: dict[int, JsonObject]) -> None:
         ours = (self._plan["program"] or {}).get("digest")
         for one in places.values():
             if "settings" in one and (one["settings"]["program"] or {}).get("digest") != ours:
@@ -276,9 +276,9 @@ class Following:
     def _copy(self, numbers: Iterable[int]) -> dict[str, FloatArray] | None:
         for number in numbers:
             if number in self._found:
-                told = asked(self._found[number].weights.remote(), copies.COPY_S)
-                if told is not None:
-                    return {name: one.copy() for name, one in told.items()}
+                arrays = asked(self._found[number].weights.remote(), copies.COPY_S)
+                if arrays is not None:
+                    return {name: one.copy() for name, one in arrays.items()}
         return None
 
     def look(self) -> bool:
@@ -321,7 +321,7 @@ class Following:
             self._note(row)
         for number in self.rows.keys() - now.keys():
             self._note_gone(number, is_last=not now)
-        self._tell_progress(rows)
+        self._report_progress(rows)
         self._found = now
         if time.monotonic() - self._signed > 1.0:
             self._sign()  # through the coordinator that is there now
@@ -357,7 +357,7 @@ class Following:
             ended = LOST
         self._note(row | {"ended": ended})
 
-    def _note(self, row: Told) -> None:
+    def _note(self, row: JsonObject) -> None:
         """Print what has changed."""
         number, before = row["machine"], self.rows.get(row["machine"], {})
         self.rows[number] = row
@@ -376,8 +376,8 @@ class Following:
             self._applied[number] = row["job"]["gradients_applied"]
         if row["state"] == "ending" or (self.stops and row["state"] == "stopping"):
             return
-        if row["state"] != self._said.get(number):
-            self._said[number] = row["state"]
+        if row["state"] != self._shown.get(number):
+            self._shown[number] = row["state"]
             where = f" at {row['host']}" if "host" in row else ""
             log = f", log {row['log']}" if "log" in row and number not in self._logs else ""
             self._logs |= {number} if log else set()
@@ -387,7 +387,7 @@ class Following:
                 if what.get(key) and what[key] != old.get(key):
                     self._line(f"replica {number}: {what[key]}")
 
-    def _tell_progress(self, rows: list[Told]) -> None:
+    def _report_progress(self, rows: list[JsonObject]) -> None:
         if time.monotonic() - self._progress < PROGRESS_S:
             return
         self._progress = time.monotonic()
@@ -401,7 +401,7 @@ class Following:
     def _line(self, line: str) -> None:
         self._say(line, False)
 
-    def summary(self) -> Told:
+    def summary(self) -> JsonObject:
         """Return how the run has ended, with a row for each replica."""
         rows = [self.rows[number] for number in sorted(self.rows)]
         ended = [row["ended"] for row in rows]

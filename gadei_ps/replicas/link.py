@@ -63,17 +63,17 @@ class Link:
             self._report = replace(self._report, number=self._report.number + 1)
             report, seen = self._report, self.changes
         try:
-            told = self._ask(
+            answer = self._ask(
                 "report", ANSWER_S, group=self._group, report=report, seen=seen if waits else None
             )
         except (JobNotFound, ControlError):
             return False
         with self._lock:
-            if told["began"] != self.began:  # another coordinator counts from 0
-                self.began, self.changes = told["began"], 0
-            if report.member == self._report.member and told["changes"] >= self.changes:
-                self.reply, self.changes = told["reply"], told["changes"]
-                self.store, self.host = told["store"], told["host"]
+            if answer["began"] != self.began:  # another coordinator counts from 0
+                self.began, self.changes = answer["began"], 0
+            if report.member == self._report.member and answer["changes"] >= self.changes:
+                self.reply, self.changes = answer["reply"], answer["changes"]
+                self.store, self.host = answer["store"], answer["host"]
                 if self.reply is not None and self.reply.state:
                     self._report = replace(self._report, state=self.reply.state)
             self._answered = time.monotonic()

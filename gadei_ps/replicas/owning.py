@@ -20,9 +20,9 @@ import numpy as np
 from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats
-from gadei_ps.groups.shares import Said, Span, Work, without
+from gadei_ps.groups.shares import CopyReport, Span, Work, without
 from gadei_ps.learners.assigned_batches import AssignedBatches
-from gadei_ps.memory import layout, owned
+from gadei_ps.memory import owned
 from gadei_ps.replicas.training import LEAST_LOOK_S, JobTraining
 
 IDLE_S = 0.05
@@ -112,12 +112,11 @@ class OwningTraining(JobTraining):
     def _is_idle(self) -> bool:
         """Return whether no batch has been left for a while. A hint: the state may change."""
         control = self._control
-        left = self._rest or owned.left(control) or int(control["requeued"])
-        if left or (control["roster"]["outstanding"] != layout.NO_BATCH).any():
+        if self._rest or owned.left(control) or owned.is_awaited(control):
             self._idle_since = time.monotonic()
         return time.monotonic() - self._idle_since > IDLE_S
 
-    def _copy(self, into: Floats) -> tuple[int, Said | None]:
+    def _copy(self, into: Floats) -> tuple[int, CopyReport | None]:
         """See JobTraining; also note the batches that are not in the copy."""
         copied = self._owned.copy(into)
         before = self._counted
@@ -127,7 +126,7 @@ class OwningTraining(JobTraining):
         left = [*(Span(*one) for one in copied.unanswered), *self._rest]
         done = max(int(self._control["epochs_done"]), int(self._control["owned_passes"]))
         unanswered = tuple(without(left, []))
-        return samples, Said(self._member, self.work(), unanswered, done, bool(samples))
+        return samples, CopyReport(self._member, self.work(), unanswered, done, bool(samples))
 
     def _await_work(self) -> None:
         """Wait until a learner has reported how many batches there are; note it if it is long."""

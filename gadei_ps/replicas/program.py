@@ -29,7 +29,7 @@ class Program:
     device: str
     digest: str
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the program, for JSON."""
         return asdict(self)
 

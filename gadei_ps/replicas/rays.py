@@ -91,9 +91,9 @@ def nearby() -> str | None:
 def note(run: str, address: str, token: str | None, directory: str | None = None) -> None:
     """Note the cluster of a run, for this user alone. directory: of the files of an own one."""
     paths.directory(make=True)
-    told = {"address": address, "token": token, "files": directory}
+    session = {"address": address, "token": token, "files": directory}
     with files.replacing(note_path(run), 0o600) as stream:
-        stream.write(json.dumps(told).encode())
+        stream.write(json.dumps(session).encode())
 
 
 def unnote(run: str, address: str) -> None:

@@ -128,8 +128,8 @@ class Replica:
         elif self._summary["exit_code"] and "error" not in self._summary:
             killed = _killed(self._summary)
             failed = any(one["exit_code"] for one in self._summary.get("ended", ()))
-            said = killed or _last_words(self.settings.log, theirs=failed)
-            self._summary |= {"said": said}
+            last_words = killed or _last_words(self.settings.log, theirs=failed)
+            self._summary |= {"said": last_words}
         self._summary |= {"log": self.settings.log}
         self._ended.set()
         self._answered.wait(ANSWERED_S)
@@ -210,7 +210,7 @@ class Replica:
         """Return the status of the replica."""
         settings = self.settings
         # First, so that the job has at least these rounds.
-        exchange = self._rounds.facts.told()
+        exchange = self._rounds.facts.as_dict()
         state = "trained" if self._stays_until else "training"
         job = None
         try:

@@ -112,7 +112,7 @@ class Facts:
     """Bytes that were sent in exchanges."""
     members: list[int] = field(default_factory=list)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the facts, for JSON."""
         facts = dict(vars(self))
         last, (rounds, checksum) = facts.pop("last"), facts.pop("done")
@@ -369,19 +369,19 @@ class Rounds:
             return
         assert self._state is not None and self._transport is not None
         arrays, counts = self._rule.state()
-        told = {"rounds": self._state.rounds, "arrays": list(arrays), "counts": counts}
-        text = json.dumps(told).encode()
+        state = {"rounds": self._state.rounds, "arrays": list(arrays), "counts": counts}
+        text = json.dumps(state).encode()
         self._transport.send_state(text, [self._state.weights, *arrays.values()], places)
 
     def _take(self, reply: Reply) -> None:
         assert reply.source is not None and self._transport is not None
         assert self._training is not None
         text, (weights, *arrays) = self._transport.receive_state(reply.source)
-        told = json.loads(text)
-        self._rule.restore(dict(zip(told["arrays"], arrays, strict=True)), told["counts"])
+        state = json.loads(text)
+        self._rule.restore(dict(zip(state["arrays"], arrays, strict=True)), state["counts"])
         self._training.begin()
         self._training.write(weights)
-        self._finish(State(told["rounds"], weights), reply)
+        self._finish(State(state["rounds"], weights), reply)
 
     def _train(self) -> bool:
         """Wait for the gradients of a round, and arrive. Returns whether it has."""
@@ -399,14 +399,14 @@ class Rounds:
     def _arrive(self) -> None:
         assert self._training is not None and self._state is not None
         copied = self._copied = self._training.copy()
-        self._link.set(arrived=self._state.rounds, samples=copied.samples, said=copied.said)
+        self._link.set(arrived=self._state.rounds, samples=copied.samples, copied=copied.report)
         self._link.sync()
 
     def _drop(self) -> None:
         assert self._training is not None
         self._training.drop()
         self._copied = self._held = None
-        self._link.set(arrived=None, ready=None, said=None)
+        self._link.set(arrived=None, ready=None, copied=None)
 
     def _exchange(self, reply: Reply) -> None:
         assert reply.go is not None and reply.place is not None and self._copied is not None
@@ -460,7 +460,7 @@ class Rounds:
         self.facts.last = time.monotonic()
         self.facts.done = state.rounds, zlib.crc32(state.weights.data)
         facts = {"rounds": state.rounds, "lineage": reply.lineage}
-        self._link.set(**facts, arrived=None, ready=None, said=None)
+        self._link.set(**facts, arrived=None, ready=None, copied=None)
         assert self._training is not None
         if state.rounds == reply.rounds:
             self._own(reply)
@@ -470,10 +470,10 @@ class Rounds:
         if not self.settings.divides:
             return
         assert isinstance(self._training, OwningTraining)
-        told, ours = reply.state["shares"]["work"], self._training.work()
-        if told is not None and Work(*told) != ours:
+        theirs, ours = reply.state["shares"]["work"], self._training.work()
+        if theirs is not None and Work(*theirs) != ours:
             raise UsageError(
-                f"the group divides {Work(*told)}, but the job of this replica has {ours}: give "
+                f"the group divides {Work(*theirs)}, but the job of this replica has {ours}: give "
                 "all replicas the same data, batch size, epochs and seed"
             )
         self._training.own([Span(*one) for one in reply.owned], reply.done)
@@ -495,7 +495,7 @@ class Rounds:
             failed=0,
             arrived=None,
             ready=None,
-            said=None,
+            copied=None,
             state=report.state,
         )
         self._link.forget()

@@ -30,7 +30,7 @@ FULL_S = 0.1
 MOST_WAITING = 64
 _NAME = re.compile(r"(?P<run>[A-Za-z0-9_-]+)-(?P<number>\d+)\.replica\.sock")
 
-Told = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 def replica_path(run: str, number: int) -> Path:

@@ -26,7 +26,7 @@ import numpy as np
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
 from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats, is_finite
-from gadei_ps.groups.shares import Said, Span
+from gadei_ps.groups.shares import CopyReport, Span
 from gadei_ps.job.control import Status, ask
 from gadei_ps.learners.client import Client
 from gadei_ps.memory.layout import CONTROL, REPLICA
@@ -38,17 +38,23 @@ SILENT_S = 60.0
 """Time without a model of the job after which it is noted (s)."""
 
 
+class ReplicaClient(Client):
+    """The client of a replica: attached like a learner, and not listed as one."""
+
+    is_replica = True
+
+
 @dataclass(frozen=True)
 class Copied:
     """The weights of a job for a round.
 
     weights: shape (values,), zeros where buffers are. samples: with which they were trained, or
-    gradients; 0: they are not finite. said: batches that are in them, if the group divides these.
+    gradients; 0: they are not finite. report: batches that are in them, if the group divides these.
     """
 
     weights: Floats
     samples: int
-    said: Said | None = None
+    report: CopyReport | None = None
 
 
 class JobTraining:
@@ -97,8 +103,8 @@ class JobTraining:
             pause.enter_context(self._client.exclusive())
             self._pause = pause
         weights = np.empty(self.values, np.float32)
-        samples, said = self._copy(weights)
-        self._copied = Copied(weights, samples, said)
+        samples, report = self._copy(weights)
+        self._copied = Copied(weights, samples, report)
         if not samples:
             self._note_diverged(weights)
         return self._copied
@@ -161,7 +167,7 @@ class JobTraining:
         """
         return total(self._control, "applied") + total(self._control, "refused")
 
-    def _copy(self, into: Floats) -> tuple[int, Said | None]:
+    def _copy(self, into: Floats) -> tuple[int, CopyReport | None]:
         trained = self._trained()
         if self._pause is not None:
             self._client.pull(into)
@@ -208,7 +214,7 @@ def _attached(job: str, patience_s: float, noted: Callable[[str], None]) -> Clie
                 "Client"
             )
         try:
-            client = Client(job, name=REPLICA.decode())
+            client = ReplicaClient(job, name=REPLICA.decode())
             break
         except (JobNotFound, ModelMismatch):
             if time.monotonic() > until:

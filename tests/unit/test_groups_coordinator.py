@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gadei_ps.groups.coordinator import NOT_FINITE, Group, Reply, Report
 from gadei_ps.groups.member import Member
-from gadei_ps.groups.shares import Said, Span, Work, without
+from gadei_ps.groups.shares import CopyReport, Span, Work, without
 
 Batch = tuple[int, int]
 FACTS = {"values": 64, "rule": "mix:0.5"}
@@ -59,10 +59,10 @@ class Replica:
 
     def report(self) -> Report:
         self.reports += 1
-        said = None
+        copied = None
         if self.copied is not None:
             left = tuple(Span(one, at, at + 1) for one, at in sorted(self.owned - self.copied))
-            said = Said(self.member, self.work, left)
+            copied = CopyReport(self.member, self.work, left)
         return Report(
             member=self.member,
             process=self.process,
@@ -74,7 +74,7 @@ class Replica:
             connected=self.connected,
             arrived=None if self.copied is None else self.rounds,
             samples=self.samples,
-            said=said,
+            copied=copied,
             ready=None if self.held is None else self.held[0],
             checksum=0 if self.held is None else hash(self.held[1]),
             failed=self.failed,

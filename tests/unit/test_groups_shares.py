@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gadei_ps.groups.member import Member
-from gadei_ps.groups.shares import MOST_OPEN, Said, Shares, Span, Work, without
+from gadei_ps.groups.shares import MOST_OPEN, CopyReport, Shares, Span, Work, without
 
 Batch = tuple[int, int]
 
@@ -39,9 +39,9 @@ class Machine:
         self.answered |= set(left[: chance.randrange(8)])
         self.answered |= set(chance.sample(left, min(len(left), chance.randrange(3))))
 
-    def says(self, counts: bool) -> Said:
+    def says(self, counts: bool) -> CopyReport:
         left = spans(self.given - self.answered)
-        return Said(self.member, self.work, left, counts=counts)
+        return CopyReport(self.member, self.work, left, counts=counts)
 
     def forget(self) -> None:
         self.given, self.answered, self.summed = set(), set(), set()
@@ -95,11 +95,11 @@ def test_each_batch_is_in_the_weights_once(
                 in_weights[batch] += 1
             one.summed = has
         # Each member makes the same of it, even one that has fetched its state.
-        heard = Shares.heard(json.loads(json.dumps(shares.told())))
+        heard = Shares.from_dict(json.loads(json.dumps(shares.as_dict())))
         shares.after(said)
         heard.after(said)
-        assert heard.told() == shares.told()
-        assert 0 <= len(shares.told()["open"]) <= MOST_OPEN
+        assert heard.as_dict() == shares.as_dict()
+        assert 0 <= len(shares.as_dict()["open"]) <= MOST_OPEN
         if what > 0.9 and len(machines) < 5:
             machines.append(Machine(Member(str(chance.randrange(5)), next(lives)), work))
         owned = [batch for one in machines for batch in batches(shares.of(one.member))]
@@ -115,7 +115,7 @@ def test_each_batch_is_in_the_weights_once(
 def test_a_machine_with_other_work_gets_nothing() -> None:
     shares, work = Shares(), Work(10, 1, 0)
     ours, theirs = Member("0", 0), Member("1", 0)
-    shares.after([Said(ours, work, ()), Said(theirs, Work(11, 1, 0), ())])
+    shares.after([CopyReport(ours, work, ()), CopyReport(theirs, Work(11, 1, 0), ())])
     assert shares.of(ours) == [Span(0, 0, 10)]
     assert shares.of(theirs) == []
 
@@ -123,18 +123,18 @@ def test_a_machine_with_other_work_gets_nothing() -> None:
 def test_a_group_that_begins_anew_goes_on_with_the_pass() -> None:
     shares, work = Shares(), Work(10, 3, 0)
     first, second = Member("0", 9), Member("1", 9)
-    shares.after([Said(first, work, (), done=2), Said(second, work, (), done=1)])
+    shares.after([CopyReport(first, work, (), done=2), CopyReport(second, work, (), done=1)])
     assert shares.of(first) == [Span(2, 0, 5)] and shares.of(second) == [Span(2, 5, 10)]
-    shares.after([Said(first, work, ()), Said(second, work, ())])
+    shares.after([CopyReport(first, work, ()), CopyReport(second, work, ())])
     assert shares.done == 3
 
 
 def test_a_newcomer_gets_its_share_of_the_next_pass() -> None:
     shares, work = Shares(), Work(10, 3, 0)
     first, second = Member("0", 0), Member("1", 7)
-    shares.after([Said(first, work, ())])
+    shares.after([CopyReport(first, work, ())])
     assert shares.of(first) == [Span(0, 0, 10)]
-    shares.after([Said(first, work, (Span(0, 1, 10),)), Said(second, work, ())])
+    shares.after([CopyReport(first, work, (Span(0, 1, 10),)), CopyReport(second, work, ())])
     assert shares.of(first) == [Span(0, 1, 10), Span(1, 0, 5)]
     assert shares.of(second) == [Span(1, 5, 10)]
 

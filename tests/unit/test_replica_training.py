@@ -185,16 +185,16 @@ def test_a_replica_that_owns_batches(
     batches: Any = one._owned
     one.own([owning.Span(0, 0, 2), owning.Span(1, 0, 2)], 0)
     assert batches.given == [(0, 0, 2)]
-    said = one.copy().said
-    assert said is not None and said.member == Member("0", 7) and said.counts
-    assert said.unanswered == (owning.Span(1, 0, 2),)
+    report = one.copy().report
+    assert report is not None and report.member == Member("0", 7) and report.counts
+    assert report.unanswered == (owning.Span(1, 0, 2),)
     one.write(of_group(w=5))
     one.own([owning.Span(1, 0, 2), owning.Span(1, 2, 4)], 1)
     assert batches.given == [(0, 0, 2), (1, 0, 2)] and batches.ended == 1
     backs = batches.back
     job.views["w"][1] = np.nan
     copied = one.copy()
-    assert copied.samples == 0 and copied.said is not None and not copied.said.counts
+    assert copied.samples == 0 and copied.report is not None and not copied.report.counts
     one.write(of_group(w=5))
     assert len(notes) == 1 and "do not count" in notes[0]
     assert batches.back == backs + 1 and job.weights[0] == 5
@@ -211,7 +211,7 @@ def test_a_job_that_no_learner_joins_is_noted_once(
             raise ModelMismatch("the job has no model yet")
         return Job()
 
-    monkeypatch.setattr(training, "Client", client)
+    monkeypatch.setattr(training, "ReplicaClient", client)
     monkeypatch.setattr(training, "SILENT_S", 0.06)
     monkeypatch.setattr(training, "ask", lambda *_: {"replicas": []})
     JobTraining("job", 1, True, 60.0, notes.append)
@@ -226,7 +226,7 @@ def test_a_replica_is_no_command_of_the_history(monkeypatch: pytest.MonkeyPatch)
         names.append(name.encode())
         return Job()
 
-    monkeypatch.setattr(training, "Client", client)
+    monkeypatch.setattr(training, "ReplicaClient", client)
     monkeypatch.setattr(training, "ask", lambda *_: {"replicas": []})
     JobTraining("job", 1, True, 1.0, lambda _: None)
     control = np.zeros((), CONTROL)[()]
