@@ -169,15 +169,20 @@ def attach(
     settings: OptimizerSettings = SILENT,
     *,
     buffers: bool = False,
+    replica: bool = False,
 ) -> Place:
     """Get a place for this process. A place whose memory cannot be mapped is given back.
 
     progress: `on_note` of Connection.request. settings: of the optimizer. Warns if the job has
     others; raises UsageError where that is from another script, from a checkpoint or a default.
-    buffers: whether the learner may write the job's buffers.
+    buffers: whether the learner may write the job's buffers. replica: whether it is a replica.
     """
     asked = Attach(
-        name=name[:31], number=number(), optimizer=settings.for_watchdog(), buffers=buffers
+        name=name[:31],
+        number=number(),
+        optimizer=settings.for_watchdog(),
+        buffers=buffers,
+        replica=replica,
     )
     reply = connection.request(asked, on_note=progress)
     if "notice" in reply and (number() <= 0 or _is_alone()):  # one of a team prints it

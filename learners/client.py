@@ -197,6 +197,9 @@ class Client:
     _written: tuple[int, ...] = ()  # base_version before each of the last writes of buffers
     is_successor = False
     """Whether this learner continues an earlier one of its process."""
+    is_replica = False
+    """Whether it exchanges the job's weights with a group, and the status does not list it as a
+    learner."""
 
     def __init__(
         self,
@@ -237,7 +240,14 @@ class Client:
             if tensors is not None:
                 offer(self._connection, tensors, buffers or {}, progress, settings, aliases, frozen)
             name = name or os.environ.get(NAME_VARIABLE, "")
-            place = attach(self._connection, name, progress, settings, buffers=has_buffers)
+            place = attach(
+                self._connection,
+                name,
+                progress,
+                settings,
+                buffers=has_buffers,
+                replica=self.is_replica,
+            )
             self._start(place, error_feedback)
         except BaseException:
             if place is None:

@@ -24,7 +24,7 @@ from gadei_ps.errors import (
 from gadei_ps.job.control import Attach, FirstBatch, Offer
 from gadei_ps.job.optimizer_config import NOTHING
 from gadei_ps.memory import reserve, segment, shm, weights
-from gadei_ps.memory.layout import Role
+from gadei_ps.memory.layout import REPLICA, Role
 from gadei_ps.memory.reserve import Cancelled, Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
@@ -104,8 +104,8 @@ class Admission:
         self._learning: dict[Client, tuple[int, int]] = {}  # row and generation of its learner
         self._begun: dict[Client, int] = {}  # digest of its first mini-batch
         self._failed = ""
-        self._told = 0
-        self._told_at = 0.0
+        self._reported = 0
+        self._reported_at = 0.0
         self._noted_at = 0.0
 
     @property
@@ -128,9 +128,9 @@ class Admission:
             )
             for one in request.tensors
         ]
-        says = Script(request.optimizer or NOTHING)
+        own = Script(request.optimizer or NOTHING)
         file = File(client.fds.pop(0)) if client.fds else None
-        return self._offer(client, offered, says, file, request.number > 0)
+        return self._offer(client, offered, own, file, request.number > 0)
 
     def _check_same(self, model: Model, offered: list[Tensor]) -> None:
         """Raise ModelMismatch, which names both models: mostly a script has two of them."""
@@ -149,7 +149,7 @@ class Admission:
         self,
         client: Client,
         offered: list[Tensor],
-        says: Script,
+        own: Script,
         file: File | None,
         early: bool = False,
     ) -> Reply:
@@ -160,21 +160,21 @@ class Admission:
         if there is not None:
             self._check_same(there, offered)
         if memory.model is not None:
-            script.check_members(memory.config, memory.script, memory.model, offered, says.settings)
+            script.check_members(memory.config, memory.script, memory.model, offered, own.settings)
             return {"made": False}
         if file is None:
             raise ControlError("an offer comes with a file of initial values")
         if self._coming is not None:
-            self._wait(client, lambda: self._offer(client, offered, says, file))
+            self._wait(client, lambda: self._offer(client, offered, own, file))
             return None
         if early and self._batches.awaits_first:
-            again = Waiting(client, lambda: self._offer(client, offered, says, file))
+            again = Waiting(client, lambda: self._offer(client, offered, own, file))
             self._early.append((time.monotonic(), again))
             return None
         config = self._memory.config
-        config.optimizer.specs(says.settings)
+        config.optimizer.specs(own.settings)
         placed = weights.place(offered)
-        whole = First(placed, making.read_from(file.fd, placed), script=says)
+        whole = First(placed, making.read_from(file.fd, placed), script=own)
         first = initial_model.in_groups(config, whole)
 
         def make(progress: Progress) -> tuple[Segment, Segment]:
@@ -189,10 +189,10 @@ class Admission:
         task = self._maker.ask("the model", make, done)
         self._coming = task, first.model
         self._asked[client] = task
-        self._hear_early(lambda since: True)
+        self._admit_early(lambda since: True)
         return None
 
-    def _hear_early(self, which: Callable[[float], bool]) -> None:
+    def _admit_early(self, which: Callable[[float], bool]) -> None:
         """Process offers that waited for learner 0. which: selects them by their arrival."""
         chosen = [one for since, one in self._early if which(since)]
         self._early = [(since, one) for since, one in self._early if not which(since)]
@@ -243,9 +243,15 @@ class Admission:
     def attach(self, client: Client, request: Attach) -> Reply:
         """Raise JobStopped, ModelMismatch without a model, and what Roster.begin() raises.
 
-        UsageError where the learner's script says another optimizer than counts.
+        UsageError if the learner's script has another optimizer than the job, or for the name of
+        replicas.
         """
         self._stopping.refuse()
+        if not request.replica and request.name.rstrip("\0") == REPLICA.decode():
+            raise UsageError(
+                f"the name {REPLICA.decode()!r} is reserved for replicas of a group: give the "
+                "learner another name"
+            )
         if self._coming is not None:
             self._wait(client, lambda: self.attach(client, request))
             return None
@@ -287,9 +293,9 @@ class Admission:
         notice = ""
         if error is None:
             try:  # another learner may have been let in meanwhile
-                said, notice = self._settled(request)
-                if said != self._memory.script:
-                    self._memory.enter_script(said)
+                merged, notice = self._settled(request)
+                if merged != self._memory.script:
+                    self._memory.enter_script(merged)
             except UsageError as problem:
                 self._drop(ring)
                 error = problem
@@ -332,10 +338,10 @@ class Admission:
         """
         memory = self._memory
         assert memory.model is not None
-        says = request.optimizer or NOTHING
-        said, notice = script.settled(memory.config, memory.script, says, memory.changes)
-        told = (notice, initial_model.unused_groups(memory.config, memory.model))
-        return said, "; ".join(filter(None, told))
+        own = request.optimizer or NOTHING
+        merged, notice = script.settled(memory.config, memory.script, own, memory.changes)
+        notices = (notice, initial_model.unused_groups(memory.config, memory.model))
+        return merged, "; ".join(filter(None, notices))
 
     def first_batch(self, client: Client, request: FirstBatch) -> dict[str, bool]:
         """Report whether a learner of another process has begun with the same mini-batch."""
@@ -360,15 +366,15 @@ class Admission:
                 task.progress.cancel()
         if self._early:
             none = self._stopping.begun or not self._batches.awaits_first
-            self._hear_early(lambda since: none or self._batches.is_late(since))
+            self._admit_early(lambda since: none or self._batches.is_late(since))
             if now >= self._noted_at + NOTE_INTERVAL_S:
                 self._noted_at = now
                 for _, one in self._early:
                     self._sockets.note(one.client, {"note": "waiting", "text": NOT_YET})
         moved = self._maker.moved
-        if moved == self._told or now < self._told_at + NOTE_INTERVAL_S:
+        if moved == self._reported or now < self._reported_at + NOTE_INTERVAL_S:
             return
-        self._told, self._told_at = moved, now
+        self._reported, self._reported_at = moved, now
         waiting = list(self._asked.items())
         if self._coming is not None:
             waiting += [(one.client, self._coming[0]) for one in self._waiting]

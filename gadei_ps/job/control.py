@@ -1,4 +1,4 @@
-"""The control protocol: what learners and tools say to a job's watchdog over its Unix socket.
+"""The control protocol: messages of learners and tools to a job's watchdog over its Unix socket.
 
 A message is a 4-byte length (network order) and that many bytes of JSON, at most MAX_REQUEST
 of a request and MAX_MESSAGE of a reply.
@@ -90,8 +90,9 @@ class Attach(_Message):
     """A learner asks for a row of the roster and a ring. The caller is the learner.
 
     number: that its launcher has given it; it gets the row of that number if that is free. -1: none
-    optimizer: what its script says.
-    buffers: whether it has buffers of its own, which it may write to the job.
+    optimizer: settings of its script.
+    buffers: whether it has buffers of its own, which it may write to the job. replica: whether it
+    exchanges the job's weights with a group and is not a learner; only then its name is `replica`.
     """
 
     reply = replies.Attached
@@ -101,6 +102,7 @@ class Attach(_Message):
     number: int = Field(-1, ge=-1, lt=2**31)
     optimizer: ScriptSettings | None = None
     buffers: bool = False
+    replica: bool = False
 
 
 class FirstBatch(_Message):
@@ -126,7 +128,7 @@ class Offer(_Message):
     """The model: the first offer makes it, later ones must agree. Initial values come as a file.
 
     number: as in Attach. Where learners begin together, number 0 makes the model. optimizer: what
-    the script says; the one that makes the model settles it.
+    settings of the script; the offer that makes the model fixes them.
     """
 
     reply = replies.Offered
@@ -284,7 +286,7 @@ class StopJob(_Message):
     """Ends the job; with `drain` learners first finish and what they published is applied.
 
     reason: for the log and for the learners. wait: whether the reply waits for the end. finished:
-    whether training is done, which the history says.
+    whether training is done, which the history notes.
     """
 
     reply = replies.JobStatus

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from support import Child, daemon, eventually, status
 
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.errors import ControlError
+from gadei_ps.errors import ControlError, UsageError
 from gadei_ps.job import paths
 from gadei_ps.job.control import MAX_REQUEST, Connection, Status
 from gadei_ps.learners.client import Client
@@ -203,6 +203,14 @@ def test_each_kind_of_rubbish_is_told_so(job: Daemon, job_name: str) -> None:
     for message in RUBBISH:
         kind = said(job_name, message)["kind"]
         assert kind in ("ControlError", "ModelMismatch", "Evicted"), message
+
+
+@pytest.mark.usefixtures("unharmed")
+@pytest.mark.parametrize("name", ["replica", "replica\0"])
+def test_the_name_of_replicas_is_not_for_learners(job: Daemon, job_name: str, name: str) -> None:
+    """The status would not list them as learners."""
+    with pytest.raises(UsageError, match="the name 'replica' is reserved"):
+        Client(job_name, name=name)
 
 
 @pytest.mark.usefixtures("unharmed")

@@ -23,6 +23,7 @@ from gadei_ps.job.config import state_directory
 from gadei_ps.job.control import Measured, SetSync, ask
 from gadei_ps.learners.client import Client
 from gadei_ps.memory.layout import REPLICA
+from gadei_ps.replicas.training import ReplicaClient
 
 TENSORS = [{"name": "w", "shape": [8]}]
 FILE = """\
@@ -140,7 +141,7 @@ def test_events(job_name: str) -> None:
         assert events("checkpoint")[0]["checkpoint_version"] > 0
         path = status(job_name)["history"]
         before = len(lines(path))
-        with Client(job_name, name=REPLICA.decode()) as replica:
+        with ReplicaClient(job_name, name=REPLICA.decode()) as replica:
             eventually(lambda: push(replica) or len(lines(path)) > before + 1)
             assert lines(path)[-1]["learners"] == 0, "a replica is not a learner"
             push(replica)
