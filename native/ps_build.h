@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x71f1a0711bb1221dull
+#define PS_BUILD 0xffb87d4996b1992cull
 
 #endif

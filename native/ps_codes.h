@@ -32,7 +32,7 @@ typedef double ps_f64;
 #define PS_UNDO_HALVES 2    /* chunks with even and with odd numbers are logged in turn */
 #define PS_MAX_GROUPS 16    /* of parameters; the last one in use has what no other group names */
 #define PS_HYPER 16         /* float64 of a group: PACKED of kernels/optimizers.py */
-#define PS_SAID 16          /* float64 of a group, as scripts have said it (watchdog/script.py) */
+#define PS_SCRIPT 16          /* float64 of a group, as scripts set it (watchdog/script.py) */
 #define PS_JOURNAL 248      /* words of the journal; a transaction takes at most some 110 */
 #define PS_MAX_DIMS 8
 #define PS_RUNS 128         /* iterations of each learner whose times are kept */
@@ -49,7 +49,7 @@ typedef double ps_f64;
 #define PS_NUMBERS(X)                                                                        \
   X(PS_MAGIC) X(PS_LAYOUT_VERSION) X(PS_MAX_LEARNERS) X(PS_MAX_SHARDS) X(PS_AHEAD)           \
   X(PS_REQUEUE) X(PS_OWNED) X(PS_FINISHED_WORDS) X(PS_HISTOGRAM) X(PS_CHUNK) X(PS_MAX_STREAMS)           \
-  X(PS_UNDO_HALVES) X(PS_MAX_GROUPS) X(PS_HYPER) X(PS_SAID) X(PS_JOURNAL) X(PS_MAX_DIMS)     \
+  X(PS_UNDO_HALVES) X(PS_MAX_GROUPS) X(PS_HYPER) X(PS_SCRIPT) X(PS_JOURNAL) X(PS_MAX_DIMS)     \
   X(PS_RUNS) X(PS_SYNC_TEXT) X(PS_PAYLOAD_AT) X(PS_NO_BATCH) X(PS_SAME_STEPS)                \
   X(PS_UNBOUNDED) X(PS_IDLE) X(PS_ALL_APPLIED)
 

@@ -133,8 +133,8 @@
  * || shards | slots | ahead | mode | report | refuse_nonfinite | staleness_aware | optimizer |
  * 160       168     176            184 192
  * | spin_ns | build | server_build |   ||
- * 192       196 200         208               212                  216                 224
- * || groups |   | said_word | fork_server_pid | fork_server_deaths | fork_server_start |
+ * 192       196 200           208               212                  216                 224
+ * || groups |   | script_word | fork_server_pid | fork_server_deaths | fork_server_start |
  * 224               232 448
  * | checkpoint_time |   ||
  * 448      452    456           460            464              472     480         488     496
@@ -161,8 +161,8 @@
  * || server[2] || shard[64] || roster[256] || superstep_action[256] ||
  * 223488                   224512                 226560           259328               260352
  * || superstep_reason[256] || superstep_upto[256] || requeue[4096] || sync_text[2][512] ||
- * 260352             262400           264448                266496             270592
- * || ring_inode[256] || hyper[16][16] || hyper_next[16][16] || said[2][16][16] ||
+ * 260352             262400           264448                266496               270592
+ * || ring_inode[256] || hyper[16][16] || hyper_next[16][16] || script[2][16][16] ||
  * 270592   270600        270608       270616         270624 270656                 271680
  * || owned | owned_given | owned_from | owned_passes |      || owned_ranges[64][2] ||
  * 271680              271936
@@ -181,7 +181,7 @@
   F(T, 168, u64, build, , W, "of the C sources (ps_build.h); attaching refuses another one")     \
   F(T, 176, u64, server_build, , W, "what servers run; one of another build ends") P(184, 8)     \
   F(T, 192, u32, groups, , W, "of parameters; written before `model_ready`") P(196, 4)           \
-  F(T, 200, u64, said_word, , W, "which half of `said` counts, and what it has")                 \
+  F(T, 200, u64, script_word, , W, "which half of `script` counts, and what it has")                 \
   F(T, 208, i32, fork_server_pid, , W, "0: none; changes")                                      \
   F(T, 212, u32, fork_server_deaths, , W, "grows")                                              \
   F(T, 216, u64, fork_server_start, , W, "when that process started, as `owner_start`")         \
@@ -244,7 +244,7 @@
   F(T, 260352, u64, ring_inode, [PS_MAX_LEARNERS], W, "its file: the name may lead elsewhere")   \
   F(T, 262400, f64, hyper, [PS_MAX_GROUPS][PS_HYPER], W/S, "packed (kernels/optimizers.py)")     \
   F(T, 264448, f64, hyper_next, [PS_MAX_GROUPS][PS_HYPER], W, "what `hyper` is to be")           \
-  F(T, 266496, f64, said, [2][PS_MAX_GROUPS][PS_SAID], W, "what scripts say (watchdog/script.py)") \
+  F(T, 266496, f64, script, [2][PS_MAX_GROUPS][PS_SCRIPT], W, "settings of scripts (watchdog/script.py)") \
   F(T, 270592, u64, owned, , W, "1: only batches of `owned_ranges` are handed out")              \
   F(T, 270600, u64, owned_given, , W, "ranges given so far; stored last")                        \
   F(T, 270608, u64, owned_from, , W, "ranges with lower numbers are handed out no more")         \
@@ -302,8 +302,8 @@
  *
  * 0         8      16           24         32     40          48        56        64
  * || cursor | ring | generation | sequence | step | staleness | version | applies ||
- * 64       72           80       88     96     104         112         120        128
- * || steps | supersteps | booked | torn | tear | next_step | gradients | momentum ||
+ * 64       72           80          88     96     104         112         120        128
+ * || steps | supersteps | accounted | torn | tear | next_step | gradients | momentum ||
  * 128        176 192         320
  * || span[2] |   || rate[16] ||
  */
@@ -318,7 +318,7 @@
   F(T, 56, u64, applies, , s, "gradients in it: 1, or those in a superstep's mean")             \
   F(T, 64, u64, steps, , s, "optimizer steps finished")                                         \
   F(T, 72, u64, supersteps, , s, "number of the last one finished")                             \
-  F(T, 80, u64, booked, , 0, "rows of the open gradient that statistics and ledger know of")    \
+  F(T, 80, u64, accounted, , 0, "rows of the open gradient that statistics and ledger know of")    \
   F(T, 88, u64, torn, , s, "parts of gradients that it could not read to their end")            \
   F(T, 96, u64, tear, , s, "the same, before the open gradient")                                 \
   F(T, 104, u64, next_step, , s, "optimizer steps finished after it")                             \

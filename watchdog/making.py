@@ -20,7 +20,7 @@ from gadei_ps.memory.ring import Sizes, sizes
 from gadei_ps.memory.segment import Fill, Segment
 from gadei_ps.memory.weights import FloatArray, Model
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog.script import UNSAID, Script
+from gadei_ps.watchdog.script import NOT_SET, Script
 
 VALUE = 4  # bytes
 UNDO_AT = layout.rounded(layout.STATE.itemsize, layout.PAGE)
@@ -34,14 +34,14 @@ Values = Callable[[FloatArray, int], None]
 class First:
     """A model, what its values are (zeros if None), and the checkpoint that it comes from.
 
-    script: what was said about the optimizer with it; nothing where no learner brings it. changes:
+    script: settings of the optimizer that came with it; none if no learner brings it. changes:
     of `gadei-ps set`, from the checkpoint.
     """
 
     model: Model
     values: Values | None
     snapshot: Snapshot | None = None
-    script: Script = UNSAID
+    script: Script = NOT_SET
     changes: Changes = NO_CHANGES
 
 

@@ -1,9 +1,9 @@
 """Optimizer settings of learners' scripts: in the job's memory, and compared with the job's.
 
-It lies in the control segment (`said`), in two places. One word (`said_word`) says which place
-counts and how many groups it has. So the next watchdog finds the old settings or the new ones, at
-whichever instant this one dies. A place has a row for each group and, as the last one, a row for
-the optimizer itself. Each row has FIELDS, and a sum that says which of them are there.
+They lie in the control segment (`script`), in two places. One word (`script_word`) has the place
+that counts and its number of groups. So the next watchdog finds the old settings or the new ones,
+at whichever instant this one dies. A place has a row for each group and, as the last one, a row for
+the optimizer itself. Each row has FIELDS, and a bit for each that is there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
 from gadei_ps.show.counts import counted
 
-# Bits of `said_word`.
+# Bits of `script_word`.
 PLACE: Final = 1  # the second place counts
 OPEN: Final = 2
 SAVED: Final = 4
-GROUPED: Final = 8  # groups are said, or that there are none; how many stands in the bits above
+GROUPED: Final = 8  # groups are set, or that there are none; the count is in the bits above
 COUNT_AT: Final = 4
 SAME_GROUPS: Final = (
     "use the same groups in all scripts, or set them in [[optimizer.groups]] of the job file, "
@@ -66,19 +66,19 @@ class Script:
         return "checkpoint" if self.saved else "script"
 
 
-UNSAID: Final = Script(is_open=True)
+NOT_SET: Final = Script(is_open=True)
 
 
 def write(control: Segment, script: Script) -> None:
-    """Enter what the script says; it counts from the last store on."""
+    """Enter the settings of the script; they count from the last store on."""
     words = control.view(layout.CONTROL)
-    place = 1 - (int(words["said_word"]) & PLACE)
+    place = 1 - (int(words["script_word"]) & PLACE)
     groups = script.settings.groups
-    _write_row(words["said"][place, OWN], script.settings)
-    for row, group in zip(words["said"][place], groups or (), strict=False):
+    _write_row(words["script"][place, OWN], script.settings)
+    for row, group in zip(words["script"][place], groups or (), strict=False):
         _write_row(row, group)
     word = place | OPEN * script.is_open | SAVED * script.saved | GROUPED * (groups is not None)
-    words["said_word"] = word | len(groups or ()) << COUNT_AT
+    words["script_word"] = word | len(groups or ()) << COUNT_AT
 
 
 def _write_row(row: np.ndarray, settings: Settings) -> None:
@@ -94,8 +94,8 @@ def _write_row(row: np.ndarray, settings: Settings) -> None:
 def read(control: Segment) -> Script:
     """Read the settings that were entered last; empty in new memory."""
     words = control.view(layout.CONTROL)
-    word = int(words["said_word"])
-    rows = words["said"][word & PLACE]
+    word = int(words["script_word"])
+    rows = words["script"][word & PLACE]
     groups = tuple(Settings.model_validate(_read_row(row)) for row in rows[: word >> COUNT_AT])
     settings = ScriptSettings.model_validate(
         {**_read_row(rows[OWN]), "groups": groups if word & GROUPED else None}
@@ -105,12 +105,12 @@ def read(control: Segment) -> Script:
 
 def _read_row(row: np.ndarray) -> Values:
     mask = int(row[MASK])
-    said: Values = {}
+    found: Values = {}
     for number, name in enumerate(FIELDS):
         if mask & 1 << number:
             value = float(row[number])
-            said[name] = Kind(int(value)).name.lower() if name == "kind" else value
-    return said
+            found[name] = Kind(int(value)).name.lower() if name == "kind" else value
+    return found
 
 
 # -- a learner's script ---------------------------------------------------------------------------
@@ -127,18 +127,18 @@ def _fields(spec: OptimizerSpec) -> Values:
 
 
 def settled(
-    config: JobConfig, script: Script, says: ScriptSettings, changes: Changes = NO_CHANGES
+    config: JobConfig, script: Script, wanted: ScriptSettings, changes: Changes = NO_CHANGES
 ) -> tuple[Script, str]:
     """Merge the scripts' settings with this learner's; return them and a warning for it.
 
     The warning is empty unless the job overrides a setting of the learner's script.
 
-    says: the settings of the learner's own script. Raises UsageError if they differ from the job's.
+    wanted: settings of the learner's own script. Raises UsageError if they differ from the job's.
     """
     now = in_force(config, script, changes)
     overridden: Values = {}
-    kind: Values = {"kind": says.kind} if says.kind is not None else {}
-    for name, value in (kind | says.applying(str(now["kind"]))).items():
+    kind: Values = {"kind": wanted.kind} if wanted.kind is not None else {}
+    for name, value in (kind | wanted.applying(str(now["kind"]))).items():
         if now[name] == value:
             continue
         updates = name == "kind" and "add" in (now[name], value)  # against gradients
@@ -146,36 +146,36 @@ def settled(
             overridden[name] = value
         elif not script.is_open or name == "kind":  # whose slots are made
             raise _refusal(config, script, name, now[name], value)
-    told = _notice(config, now, overridden, changes)
-    merged = script.settings.with_(says)
-    if says.groups is not None and not config.optimizer.groups:
-        _check_groups(changes.applied(config), script, says.groups, merged)
-    elif says.groups:
+    notice = _notice(config, now, overridden, changes)
+    merged = script.settings.with_(wanted)
+    if wanted.groups is not None and not config.optimizer.groups:
+        _check_groups(changes.applied(config), script, wanted.groups, merged)
+    elif wanted.groups:
         theirs = (
             f"optimizer: job {config.name!r} has its parameter groups from its job file, which "
             "override the script's"
         )
-        told = f"{told}; {theirs}" if told else theirs
-    if script.is_open and not says.is_empty:
+        notice = f"{notice}; {theirs}" if notice else theirs
+    if script.is_open and not wanted.is_empty:
         changes.specs(config, merged)
-        return Script(merged), told
-    return Script(script.settings, saved=script.saved), told
+        return Script(merged), notice
+    return Script(script.settings, saved=script.saved), notice
 
 
 def _check_groups(
-    config: JobConfig, script: Script, says: Sequence[Settings], merged: ScriptSettings
+    config: JobConfig, script: Script, wanted: Sequence[Settings], merged: ScriptSettings
 ) -> None:
     """Raise UsageError where a script's groups are others than the job's.
 
-    merged: what the scripts would have said together with this one.
+    merged: settings of the scripts together with this one.
     """
     had = script.settings.groups or ()
     whose = {"script": "its first learner", "checkpoint": "its checkpoint"}
     of = f" from {whose['checkpoint' if script.saved else 'script']}" if had else ""
-    if len(had) != len(says):
+    if len(had) != len(wanted):
         raise UsageError(
             f"optimizer: job {config.name!r} has {_counted(len(had))}{of}, but this script has "
-            f"{_counted(len(says))}: {SAME_GROUPS if had else NO_GROUPS}"
+            f"{_counted(len(wanted))}: {SAME_GROUPS if had else NO_GROUPS}"
         )
     if script.is_open:
         return
@@ -183,7 +183,7 @@ def _check_groups(
     for number, (has, wants) in enumerate(zip(now, config.optimizer.specs(merged), strict=True)):
         for name, value in _fields(has).items():
             other = _fields(wants).get(name)
-            if value != other and number < len(says):
+            if value != other and number < len(wanted):
                 raise UsageError(
                     f"optimizer: job {config.name!r} has {name} {_text(value)} in parameter group "
                     f"{number}{of}, but this script has {_text(other)}: {SAME_GROUPS}"
@@ -191,14 +191,14 @@ def _check_groups(
 
 
 def check_members(
-    config: JobConfig, script: Script, job: Model, offered: Sequence[Tensor], says: ScriptSettings
+    config: JobConfig, script: Script, job: Model, offered: Sequence[Tensor], wanted: ScriptSettings
 ) -> None:
     """Raise UsageError where a script puts a parameter into another group than the job has it in.
 
     offered: with the groups of the script. How many groups there are is for settled() to compare.
     """
     had = script.settings.groups or ()
-    if config.optimizer.groups or len(had) != len(says.groups or ()):
+    if config.optimizer.groups or len(had) != len(wanted.groups or ()):
         return
     group_of = {one.name: one.group for one in offered if one.role is Role.PARAMETER}
     for tensor in job.tensors:
@@ -206,13 +206,13 @@ def check_members(
         if other != tensor.group:
             raise UsageError(
                 f"optimizer: job {config.name!r} has parameter {tensor.name!r} in "
-                f"{_place(tensor.group, says)}, but this script has it in {_place(other, says)}: "
-                f"{SAME_GROUPS}"
+                f"{_place(tensor.group, wanted)}, but this script has it in "
+                f"{_place(other, wanted)}: {SAME_GROUPS}"
             )
 
 
-def _place(group: int, says: ScriptSettings) -> str:
-    named = group < len(says.groups or ())
+def _place(group: int, wanted: ScriptSettings) -> str:
+    named = group < len(wanted.groups or ())
     return f"parameter group {group}" if named else "no parameter group"
 
 
@@ -220,7 +220,7 @@ def _counted(groups: int) -> str:
     return counted(groups, "parameter group") if groups else "no parameter groups"
 
 
-def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) -> UsageError:
+def _refusal(config: JobConfig, script: Script, name: str, has: Any, wanted: Any) -> UsageError:
     source = script.source(config, name)
     where = {
         "job": " from its job file or command line",
@@ -235,7 +235,7 @@ def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) 
     )
     if name != "kind":
         advice = f"{advice}; gadei-ps set {config.name} {name}=VALUE changes it for all"
-    if name == "kind" and "add" in (has, says):
+    if name == "kind" and "add" in (has, wanted):
         advice = (
             "add is for scripts that push updates (LocalOptimizer, Waves, VirtualWorker with "
             "optimizer=), the others are for those that push gradients; use the same in all "
@@ -243,12 +243,12 @@ def _refusal(config: JobConfig, script: Script, name: str, has: Any, says: Any) 
         )
     elif name == "kind" and source != "script":
         advice = (
-            f"use {has} in the script, or start over (--fresh) with {says} in [optimizer] of the "
+            f"use {has} in the script, or start over (--fresh) with {wanted} in [optimizer] of the "
             f"job file{flag}"
         )
     return UsageError(
         f"optimizer: job {config.name!r} has {name} {_text(has)}{where}, but this script has "
-        f"{_text(says)}: {advice}"
+        f"{_text(wanted)}: {advice}"
     )
 
 
@@ -259,10 +259,10 @@ def _notice(config: JobConfig, now: Values, overridden: Values, changes: Changes
     if changed := overridden.keys() & changes.values.keys():
         whence = "gadei-ps set" if changed == overridden.keys() else f"{whence} and gadei-ps set"
     counts = ", ".join(f"{name} {_text(now[name])}" for name in overridden)
-    said = ", ".join(f"{name} {_text(value)}" for name, value in overridden.items())
+    theirs = ", ".join(f"{name} {_text(value)}" for name, value in overridden.items())
     return (
         f"optimizer: job {config.name!r} has {counts} from {whence}, which overrides the "
-        f"script's {said}"
+        f"script's {theirs}"
     )
 
 
@@ -298,7 +298,7 @@ def report(
 def _groups(
     config: JobConfig, script: Script, changes: Changes, model: Model | None
 ) -> list[Mapping[str, object]]:
-    said, _ = config.optimizer.in_groups(script.settings)
+    of_groups, _ = config.optimizer.in_groups(script.settings)
     tensors = model.tensors if model is not None else ()
     numbers = [one.group for one in tensors if one.role is Role.PARAMETER]
     return [
@@ -308,6 +308,6 @@ def _groups(
             "tensors": numbers.count(number),
         }
         for number, (one, spec) in enumerate(
-            zip(said, changes.specs(config, script.settings), strict=False)
+            zip(of_groups, changes.specs(config, script.settings), strict=False)
         )
     ]

@@ -230,7 +230,7 @@ def has_failed() -> bool:
     return bool(_problems)
 
 
-def tell(log: Any) -> None:
+def report(log: Any) -> None:
     """Log a warning if code could not be loaded or kept since the last call."""
     if _problems:
         log.warning("compiled code cannot be kept for the next start", reason=_problems[-1])

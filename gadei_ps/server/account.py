@@ -4,8 +4,8 @@ The thread of shard 0 is the only writer of both. What belongs together is chang
 transaction (journal.py), so that each frame is counted, and the batch that it answers settled,
 exactly once whichever process is killed. Compiled; `c` is CONTROL, shape (1,).
 
-    booking      what became of a frame: _book, the only place where a frame is counted. Its times
-                 are noted beside that, by the same functions but outside the transaction
+    outcome      of a frame: _account, the only place where a frame is counted. Its times are noted
+                 beside that, by the same functions but outside the transaction
     work         batches handed out: into the learner's entry within a transaction, into its ring
                  after that
     departure    a learner is gone
@@ -72,7 +72,7 @@ COUNTED = np.uint64(layout.offset(ENTRY, "applied"))
 COUNTED_WORDS = (ENTRY.itemsize - layout.offset(ENTRY, "applied")) // 8
 LEDGER = np.uint64(layout.offset(CONTROL, "next"))  # what stands before it is the watchdog's
 LEDGER_WORDS = (layout.offset(CONTROL, "lease") - layout.offset(CONTROL, "next")) // 8
-BOOKED = np.uint64(layout.offset(STATE, "record") + layout.offset(RECORD, "booked"))
+ACCOUNTED = np.uint64(layout.offset(STATE, "record") + layout.offset(RECORD, "accounted"))
 
 
 class Outcome(NamedTuple):
@@ -102,11 +102,11 @@ def _begin_transaction(s: Shard, row: int) -> Segments:
     return b
 
 
-# -- booking --------------------------------------------------------------------------------------
+# -- outcome --------------------------------------------------------------------------------------
 
 
 @inner
-def _book(c: np.ndarray, outcome: Outcome, frame: np.ndarray, version: np.uint64) -> None:
+def _account(c: np.ndarray, outcome: Outcome, frame: np.ndarray, version: np.uint64) -> None:
     """Enter a frame into the statistics and the ledger.
 
     frame, version: its header, FRAME of shape (1,), and the version of the weights before it, if
@@ -125,7 +125,7 @@ def _book(c: np.ndarray, outcome: Outcome, frame: np.ndarray, version: np.uint64
 
 
 @inner
-def book_arrival(
+def account_arrival(
     s: Shard,
     row: int,
     sequence: np.uint64,
@@ -138,24 +138,24 @@ def book_arrival(
 
     frame: its header, FRAME of shape (1,). torn: it could not be read to its end; then nothing is
     believed of the header, and its batch goes to another learner. Its times come after the
-    transaction: should the server die in between, the next one finds the gradient booked and does
-    not note them.
+    transaction: if the server dies in between, the next one finds the gradient accounted for and
+    does not note them.
     """
     b = _begin_transaction(s, row)
-    log_words(b, True, BOOKED, 1)
+    log_words(b, True, ACCOUNTED, 1)
     if torn:
-        _book(s.c, Outcome(row, REFUSE, TORN, NO_BATCH), frame, version)
+        _account(s.c, Outcome(row, REFUSE, TORN, NO_BATCH), frame, version)
     else:
-        _book(s.c, Outcome(row, APPLY, 0, frame[0].batch), frame, version)
+        _account(s.c, Outcome(row, APPLY, 0, frame[0].batch), frame, version)
     if more:
         ledger.hand_out_more(s.c, row)
-    s.state[0].record[0].booked = ONE
+    s.state[0].record[0].accounted = ONE
     commit(b)
     note_run(s, row, sequence, frame, REFUSE if torn else APPLY)
 
 
 @inner
-def book_refusal(
+def account_refusal(
     s: Shard, row: int, reason: int, header: np.uint64, upto: np.uint64, more: bool
 ) -> None:
     """Record a frame that is consumed without being applied. Frames below `upto` are consumed.
@@ -172,7 +172,7 @@ def book_refusal(
         note_run(s, row, upto - ONE, frame, action)
     b = _begin_transaction(s, row)
     log_words(b, True, CONSUMED + np.uint64(8 * row), 1)
-    _book(s.c, Outcome(row, action, reason, batch), frame_at(s.here + FRAME_AT), ZERO)
+    _account(s.c, Outcome(row, action, reason, batch), frame_at(s.here + FRAME_AT), ZERO)
     if more:
         ledger.hand_out_more(s.c, row)
     s.state[0].applied[0, row] = upto
@@ -180,16 +180,16 @@ def book_refusal(
 
 
 @inner
-def book_superstep(s: Shard, version: np.uint64) -> None:
+def account_superstep(s: Shard, version: np.uint64) -> None:
     """Record for each row what the current superstep has done with its oldest frame."""
     record = s.state[0].record[0]
     c = s.c
-    for row in range(integer(record.booked), MAX_LEARNERS):
+    for row in range(integer(record.accounted), MAX_LEARNERS):
         action = integer(c[0].superstep_action[row])
         if action == SKIP:
             continue
         b = _begin_transaction(s, row)
-        log_words(b, True, BOOKED, 1)
+        log_words(b, True, ACCOUNTED, 1)
         sequence = c[0].superstep_upto[row] - ONE
         ring = s.board[0].ring[row]
         slot = slot_of(c, ring, sequence)
@@ -200,8 +200,8 @@ def book_superstep(s: Shard, version: np.uint64) -> None:
             action = REFUSE
             if reason == OK:
                 reason, batch = TORN, NO_BATCH
-        _book(c, Outcome(row, action, reason, batch), frame, version)
-        record.booked = np.uint64(row + 1)
+        _account(c, Outcome(row, action, reason, batch), frame, version)
+        record.accounted = np.uint64(row + 1)
         commit(b)
         note_run(s, row, sequence, frame, action)
 

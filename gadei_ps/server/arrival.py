@@ -1,8 +1,8 @@
 """Frames that are applied as they arrive.
 
-    check the frame -> begin -> apply -> book -> finish -> release
+    check the frame -> begin -> apply -> account -> finish -> release
 
-A bad frame is refused instead: booked and released. Of a broken ring no frame is begun: the shards
+A bad frame is refused instead: counted and released. Of a broken ring no frame is begun: the shards
 only come to the same count (settle_broken). Compiled; runs in the thread of the shard.
 """
 
@@ -18,7 +18,7 @@ from gadei_ps.kernels import cpu
 from gadei_ps.kernels.compiled import inner
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL
-from gadei_ps.server.account import book_arrival, book_refusal, show_work, takes_work
+from gadei_ps.server.account import account_arrival, account_refusal, show_work, takes_work
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
 from gadei_ps.server.constants import OK, ONE, TORN, ZERO
@@ -82,7 +82,7 @@ def _arrive(part: int, line: int) -> None:
         begin(s, Entry(row, ring.generation, tail, version, 1, s.current[0].next_step))
         apply_frames(s, Walk(1, 0, s.low))
         if s.number == 0:
-            book_arrival(s, row, tail, frame, version, is_torn(s), more)
+            account_arrival(s, row, tail, frame, version, is_torn(s), more)
         finish(s)
     else:
         _refuse(s, row, reason, header, tail + ONE, more)
@@ -130,7 +130,7 @@ def _refuse(
 ) -> None:
     """Consume the frames of this row below `upto`. header: of the last one; 0: of none."""
     if s.number == 0:
-        book_refusal(s, row, reason, header, upto, more)
+        account_refusal(s, row, reason, header, upto, more)
     else:
         s.state[0].applied[s.number, row] = upto
 

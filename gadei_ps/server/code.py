@@ -86,12 +86,12 @@ class Code:
         self._loading: _Loading | None = None
         self._again_at = 0.0
 
-    def load(self, tells: bool) -> None:
-        """Load or compile the code at the server's start. `tells`: see loading.load()."""
+    def load(self, logs: bool) -> None:
+        """Load or compile the code at the server's start. `logs`: see loading.load()."""
         set_up()
         kind = int(self._control["optimizer"])
         number = sync_change.requested(self._segment)
-        loading.load([*units.units([kind]), *self._units(number)], log.get(), tells)
+        loading.load([*units.units([kind]), *self._units(number)], log.get(), logs)
         self._kinds.add(kind)
         self._model = number
 

@@ -20,8 +20,7 @@ from gadei_ps.server.symbols import get, put, words
 WORDS = np.uint64(layout.offset(JOURNAL_LOG, "words"))
 LOG = np.uint64(layout.offset(STATE, "journal"))
 SIZE = layout.JOURNAL
-# After the old values of each block stands one word that says where they belong: offset, count and
-# segment.
+# The old values of each block are followed by one word with their place: offset, count and segment.
 OFFSET = np.uint64(2**32 - 1)
 COUNT_AT = np.uint64(32)
 COUNT = np.uint64(2**16 - 1)

@@ -1,4 +1,4 @@
-"""The work ledger: which learner has which batch, so that each is answered once an epoch.
+"""The batch ledger: which learner has which batch, so that each is answered once an epoch.
 
 It lies in the control segment, and the thread of shard 0 is its only writer. A batch is in one of
 four states: not yet handed out (`next` and above), in a learner's `outstanding`, in `requeue`
@@ -7,7 +7,7 @@ an epoch is done when no batch of it is in the other three states. account.py ca
 within its transactions, so a server that dies in one of them leaves no trace of it.
 
 Where the job owns a part of the batches (memory/owned.py), what is left of the owned ranges is what
-was not handed out yet, in their order, and the watchdog says which epochs have no more to come.
+was not handed out yet, in their order, and the watchdog sets which epochs have no more to come.
 
 Compiled. `c` is CONTROL, shape (1,).
 """

@@ -23,15 +23,15 @@ LEAST_UNITS = 4  # for fewer the start of a helper takes too long
 GONE_S = 5.0
 
 
-def load(units: Sequence[Unit], log: Any, tells: bool) -> None:
+def load(units: Sequence[Unit], log: Any, logs: bool) -> None:
     """Load or compile the code that a server needs.
 
-    `tells`: whether this server logs that it compiles; one of the two does.
+    `logs`: whether this server logs that it compiles; one of the two does.
     """
     begin = time.monotonic()
     kept_in = cache.directory()
     missing = [unit.name for unit in units if not unit.is_kept()]
-    if tells and missing:
+    if logs and missing:
         log.warning("compiling the kernels once, for up to half a minute", kept_in=str(kept_in))
     helpers = _start_helpers(missing)
     try:
@@ -40,7 +40,7 @@ def load(units: Sequence[Unit], log: Any, tells: bool) -> None:
         for one in helpers:
             _end(one, log)
     loaded.give_back()
-    cache.tell(log)
+    cache.report(log)
     log.debug(
         "kernels loaded",
         seconds=round(time.monotonic() - begin, 2),

@@ -122,7 +122,7 @@ class Server:
 
     def startup(self) -> None:
         """Load or compile the kernels."""
-        self._code.load(tells=self._byte == holds.SERVERS[0])
+        self._code.load(logs=self._byte == holds.SERVERS[0])
 
     def main_loop(self) -> None:
         """Run until the job stops or a shard thread fails."""

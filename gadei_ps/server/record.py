@@ -6,7 +6,7 @@
               update                                                      (chunks.py)
     note_torn  whether the frame was there to the end -> torn
     unlock                                                   cursor = ALL_APPLIED
-    booking   shard 0: statistics, work ledger          then booked       (account.py)
+    account   shard 0: statistics, batch ledger         then accounted       (account.py)
     finish    consumed, steps, version: absolute values then cursor = IDLE
     release   the ring's tail                                SYNC POINT: slot
 
@@ -60,7 +60,7 @@ def begin(s: Shard, entry: Entry) -> None:
     record.version = entry.version
     record.applies = np.uint64(entry.applies)
     record.next_step = entry.next_step
-    record.booked = ZERO
+    record.accounted = ZERO
     record.tear = record.torn
     put(span_at(s, 0), IDLE)
     put(span_at(s, 1), IDLE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gadei_ps.kernels.compiled import compiled, inner
-from gadei_ps.server.account import book_arrival, book_superstep, segments_of
+from gadei_ps.server.account import account_arrival, account_superstep, segments_of
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk, reopen
 from gadei_ps.server.constants import ALL_APPLIED, APPLY, IDLE, MAX_LEARNERS, ONE, SKIP, ZERO
@@ -44,7 +44,7 @@ def _needs_no_ring(s: Shard) -> bool:
         return False
     if s.number != 0:
         return True
-    return bool(record.ring < np.uint64(MAX_LEARNERS) and record.booked != ZERO)
+    return bool(record.ring < np.uint64(MAX_LEARNERS) and record.accounted != ZERO)
 
 
 @compiled
@@ -91,7 +91,7 @@ def _finish_gradient(s: Shard) -> None:
         if members > 0 and position != ALL_APPLIED:
             apply_frames(s, Walk(members, first, start))
         if s.number == 0:
-            book_superstep(s, record.version)
+            account_superstep(s, record.version)
         return
     row = integer(record.ring)
     ring = s.board[0].ring[row]
@@ -104,9 +104,9 @@ def _finish_gradient(s: Shard) -> None:
         else:
             take(s, 0, slot, frame)
             apply_frames(s, Walk(1, first, start))
-    if s.number == 0 and record.booked == ZERO:
-        torn = lost or is_torn(s)  # of a header that is lost nothing can be booked
-        book_arrival(s, row, record.sequence, frame, record.version, torn, False)
+    if s.number == 0 and record.accounted == ZERO:
+        torn = lost or is_torn(s)  # of a header that is lost nothing can be counted
+        account_arrival(s, row, record.sequence, frame, record.version, torn, False)
 
 
 @compiled
@@ -114,7 +114,7 @@ def recover(part: np.ndarray) -> int:
     """Finish a dead server's work on this shard; return 1 if a gradient was being applied.
 
     part: PART, shape (1,). The frame is still in its ring, because its tail moves last. To be
-    called when can_recover() says so.
+    called when can_recover() is true.
     """
     s = shard_of(address(part))
     if s.number == 0:

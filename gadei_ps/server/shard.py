@@ -149,7 +149,7 @@ def _has_requests(s: Shard, looks: int) -> bool:
 
     Notifies the manager: the request may be for a global pause.
     """
-    heard = False
+    is_new = False
     for i in range(looks):
         line = s.part[0].looked[i]
         ring = s.known[line]
@@ -157,12 +157,12 @@ def _has_requests(s: Shard, looks: int) -> bool:
         if wants != ring.wants:
             ring.wants = wants
             had_news(s, line)
-            heard = True
-    if heard:
+            is_new = True
+    if is_new:
         at = s.part[0].board + REQUESTS
         put(at, get(at) + ONE)
         bell(s.control + MANAGER_BELL)
-    return heard
+    return is_new
 
 
 @inner

@@ -1,6 +1,6 @@
 """Frames that wait for a superstep: the synchronization model chooses, the shards apply the mean.
 
-    begin -> apply the mean -> book each row -> finish -> release
+    begin -> apply the mean -> account for each row -> finish -> release
 
 The manager has checked the frames (driver.py). Compiled; runs in the thread of the shard.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from gadei_ps.kernels import cpu
 from gadei_ps.kernels.compiled import inner
-from gadei_ps.server.account import book_superstep
+from gadei_ps.server.account import account_superstep
 from gadei_ps.server.apply import apply_frames
 from gadei_ps.server.chunks import Walk
 from gadei_ps.server.constants import APPLY, MAX_LEARNERS, ONE, SKIP, ZERO
@@ -57,7 +57,7 @@ def apply_superstep(s: Shard, count: int, number: np.uint64) -> None:
     if members > 0:
         apply_frames(s, Walk(members, 0, s.low))
     if s.number == 0:
-        book_superstep(s, version)
+        account_superstep(s, version)
     finish(s)
     for i in range(count):
         # Not by superstep_action: the manager may be writing the next superstep already.

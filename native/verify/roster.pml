@@ -22,7 +22,7 @@
  *   -DWILD      writes heads that cannot be: each look at the head finds one of these, or the right one
  *
  * Abstractions: one row, because rows share nothing but the table's version. A frame's chunks and
- * books are one step (apply.pml, books.pml). Ring of generation g is g; `name` says which of them the
+ * accounts are one step (apply.pml, accounting.pml). Ring of generation g is g; `name` says which of them the
  * name ring.0 leads to; `mapped` is a set of bits. The table's version counts 1, 2, 3, 1: no shard is
  * ever further behind, because a manager waits after it has taken a ring out; with one row there is
  * nothing that it could do meanwhile. Reading a word and acting on it is one step where the word can
@@ -38,7 +38,7 @@
  * Wrong on purpose:
  *   -DNO_GENERATION  recover takes whatever ring its table has in the row
  *   -DNO_RING_WAIT   recover goes on without the ring if its table does not have it yet
- *   -DALWAYS_RING    recover waits for the ring also where all is applied and booked (with NO_HELD)
+ *   -DALWAYS_RING    recover waits for the ring also where all is applied and accounted for (with NO_HELD)
  *   -DNO_MAP_CHECK   who maps by name does not compare the ring's generation
  *   -DSHARED_SEEN    versions of the table that shards have seen: one word for all servers (with NO_HELD)
  *   -DSERVED_STAYS   a manager that takes a ring in does not clear `served` first
@@ -102,7 +102,7 @@ bool detached[G + 1];    /* in the ring */
 bool asked[G + 1];       /* the watchdog has heard it */
 #endif
 /* records */
-byte cursor[S];          /* 0: idle, 1: begun, 2: all applied and booked */
+byte cursor[S];          /* 0: idle, 1: begun, 2: all applied and accounted for */
 byte rec_generation[S], rec_sequence[S];
 /* leases */
 byte lease[S] = NOBODY;

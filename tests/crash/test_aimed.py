@@ -250,7 +250,7 @@ def test_the_server_dies_of_a_store(kind: str, job_name: str, payloads: list[np.
     OneRow(job_name, kind, payloads).compare(disturb)
 
 
-def test_in_the_books_of_a_superstep(job_name: str, payloads: list[np.ndarray]) -> None:
+def test_in_the_accounting_of_a_superstep(job_name: str, payloads: list[np.ndarray]) -> None:
     """Check that applied, dropped and refused rows are each counted once."""
     kinds = (Action.APPLY, Action.DROP, Action.REFUSE)
     actions = {row: kinds[(row - ROW) % 3] for row in range(ROW + 4)}
@@ -268,9 +268,9 @@ def test_in_the_books_of_a_superstep(job_name: str, payloads: list[np.ndarray]) 
             done += 1
 
         def half() -> bool:
-            """Some rows are booked, another is in the journal, the rest are not."""
-            booked = int(rig.state["record"]["booked"][0])
-            return bool(rig.state["journal"]["used"]) and 0 < booked < len(actions)
+            """Some rows are accounted for, another is in the journal, the rest are not."""
+            accounted = int(rig.state["record"]["accounted"][0])
+            return bool(rig.state["journal"]["used"]) and 0 < accounted < len(actions)
 
         counts = rig.control_at + _entry(ROW, "histogram")
         with Servers(rig, step) as servers:

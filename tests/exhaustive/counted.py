@@ -57,7 +57,7 @@ def _learn(pipe: Connection, job: str, tensors: bool, stubborn: bool) -> None:
                     client.push(ones, samples=1)
                     client.wait_applied()
                     pipe.send(client.published)
-                elif word == "stand":
+                elif word == "pause":
                     with client.exclusive():
                         copy = client.pull()
                         pipe.send(None)
@@ -132,9 +132,9 @@ class Learner:
         self._child.send(("call", name, *args))
         return self._hear()
 
-    def stand(self) -> None:
+    def pause(self) -> None:
         """Pause all others until go_on(), which assigns what this one has copied."""
-        self._child.send(("stand",))
+        self._child.send(("pause",))
         self._hear()
 
     def go_on(self) -> None:

@@ -70,7 +70,7 @@ EVERY += [
     Path("last slot", "adamw", WireType.FLOAT32),
     Path("alone", "nesterov", WireType.FLOAT32),
 ]
-# The thread of another shard keeps no books.
+# The thread of another shard does no accounting.
 SECOND = [
     Path(way, kind.name.lower(), list(WireType)[(at + kind) % 3], 2, 1)
     for at, way in enumerate(WAYS)

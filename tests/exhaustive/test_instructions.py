@@ -107,7 +107,7 @@ LOST = [
 PIECES = {"dense": range(0, 128, CHUNK), "rows": [0, 48, 96]}  # where they begin
 
 
-class Books:
+class Accounts:
     """Counts of a rig's gradients, and the batches that are to be answered."""
 
     def __init__(self, rig: Rig) -> None:
@@ -128,13 +128,13 @@ def test_the_ring_is_lost_with_the_server(path: Path, library: ctypes.CDLL, job_
     with paths.rig_of(job_name, path) as rig:
         paths.set_out(rig, path)
         rig.roster[0]["wanted"] = 0
-        batch, old, before = paths.batch_of(rig, 0), rig.kept(), Books(rig)
+        batch, old, before = paths.batch_of(rig, 0), rig.kept(), Accounts(rig)
         with Stepper(library, rig) as steps:
             steps.first(every=False)
             new, ends = rig.kept(), Counter[str]()
             for said in steps.without_ring():
                 assert said.endswith("came to rest"), said
-                now = Books(rig)
+                now = Accounts(rig)
                 begun, torn = now.consumed - before.consumed, now.torn - before.torn
                 applied, refused = now.applied - before.applied, now.refused - before.refused
                 refused -= refused > 0  # the departure from a broken ring counts as one

@@ -1,7 +1,7 @@
 """Statements: SIGKILL before each line of manager, watchdog and checkpoint writer with effects.
 
 A scene is played once to see which lines run. Then it is played again for each of these lines: the
-process that comes to it dies before it. Afterwards the job is brought to rest and its books are
+process that comes to it dies before it. Afterwards the job is brought to rest and its accounts are
 checked: each published gradient counts once in weights and counters, rows and rings are free,
 learners continue. Jobs have no fork server here; test_fork_server_statements.py has those jobs.
 """
@@ -18,10 +18,10 @@ from unittest import mock
 import pytest
 import served
 from lines import ROOT, Tracer
+from pauses import PAUSES
 from rounds import Count
 from scenes import BIRTHS, LIVING, Scene
 from served import Job, impatient
-from stands import STANDS
 from support.quick import fork_quickly
 
 from gadei_ps.memory import build
@@ -42,7 +42,7 @@ def tracer() -> Iterator[Tracer]:
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("scenes", [LIVING + STANDS, BIRTHS], ids=["life", "begin-and-end"])
+@pytest.mark.parametrize("scenes", [LIVING + PAUSES, BIRTHS], ids=["life", "begin-and-end"])
 def test_statements(
     request: pytest.FixtureRequest,
     scenes: list[Scene],
@@ -62,7 +62,7 @@ def test_statements(
     try:
         count.begin()
         if not (whole or SCENE):
-            scenes = scenes[:SHORT] if scenes is BIRTHS else [*LIVING, STANDS[0]]
+            scenes = scenes[:SHORT] if scenes is BIRTHS else [*LIVING, PAUSES[0]]
         for scene in scenes:
             if SCENE in ("", scene.name):
                 count.play(scene)

@@ -94,7 +94,7 @@ def payload_of(
 def decoded_frame(
     model: Model, payload: np.ndarray, kind: FrameKind, blocks: int, wire: WireType
 ) -> dict[int, np.ndarray]:
-    """The dense gradients that a payload says, by tensor's number."""
+    """The dense gradients in a payload, by tensor's number."""
 
     def read(at: int, count: int) -> np.ndarray:
         raw = payload[at : at + count * layout.WIRE_BYTES[wire]]

@@ -82,12 +82,12 @@ def test_a_start_that_compiles_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     log = mock.Mock()
     missing = Unit("some", file.touch, file.exists)
     kept = Unit("other", lambda: None, lambda: True)
-    loading.load([missing, kept], log, tells=False)
+    loading.load([missing, kept], log, logs=False)
     assert file.exists()
     assert not log.warning.called
     file.unlink()
-    loading.load([missing, kept], log, tells=True)
+    loading.load([missing, kept], log, logs=True)
     log.warning.assert_called_once()
     assert log.warning.call_args.kwargs == {"kept_in": str(cache.directory())}
-    loading.load([missing, kept], log, tells=True)
+    loading.load([missing, kept], log, logs=True)
     log.warning.assert_called_once()

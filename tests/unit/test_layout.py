@@ -151,7 +151,7 @@ def test_words_of_different_processes_share_no_cache_line() -> None:
             for line in range(at // 64, (at + width - 1) // 64 + 1):
                 lines.setdefault(line, set()).add(process[writer])
         shared = {line * 64: writers for line, writers in lines.items() if len(writers) > 1}
-        # The manager's mode and request to see pushes change once a change of model; the books'
+        # The manager's mode and request to see pushes change once a change of model; the accounts'
         # sizes are written before the ledger is shard 0's.
         allowed = {"ps_control": {128, 768}}.get(name, set())
         assert set(shared) == allowed, (name, shared)

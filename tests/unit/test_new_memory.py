@@ -88,7 +88,7 @@ def test_every_word_of_a_new_job(job_name: str) -> None:
         assert said == begin(memory.control, memory, SegmentKind.CONTROL) | {
             "shards": 2,
             "groups": 1,
-            "said_word": script.PLACE | script.OPEN,
+            "script_word": script.PLACE | script.OPEN,
             "slots": 3,
             "ahead": 5,
             "mode": Mode.COLLECT,
@@ -175,7 +175,7 @@ def test_every_word_of_a_checkpoint(memory: JobMemory) -> None:
     )
     after = words(enter(memory, snapshot))
     changed = {name: value for name, value in after.items() if before.get(name) != value}
-    for name in ("said_word", "manager_bell", "shard_bell"):
+    for name in ("script_word", "manager_bell", "shard_bell"):
         del changed[name]
     assert changed == work | {
         "work": Work.WORKING,

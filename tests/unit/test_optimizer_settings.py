@@ -183,9 +183,9 @@ class Memory(dict[str, Any]):
     """A control segment's words, of which only the first `left` stores are done."""
 
     def __init__(self) -> None:
-        said = np.zeros((2, layout.MAX_GROUPS, 16)).view(Rows)
-        said.stores = self.left = [1000]
-        super().__init__(said=said, said_word=0)
+        rows = np.zeros((2, layout.MAX_GROUPS, 16)).view(Rows)
+        rows.stores = self.left = [1000]
+        super().__init__(script=rows, script_word=0)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.left[0]:

@@ -150,7 +150,7 @@ def test_recovery_awaits_the_ring_of_its_gradient(job_name: str) -> None:
         assert rig.can_recover(0)
         ring["address"] = 0
         assert not rig.can_recover(0)
-        record["booked"], record["cursor"] = 1, layout.IDLE
+        record["accounted"], record["cursor"] = 1, layout.IDLE
         assert rig.can_recover(0)
 
 

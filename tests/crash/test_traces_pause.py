@@ -1,4 +1,4 @@
-"""Stores of a job's processes during a global pause, compared with the model `stand`."""
+"""Stores of a job's processes during a global pause, compared with the model `pause`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ WHO_DIES = "WHOLE LEARNER_LIVES ASKER_LIVES"
 NOBODY = "SERVER_LIVES LEARNER_LIVES ASKER_LIVES"
 # Not when a shard has finished a superstep: barrier.pml has these stores one by one.
 WORDS = (
-    *("head[0]", "head[1]", "ask[0]", "stand[0]", "stands", "superstep"),
+    *("head[0]", "head[1]", "ask[0]", "pause[0]", "pauses", "superstep"),
     *("applied[0]", "applied[1]", "applied[2]", "applied[3]"),
 )
-ASK, STAND = 2, 3
+ASK, PAUSE = 2, 3
 
 
 def _push(pipe: Connection, job: str) -> None:
@@ -45,13 +45,13 @@ def _push(pipe: Connection, job: str) -> None:
             pipe.send("pushed")
 
 
-def _stand(pipe: Connection, job: str) -> None:
+def _pause(pipe: Connection, job: str) -> None:
     """Assign in each pause what was copied."""
     with Client(job) as client:
         pipe.send("here")
         while pipe.recv():
             with client.exclusive():
-                pipe.send("stands")
+                pipe.send("pauses")
                 pipe.recv()
                 client.assign({"w": np.array(client.pull())})
             pipe.send("over")
@@ -77,7 +77,7 @@ def _words(team: Team, rings: list[Segment], state: Segment) -> list[tuple[int, 
 def _in_the_model(row: list[int]) -> tuple[int, ...]:
     """Return the pause that is requested or has begun; 0: none."""
     found = list(row)
-    for word in (ASK, STAND):
+    for word in (ASK, PAUSE):
         found[word] = row[word] >> 32 if row[word] % 2**32 else 0
     return tuple(found)
 
@@ -87,9 +87,9 @@ def _see(found: Recorder, word: int, value: int) -> None:
     eventually(lambda: _in_the_model(found.rows[-1])[word] == value)
 
 
-@pytest.mark.parametrize(("stands", "dies"), [(2, False), (1, True)])
-def test_a_job_stores_what_the_model_of_its_stands_stores(
-    stands: int, dies: bool, job_name: str, tmp_path: Path, recorder: Callable[..., Recorder]
+@pytest.mark.parametrize(("pauses", "dies"), [(2, False), (1, True)])
+def test_a_job_stores_what_the_model_of_its_pauses_stores(
+    pauses: int, dies: bool, job_name: str, tmp_path: Path, recorder: Callable[..., Recorder]
 ) -> None:
     """The learner pushes all the time; perhaps the server is killed during the pause."""
     with (
@@ -97,7 +97,7 @@ def test_a_job_stores_what_the_model_of_its_stands_stores(
         fork(1, _push, job_name) as (pusher,),
     ):
         pusher.receive()
-        with fork(1, _stand, job_name) as (asker,):
+        with fork(1, _pause, job_name) as (asker,):
             asker.receive()
             server = team.find(Role.SERVER)
             rings = [ring_of(job_name, row) for row in (PUSHER, ASKER)]
@@ -107,31 +107,31 @@ def test_a_job_stores_what_the_model_of_its_stands_stores(
             with found.watching():
                 pusher.send("begin")
                 assert pusher.receive() == "pushed"
-                for number in range(1, 1 + stands):
+                for number in range(1, 1 + pauses):
                     asker.send("ask")
                     if number == 1:
                         _see(found, ASK, 1)
                         pusher.send("continue")
-                    assert asker.receive() == "stands"
-                    _see(found, STAND, number)
+                    assert asker.receive() == "pauses"
+                    _see(found, PAUSE, number)
                     if dies:
                         send(server, signal.SIGKILL)
                     asker.send("assign")
                     assert asker.receive() == "over"
-                    _see(found, STAND, 0)
+                    _see(found, PAUSE, 0)
                     _see(found, ASK, 0)
-                eventually(lambda: team.version == GRADIENTS + stands)
+                eventually(lambda: team.version == GRADIENTS + pauses)
             asker.send(None)
             assert asker.join() == pusher.join() == 0
     trace = [_in_the_model(row) for row in found.rows]
     ends = dict(zip(WORDS, trace[-1], strict=True))
-    assert (ends["head[0]"], ends["head[1]"], ends["stands"]) == (GRADIENTS, stands, stands)
+    assert (ends["head[0]"], ends["head[1]"], ends["pauses"]) == (GRADIENTS, pauses, pauses)
     # A learner whose grant has not run out takes no turns.
-    model = f"K={GRADIENTS} N={stands} NO_TURNS {WHO_DIES if dies else NOBODY}"
-    assert accepts("stand", model, WORDS, trace, gaps=True), f"{trace}"
+    model = f"K={GRADIENTS} N={pauses} NO_TURNS {WHO_DIES if dies else NOBODY}"
+    assert accepts("pause", model, WORDS, trace, gaps=True), f"{trace}"
 
 
-def test_a_stand_that_is_stored_in_another_order_is_seen() -> None:
+def test_a_pause_that_is_stored_in_another_order_is_seen() -> None:
     each: Trace = [
         *[(0, 0, 0, 0, 0, 0, 0, 0, 0, 0), (1, 0, 0, 0, 0, 0, 0, 0, 0, 0)],
         *[(1, 0, 1, 0, 0, 0, 1, 0, 0, 0), (1, 0, 1, 0, 0, 0, 1, 0, 1, 0)],
@@ -142,13 +142,13 @@ def test_a_stand_that_is_stored_in_another_order_is_seen() -> None:
         *[(2, 1, 0, 0, 1, 1, 2, 1, 1, 1), (2, 1, 0, 0, 1, 1, 2, 1, 2, 1)],
     ]
     model = f"K={GRADIENTS} N=1 NO_TURNS {NOBODY}"
-    assert accepts("stand", model, WORDS, each, gaps=True)
-    stand, stands, applied = map(WORDS.index, ("stand[0]", "stands", "applied[0]"))
-    heard_early = with_one_more(each, (stands, 1), {stand: 1})
+    assert accepts("pause", model, WORDS, each, gaps=True)
+    pause, pauses, applied = map(WORDS.index, ("pause[0]", "pauses", "applied[0]"))
+    notified_early = with_one_more(each, (pauses, 1), {pause: 1})
     begins = each.index((2, 0, 1, 1, 1, 0, 1, 0, 1, 0))
-    applied_in_it = [  # the gradient that is published in the stand
+    applied_in_it = [  # the gradient that is published in the pause
         row if number <= begins else (*row[:applied], 2, *row[applied + 1 :])
         for number, row in enumerate(each)
     ]
-    for wrong in (heard_early, applied_in_it):
-        assert not accepts("stand", model, WORDS, wrong, gaps=True), wrong
+    for wrong in (notified_early, applied_in_it):
+        assert not accepts("pause", model, WORDS, wrong, gaps=True), wrong

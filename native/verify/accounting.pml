@@ -1,6 +1,6 @@
-/* Shard 0's books: B batches handed to two learners, answered, handed out again when one dies.
+/* Accounting of shard 0: B batches handed to two learners, answered, handed out again when one dies.
  *
- * Code: gadei_ps/server/account.py book_arrival, top_up_all, depart, show_work, show_all_work;
+ * Code: gadei_ps/server/account.py account_arrival, top_up_all, depart, show_work, show_all_work;
  * gadei_ps/server/ledger.py; gadei_ps/server/journal.py; begin and finish in gadei_ps/server/record.py;
  * gadei_ps/server/recover.py; _update_accounts in gadei_ps/server/shard.py; native/ps_ring.c ps_hand_out, ps_take_work.
  *
@@ -8,7 +8,7 @@
  * 0's thread in KILLS + 1 servers, each but the last killed at any step.
  *
  * Abstractions: a gradient's chunks are one step (apply.pml has them). The journal is a copy of all
- * words of the books, made before `open`: a log of single old values is the same, because an entry
+ * words of the accounts, made before `open`: a log of single old values is the same, because an entry
  * is whole before its word changes. One thread has the lease at a time (apply.pml), so a kill ends
  * the thread at once and the next begins to recover. Statistics are one counter for each row, and one
  * for those that are gone.
@@ -16,7 +16,7 @@
  * every order of the real loop is there.
  *
  * Wrong on purpose: -DNO_JOURNAL (nothing is rolled back), -DCOPY_FIRST (the learner sees a batch
- * before the transaction is committed), -DBOOKED_LATE (`booked` stored after the journal is closed
+ * before the transaction is committed), -DACCOUNTED_LATE (`accounted` stored after the journal is closed
  * instead of among its words). */
 #ifndef B
 #define B 3
@@ -30,7 +30,7 @@
 #define R 2
 #define N 1          /* slots of a ring */
 
-typedef Books {
+typedef Accounts {
     byte out[R * AHEAD];    /* batch + 1 with a learner; 0: free */
     byte items[R * AHEAD];  /* the last batches handed to each, by handed % AHEAD */
     byte handed[R];
@@ -38,10 +38,10 @@ typedef Books {
     byte agains;            /* how many of `again` are to be handed out again */
     byte past;              /* counted of those that are gone */
     byte counted[R];
-    bool booked
+    bool accounted
 }
-Books now;           /* in control */
-Books old;           /* the journal; zero when it is closed, only to keep states few */
+Accounts now;           /* in control */
+Accounts old;           /* the journal; zero when it is closed, only to keep states few */
 bool open;
 byte again[B];       /* not in the journal: what stands above `agains` means nothing */
 
@@ -66,21 +66,21 @@ inline set_all(to, from) { /* one word after the other matters only where a kill
             to.handed[i] = from.handed[i]; to.counted[i] = from.counted[i]
         }
         to.next = from.next; to.agains = from.agains; to.past = from.past;
-        to.booked = from.booked; i = 0
+        to.accounted = from.accounted; i = 0
     }
 }
 
 inline clear_old() {
     for (i : 0 .. R * AHEAD - 1) { old.out[i] = 0; old.items[i] = 0 }
     for (i : 0 .. R - 1) { old.handed[i] = 0; old.counted[i] = 0 }
-    old.next = 0; old.agains = 0; old.past = 0; old.booked = false; i = 0
+    old.next = 0; old.agains = 0; old.past = 0; old.accounted = false; i = 0
 }
 
-inline begin_books() { set_all(old, now); open = true }
+inline begin_accounting() { set_all(old, now); open = true }
 inline commit() { d_step { open = false; clear_old() } }
 
 inline roll_back() { /* word by word: a second death in it must be harmless */
-    now.booked = old.booked;
+    now.accounted = old.accounted;
     now.next = old.next;
     now.agains = old.agains;
     now.past = old.past;
@@ -143,19 +143,19 @@ inline top_up(r) {
     atomic { b = 0; x = 0 }
 }
 
-inline books(more) { /* of the frame in flight */
-    begin_books();
+inline account(more) { /* of the frame in flight */
+    begin_accounting();
     now.counted[record_row] = now.counted[record_row] + 1;
     atomic { find(record_row, record_frame); assert(i < AHEAD); now.out[record_row * AHEAD + i] = 0; i = 0 };
     if
     :: more && wanted[record_row] -> top_up(record_row)
     :: else
     fi;
-#ifdef BOOKED_LATE
+#ifdef ACCOUNTED_LATE
     commit();
-    now.booked = true;
+    now.accounted = true;
 #else
-    now.booked = true;
+    now.accounted = true;
     commit();
 #endif
 }
@@ -193,7 +193,7 @@ end_spare: {
         if
         :: !idle ->
             if
-            :: !now.booked -> books(false)
+            :: !now.accounted -> account(false)
             :: else
             fi;
             finish()
@@ -206,20 +206,20 @@ end_spare: {
         /* serve */
 end_idle: do
         :: atomic { if :: head[0] != tail[0] -> r = 0 :: head[1] != tail[1] -> r = 1 fi };
-            d_step { record_row = r; record_frame = frame[r]; now.booked = false };
+            d_step { record_row = r; record_frame = frame[r]; now.accounted = false };
             idle = false;
-            books(true);
+            account(true);
             finish();
             write_copy(r);
             d_step { tail[r] = applied[r]; r = 0 }
         :: atomic { if :: wanted[0] && WORK(0) -> r = 0 :: wanted[1] && WORK(1) -> r = 1 fi };
-            begin_books();
+            begin_accounting();
             top_up(r);
             commit();
             write_copy(r);
             r = 0
         :: !wanted[1] && applied[1] == head[1] && !drained && idle ->
-            begin_books();
+            begin_accounting();
             do
             :: atomic { i = 0; do :: i < AHEAD && !now.out[AHEAD + i] -> i++ :: else -> break od; b = i; i = 0 };
                 if

@@ -6,36 +6,36 @@
  * gadei_ps/server/shard.py; catch_up in gadei_ps/server/arrival.py; ps_ask_exclusive, ps_is_exclusive in
  * native/ps_ring.c; learners/client.py.
  *
- * Processes: a learner that pushes K gradients; A that ask for N stands each, and with -DPUSHES push a
+ * Processes: a learner that pushes K gradients; A that ask for N pauses each, and with -DPUSHES push a
  * gradient of their own before the first one; the watchdog; the managers and shard threads of two
  * servers, the first of which may be killed, its threads ending one by one, later, in any order.
  *
  * Abstractions: a gradient or an assignment is made in one step (apply.pml has chunks, undo log and
  * tails), on arrival; supersteps of a model that collects are in barrier.pml. Rings are mapped and rows
  * stay (roster.pml). Of weights there is how many gradients are in them, in each shard: an assignment
- * must find as many as were copied. Who sleeps is woken (sleep.pml). A stand may end without an
- * assignment. -DGIVES_UP: a learner that waits for a stand may give up at any time. -DNO_TURNS: the
+ * must find as many as were copied. Who sleeps is woken (sleep.pml). A pause may end without an
+ * assignment. -DGIVES_UP: a learner that waits for a pause may give up at any time. -DNO_TURNS: the
  * learner that pushes does not wait for its turn. -DAWAKE: shards also look once though there is nothing
  * to do. A death is a rendezvous with the kernel, as in apply.pml; -DSERVER_LIVES, -DLEARNER_LIVES and
  * -DASKER_LIVES limit who dies; of those that ask only the first may. -DWHOLE: the server's threads end
  * together.
  *
- * Checked: no gradient comes between copy and assignment, in any shard; at most one stand; each
- * gradient and assignment once; nobody stands for ever.
+ * Checked: no gradient comes between copy and assignment, in any shard; at most one pause; each
+ * gradient and assignment once; nobody pauses for ever.
  *
  * Wrong on purpose:
- *   -DNO_OBEY     the learner hears of the stand before the shards hold
+ *   -DNO_OBEY     the learner hears of the pause before the shards hold
  *   -DNO_AGREE    it hears of it though a shard is behind the others
- *   -DOLD_ANSWER  stands have no number: a shard's answer to one is taken for that to the next one
+ *   -DOLD_ANSWER  pauses have no number: a shard's answer to one is taken for that to the next one
  *   -DNO_CATCH_UP a shard that holds does not do what another one has done
  *   -DNO_LOOK     nor does it look again whether that was a superstep's
  *   -DSAME_WORD   the learner asks by the same word each time
- *   -DFORGET      the next server ends the stand that it finds, as if there were none
- *   -DEND_FIRST   a stand ends before what its learner has assigned is made
+ *   -DFORGET      the next server ends the pause that it finds, as if there were none
+ *   -DEND_FIRST   a pause ends before what its learner has assigned is made
  *   -DNO_WANTED   the manager does not look whether the learner is gone
  *   -DNO_OWN      it does not wait for what the learner itself has pushed
  *   -DNO_GRANTS   and does not grant anew at the end
- *   -DTOGETHER    nor wait with the next stand for the end of the one in flight */
+ *   -DTOGETHER    nor wait with the next pause for the end of the one in flight */
 #ifndef K
 #define K 2
 #endif
@@ -54,11 +54,11 @@
 #define NOBODY 9
 
 /* rings and roster */
-byte head[R], ask[A], stand[A];
+byte head[R], ask[A], pause[A];
 byte grant = K;
 bool gone[R], wanted[R];
 /* control, state */
-byte mode, stands; /* mode: stands << 1, and whether the shards hold */
+byte mode, pauses; /* mode: pauses << 1, and whether the shards hold */
 byte superstep, whose, upto; /* who has assigned, and which frame */
 byte obeyed[2], finished[2];
 byte applied[6]; /* by shard * R + ring */
@@ -79,7 +79,7 @@ chan die = [0] of { byte } /* server * 3 + thread, or LEARNER + ring */
 #ifdef OLD_ANSWER
 #define MODE(holds) (holds)
 #else
-#define MODE(holds) (stands << 1 | holds)
+#define MODE(holds) (pauses << 1 | holds)
 #endif
 
 #ifdef WHOLE /* the rendezvous hands the atomic step on */
@@ -244,12 +244,12 @@ end_spare: {
         atomic { (i == 0 || KILLED) && manager_lease == NOBODY -> manager_lease = i };
         d_step {
 #ifdef FORGET
-            stand[0] = 0; stand[A - 1] = 0;
+            pause[0] = 0; pause[A - 1] = 0;
 #endif
             if
-            :: stand[0] -> who = 0; asked = stand[0]; phase = BEGUN
+            :: pause[0] -> who = 0; asked = pause[0]; phase = BEGUN
 #if A > 1
-            :: stand[1] -> who = 1; asked = stand[1]; phase = BEGUN
+            :: pause[1] -> who = 1; asked = pause[1]; phase = BEGUN
 #endif
             :: else
             fi
@@ -271,18 +271,18 @@ end_serve: do
             h = MOST;
             d_step { grant = (grant < h -> grant : h); h = 0; phase = BARRIER }
         :: phase == BARRIER && AT_BARRIER && OWN_APPLIED && ALL_FINISHED ->
-            d_step { stands++; mode = MODE(1); phase = HOLD }
+            d_step { pauses++; mode = MODE(1); phase = HOLD }
         :: phase == HOLD && lease[0] == i && lease[1] == i && ALL_OBEY && ALL_AGREE ->
             d_step {
-                stand[who] = asked;
-                assert(A == 1 || !stand[A - 1 - who]);
+                pause[who] = asked;
+                assert(A == 1 || !pause[A - 1 - who]);
                 phase = BEGUN
             }
         :: atomic { phase == BEGUN && ALL_FINISHED && UNMADE_YET -> publish() }
         :: phase == BEGUN && ALL_FINISHED && OVER -> /* then it looks what there is to make */
             if
             :: atomic { UNMADE_YET -> publish() }
-            :: !UNMADE_YET -> d_step { stand[who] = 0; phase = NEW }
+            :: !UNMADE_YET -> d_step { pause[who] = 0; phase = NEW }
             fi
 #ifdef TOGETHER
         :: d_step { phase == BEGUN && ask[1 - who] -> begin(1 - who) }
@@ -324,7 +324,7 @@ proctype Asker(byte a) {
             ask[a] = n;
 #endif
             if
-            :: stand[a] == ask[a] ->
+            :: pause[a] == ask[a] ->
                 copied[a * 2] = gradients[0];
                 copied[a * 2 + 1] = gradients[1];
                 assert(copied[a * 2] == copied[a * 2 + 1]);
@@ -384,7 +384,7 @@ proctype Monitor() {
             sum = sum + (r == 0 || head[r] < OWN -> head[r] : OWN)
         }
         assert(gradients[0] == sum && gradients[1] == sum);
-        assert(!stand[0] && !stand[A - 1] && !HOLDS(mode) && ALL_FINISHED);
+        assert(!pause[0] && !pause[A - 1] && !HOLDS(mode) && ALL_FINISHED);
         done = true
     }
 }

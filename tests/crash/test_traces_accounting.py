@@ -1,4 +1,4 @@
-"""Stores of killed servers about statistics and batches, compared with the model `books`."""
+"""Stores of killed servers about statistics and batches, compared with the model `accounting`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from gadei_ps.memory.weights import Tensor
 BATCHES, LEARNERS = 3, 2
 MODEL = f"B={BATCHES} AHEAD=1 KILLS=2"
 # The processor watches the first four; the others are seen with the next of those.
-IN_BOOKS = (
-    *("open", "now.booked", "idle", "work_head[0]"),
+IN_MODEL = (
+    *("open", "now.accounted", "idle", "work_head[0]"),
     *("now.counted[0]", "now.counted[1]", "now.out[0]", "now.out[1]"),
     *("now.handed[0]", "now.handed[1]", "now.next", "now.agains", "now.past"),
     *("applied[0]", "applied[1]", "tail[0]", "tail[1]", "work_head[1]", "drained"),
 )
 MARK = 7  # in `drained`: the end
-OPEN, BOOKED, AT_REST, WORK_HEAD = range(4)
-OUT, NEXT = IN_BOOKS.index("now.out[0]"), IN_BOOKS.index("now.next")
+OPEN, ACCOUNTED, AT_REST, WORK_HEAD = range(4)
+OUT, NEXT = IN_MODEL.index("now.out[0]"), IN_MODEL.index("now.next")
 
 
 def _words(rig: Rig) -> list[tuple[int, int]]:
-    """Return address and size of each word, as in IN_BOOKS."""
+    """Return address and size of each word, as in IN_MODEL."""
     assert rig.memory.state
     control, state = rig.memory.control, rig.memory.state
     roster, record = control.word(CONTROL, "roster"), state.word(STATE, "record")
@@ -50,7 +50,7 @@ def _words(rig: Rig) -> list[tuple[int, int]]:
 
     return [
         (state.word(STATE, "journal"), 8),
-        (record + layout.offset(RECORD, "booked"), 8),
+        (record + layout.offset(RECORD, "accounted"), 8),
         (record + layout.offset(RECORD, "cursor"), 8),
         rings("work_head", 4)[0],
         *entries("applied"),
@@ -140,7 +140,7 @@ def _run(rig: Rig, record: Recorder, chance: random.Random) -> Trace:
     return [row for row, _ in itertools.groupby(found)]
 
 
-def _traced_books(job: str, record: Callable[..., Recorder], seed: int) -> Trace:
+def _traced_accounting(job: str, record: Callable[..., Recorder], seed: int) -> Trace:
     how = {"slots": 2, "shards": 1, "ahead": 1, "learners": LEARNERS}
     with Rig(job, [Tensor("w", (4,))], **how) as rig:
         load(rig)
@@ -149,16 +149,18 @@ def _traced_books(job: str, record: Callable[..., Recorder], seed: int) -> Trace
         return _run(rig, record(_words(rig)), random.Random(seed))
 
 
-def test_books_change_as_in_their_model(job_name: str, recorder: Callable[..., Recorder]) -> None:
+def test_accounts_change_as_in_their_model(
+    job_name: str, recorder: Callable[..., Recorder]
+) -> None:
     for number in range(Team.rounds(1)):
         seed = secrets.randbits(32)
         print(f"seed {seed}")  # shown if anything below fails
-        trace = _traced_books(f"{job_name}-{number}", recorder, seed)
+        trace = _traced_accounting(f"{job_name}-{number}", recorder, seed)
         assert trace[-1][NEXT] == BATCHES, f"seed {seed}: {trace}"
-        assert accepts("books", MODEL, IN_BOOKS, trace, gaps=True), f"seed {seed}: {trace}"
+        assert accepts("accounting", MODEL, IN_MODEL, trace, gaps=True), f"seed {seed}: {trace}"
 
 
-# Until the first gradient is booked and the learner has its next batch; nobody is killed.
+# Until the first gradient is accounted for and the learner has its next batch; nobody is killed.
 EACH_STORE: Trace = [
     (0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
     (1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
@@ -174,10 +176,10 @@ EACH_STORE: Trace = [
 ]
 
 
-def test_books_that_change_in_another_order_are_seen() -> None:
-    assert accepts("books", MODEL, IN_BOOKS, EACH_STORE, gaps=True)
+def test_accounts_that_change_in_another_order_are_seen() -> None:
+    assert accepts("accounting", MODEL, IN_MODEL, EACH_STORE, gaps=True)
     shown_before_commit = swapped(EACH_STORE, (OPEN, 0), (WORK_HEAD, 1))
-    booked_after_commit = swapped(EACH_STORE, (BOOKED, 1), (OPEN, 0))
+    accounted_after_commit = swapped(EACH_STORE, (ACCOUNTED, 1), (OPEN, 0))
     shown_before_it_counts = swapped(EACH_STORE, (AT_REST, 1), (WORK_HEAD, 2))
-    for wrong in (shown_before_commit, booked_after_commit, shown_before_it_counts):
-        assert not accepts("books", MODEL, IN_BOOKS, wrong, gaps=True), wrong
+    for wrong in (shown_before_commit, accounted_after_commit, shown_before_it_counts):
+        assert not accepts("accounting", MODEL, IN_MODEL, wrong, gaps=True), wrong

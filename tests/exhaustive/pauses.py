@@ -9,7 +9,7 @@ from scenes import Dying, Scene, all_rest
 from served import Job
 
 
-def _stood(model: str) -> Callable[[Job, Tracer, Dying], None]:
+def _paused(model: str) -> Callable[[Job, Tracer, Dying], None]:
     def play(job: Job, tracer: Tracer, dying: Dying) -> None:
         """Kill the requester in its second pause."""
         others, asks = list(job.learners), job.hire()
@@ -24,10 +24,10 @@ def _stood(model: str) -> Callable[[Job, Tracer, Dying], None]:
             job.change(model)
         push()
         with dying():
-            asks.stand()
+            asks.pause()
             asks.go_on()
             push()
-            asks.stand()
+            asks.pause()
             job.remove(asks, asks.kill)
             push()
             job.until(lambda: job.retired(asks), "its row is free")
@@ -38,8 +38,8 @@ def _stood(model: str) -> Callable[[Job, Tracer, Dying], None]:
     return play
 
 
-STANDS = [
-    Scene("stand", _stood("asp")),
-    Scene("stand of ssp", _stood("ssp:s=1")),
-    Scene("stand of bsp", _stood("bsp")),
+PAUSES = [
+    Scene("pause", _paused("asp")),
+    Scene("pause of ssp", _paused("ssp:s=1")),
+    Scene("pause of bsp", _paused("bsp")),
 ]
