@@ -43,7 +43,7 @@ from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.liveness import progress
 from gadei_ps.watchdog.maker import Maker
 
-KEEP = 3  # of those asked for by hand, where the job file says nothing
+KEEP = 3  # of those asked for by hand, if the job file sets none
 WRITER_SILENT_S = 10.0  # in which a checkpoint writer that computes uses a part of a core
 CHECKPOINT_RETRY_S = 60.0  # after a failure, on a disk that is full, say
 
@@ -276,7 +276,7 @@ class Checkpoints:
             self._checkpoint_writer = Child(
                 self.selector,
                 process.module_command("gadei_ps.watchdog.checkpoint_writer"),
-                self._heard_line,
+                self._line_received,
                 self._ended,
                 stdin=file,
                 pass_fds=list(self.memory.files.values()),
@@ -284,7 +284,7 @@ class Checkpoints:
         finally:
             os.close(file)
 
-    def _heard_line(self, line: bytes) -> None:
+    def _line_received(self, line: bytes) -> None:
         self._dots += 1
         if line == MOVED:
             self.unsure = False

@@ -74,7 +74,7 @@ def _end_servers(job: str) -> None:
             _kill(pidfd)
     if presence.living(job).servers:
         raise JobInUse(f"job {job!r} is in use: its servers do not end")
-    _tell_learners(job)
+    _notify_learners(job)
 
 
 def _end_nameless(job: str) -> None:
@@ -96,7 +96,7 @@ def _end_nameless(job: str) -> None:
                 os.close(pidfd)
 
 
-def _tell_learners(job: str) -> None:
+def _notify_learners(job: str) -> None:
     """Let attached learners fail at once; otherwise they would wait for a watchdog."""
     name = shm.segment_name(job, "control")
     with contextlib.suppress(FileNotFoundError, SegmentError):  # half made, or of another build

@@ -1,8 +1,8 @@
 """A process that writes a job's history: a disk may be full, or block whoever writes to it.
 
 It reads lines from its standard input until that ends, with the watchdog. What cannot be written is
-kept for a while, as far as that is bounded. On standard output it says what is wrong, or an empty
-line once nothing is any more. Imports little: it lives as long as its job.
+kept for a while, as far as that is bounded. On standard output it reports a problem, and its end by
+an empty line. Imports little: it lives as long as its job.
 """
 
 from __future__ import annotations

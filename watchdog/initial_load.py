@@ -28,7 +28,7 @@ class Loading:
 
     memory: JobMemory
     log: Any
-    _told: int = 0  # generation of a learner that has died
+    _reported: int = 0  # generation of a learner that has died
 
     def _is_dead(self, generation: int) -> bool:
         """Return whether this learner was loading and is gone or has failed; False for 0, none."""
@@ -40,8 +40,8 @@ class Loading:
         if self.memory.state is None:
             return
         loading = int(self.memory.state.view(layout.STATE)["loading"][KINDS.index("state")])
-        before, self._told = self._told, loading if self._is_dead(loading) else 0
-        if self._told not in (0, before):
+        before, self._reported = self._reported, loading if self._is_dead(loading) else 0
+        if self._reported not in (0, before):
             did = "failed" if loading == GAVE_UP else "died"
             self.log.warning(
                 f"a learner has {did} while it loaded the optimizer's state: a part of it may be "

@@ -53,10 +53,10 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
         return None
     check_fits(config, snapshot, path)
     try:
-        said = _saved(snapshot.config["optimizer"])
+        saved = _saved(snapshot.config["optimizer"])
         changed = changes.read(snapshot.changes).still(config)
-        specs = changed.specs(config, said)
-        if max(one.group for one in snapshot.model.tensors) > len(said.groups or ()):
+        specs = changed.specs(config, saved)
+        if max(one.group for one in snapshot.model.tensors) > len(saved.groups or ()):
             raise UsageError("its tensors are in groups that it does not have")
         if len(snapshot.slots) != (slots := optimizers.slots(specs[-1].kind)):
             raise UsageError(f"it has {len(snapshot.slots)} slots, and the optimizer has {slots}")
@@ -67,7 +67,7 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
             "[optimizer] in the job file, or start over (serve --fresh)"
         ) from None
     # Settings that the job file lacks stay as they were.
-    going_on = Script(said, is_open=True, saved=True)
+    going_on = Script(saved, is_open=True, saved=True)
     if changed.values:
         log.warning("the optimizer is as gadei-ps set has left it", **changed.values)
     values = making.copied(np.concatenate([snapshot.weights, snapshot.frozen]))
@@ -199,25 +199,25 @@ def _role(array: np.ndarray) -> Role:
 def _roles(text: str) -> dict[str, Role]:
     """Parse an export's roles of its tensors; invalid ones are left out."""
     try:
-        said = json.loads(text or "{}")
+        found = json.loads(text or "{}")
     except ValueError:
         return {}
     known = {"buffer": Role.BUFFER, "frozen": Role.FROZEN}
-    pairs = said.items() if isinstance(said, dict) else ()
+    pairs = found.items() if isinstance(found, dict) else ()
     return {name: known[role] for name, role in pairs if isinstance(role, str) and role in known}
 
 
 def _aliases(text: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Parse an export's tensors with two names; entries that are not true are left out."""
     try:
-        said = json.loads(text or "{}")
+        found = json.loads(text or "{}")
     except ValueError:
         return {}
     return {
         alias: name
-        for alias, name in (said.items() if isinstance(said, dict) else ())
+        for alias, name in (found.items() if isinstance(found, dict) else ())
         if isinstance(name, str)
-        and name not in said
+        and name not in found
         and {alias, name} <= arrays.keys()
         and np.array_equal(arrays[alias], arrays[name], equal_nan=True)
     }
@@ -250,5 +250,5 @@ def unused_groups(config: JobConfig, model: Model) -> str:
 def started(memory: JobMemory) -> str:
     """Describe in one line what a job with a model does with gradients."""
     sync = sync_change.text(memory.control, sync_change.in_force(memory.control))
-    told = script.report(memory.config, memory.script, memory.changes, memory.model)
-    return start({"settings": told, "sync": sync})
+    optimizer = script.report(memory.config, memory.script, memory.changes, memory.model)
+    return start({"settings": optimizer, "sync": sync})

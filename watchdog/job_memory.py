@@ -362,20 +362,20 @@ class JobMemory:
         self.state.publish()
         self.model = first.model
 
-    def enter_script(self, said: Script) -> None:
+    def enter_script(self, new: Script) -> None:
         """Record the scripts' settings, before their first gradient."""
-        settings.enter(self.control, self.config, said, self.changes)
-        script.write(self.control, said)
-        self.script = said
+        settings.enter(self.control, self.config, new, self.changes)
+        script.write(self.control, new)
+        self.script = new
 
     def reopen_script(self) -> None:
         """Let the first script to come set what it wants of the optimizer, as after a checkpoint.
 
         No learner may be attached.
         """
-        said = replace(self.script, is_open=True, saved=True)
-        script.write(self.control, said)
-        self.script = said
+        new = replace(self.script, is_open=True, saved=True)
+        script.write(self.control, new)
+        self.script = new
 
     def enter_settings(self) -> None:
         """Enter what counts of the job file, the scripts and `gadei-ps set`.

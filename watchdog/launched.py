@@ -41,7 +41,7 @@ class Order(TypedDict):
 
 
 def _report(end: int, kind: str, message: str) -> None:
-    """Say to the command why the watchdog has not started."""
+    """Report to the command why the watchdog has not started."""
     os.set_blocking(end, True)
     lines.write(end, json.dumps({"kind": kind, "message": message}).encode())
 
@@ -55,18 +55,18 @@ def run(end: int, fork_server: ForkServer | None) -> int:
     line = next(lines.read(end), None)
     if line is None:  # nobody wants it any more
         return 0
-    told: Order = json.loads(line)
-    verbose = told["verbose"]
+    order: Order = json.loads(line)
+    verbose = order["verbose"]
     log.set_up(verbose=verbose, quiet=not verbose)
-    config = from_mapping(told["config"], "job")
+    config = from_mapping(order["config"], "job")
     try:
         options = Options(
-            fresh=told["fresh"],
-            resume=config.checkpoint is not None or told["keep"],
-            survives=told["survives"],
+            fresh=order["fresh"],
+            resume=config.checkpoint is not None or order["keep"],
+            survives=order["survives"],
             verbose=verbose,
             quiet=not verbose,
-            learners=told["learners"],
+            learners=order["learners"],
             fork_server=fork_server,
         )
         return serve(config, options, NotifyLauncher(end))

@@ -70,11 +70,11 @@ class _Monitor:
         self._started_at = now
         try:
             command = [*self._command, self._written.decode()]
-            self._child = Child(self._selector, command, self._heard, self._ended, how=None)
+            self._child = Child(self._selector, command, self._received, self._ended, how=None)
         except OSError as error:
             self._warn(in_words(error))
 
-    def _heard(self, line: bytes) -> None:
+    def _received(self, line: bytes) -> None:
         if line.startswith(b"at "):
             self._written = line[3:]
         else:

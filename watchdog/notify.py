@@ -58,7 +58,7 @@ class Notify:
 
     def ready(self) -> None:
         """The start is complete."""
-        self._say(READY="1")
+        self._send(READY="1")
 
     def starting(self, timeout_s: float, done: Hashable) -> None:
         """The start has got on to `done`, and takes at most `timeout_s` until it does so again.
@@ -67,7 +67,7 @@ class Notify:
         """
         if done != self._done:
             self._done = done
-            self._say(EXTEND_TIMEOUT_USEC=str(round(timeout_s * 1e6)))
+            self._send(EXTEND_TIMEOUT_USEC=str(round(timeout_s * 1e6)))
 
     def progress(self, timeout_s: float) -> None:
         """The start has begun to wait for servers, or got on, as in starting()."""
@@ -77,7 +77,7 @@ class Notify:
         """The end begins, and takes at most `timeout_s` where that is more than the unit allows."""
         now = time.monotonic()
         self._until = now + timeout_s
-        self._say(STOPPING="1", **self._extension(now))
+        self._send(STOPPING="1", **self._extension(now))
 
     def more_time(self, timeout_s: float) -> None:
         """The end has got on: from now it takes at most `timeout_s`, or this is called again.
@@ -97,7 +97,7 @@ class Notify:
         text = " ".join(text.split())
         if text != self._status:
             self._status = text
-            self._say(STATUS=text)
+            self._send(STATUS=text)
 
     def failed(self, why: object) -> None:
         """The reason of the end, which `systemctl status` shows afterwards."""
@@ -107,20 +107,20 @@ class Notify:
         """Still alive. Called on every turn of the main loop; sends once in `interval_s`."""
         now = time.monotonic()
         if now >= self._asked + EXTENSION_INTERVAL_S and (extension := self._extension(now)):
-            self._say(**extension)
+            self._send(**extension)
         if self.interval_s is None:
             if self._unsaid:
-                self._say()
+                self._send()
         elif now >= self._pinged + self.interval_s:
             self._pinged = now
-            self._say(WATCHDOG="1")
+            self._send(WATCHDOG="1")
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _say(self, **values: str) -> None:
+    def _send(self, **values: str) -> None:
         if self._socket is None:
             return
         self._unsaid |= values

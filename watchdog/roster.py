@@ -97,7 +97,7 @@ class Roster:
         """Rows of the learners that are attached."""
         return sorted(self._pidfds)
 
-    def told(self, more: str) -> str:
+    def summary(self, more: str) -> str:
         """Return the number of learners, in words, and `more`."""
         return f"{counted(len(self._pidfds), 'learner')}, {more}"
 
@@ -355,7 +355,7 @@ class Roster:
     def close_rings(self, hung: bool) -> None:
         """Evict all learners, each as soon as nothing more of it can come.
 
-        To be called again and again after the stop word says CLOSED. hung: those that are still
+        To be called again and again after the stop word is CLOSED. hung: those that are still
         publishing are killed. What they have published is applied.
         """
         for row in self.rows:

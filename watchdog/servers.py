@@ -94,11 +94,11 @@ class Servers:
     running: dict[int, Running] = field(default_factory=dict, init=False)
     _exits: tuple[Exit, ...] = ()
     _last_exit: float = float("-inf")
-    _told_alone: bool = False
+    _reported_alone: bool = False
     _refused: frozenset[tuple[str, int, int]] | None = None  # files of a build that cannot serve us
     _refused_at: float = 0.0
     _looked_at: float = 0.0
-    _said_refused: bool = False
+    _reported_refused: bool = False
     stuck: str = ""
     """Name of a killed server that does not end, and the reason; or empty."""
     blocked: str = ""
@@ -207,8 +207,8 @@ class Servers:
         wait = restart.delay(self._exits, now, self.policy)
         if wait == GIVE_UP and self.serving:
             wait = self.policy.longest_s
-            if not self._told_alone:
-                self._told_alone = True
+            if not self._reported_alone:
+                self._reported_alone = True
                 self.log.error("no second server gets ready; continuing with one")
         elif wait == GIVE_UP:
             self.failed(
@@ -224,7 +224,7 @@ class Servers:
 
     def _start_missing(self, number: int, now: float) -> None:
         if self._is_refused(now):
-            self._say_refused()
+            self._report_refused()
             return
         if not self.running:
             try:
@@ -267,12 +267,12 @@ class Servers:
         if now < self._refused_at + REFUSED_RETRY_S and build.files() == self._refused:
             return True
         self._refused = None
-        self._said_refused = False
+        self._reported_refused = False
         return False
 
-    def _say_refused(self) -> None:
-        if not self.running and not self._said_refused:
-            self._said_refused = True
+    def _report_refused(self) -> None:
+        if not self.running and not self._reported_refused:
+            self._reported_refused = True
             self.log.error(
                 "no server is left, and the installed gadei-ps is another build than the job's: "
                 "install that one again, or stop the job"
@@ -383,7 +383,7 @@ class Servers:
         os.close(one.pidfd)
         del self.running[one.number]
         code = None if one.made is None else self._starter.code_of(one.made)
-        if one.made is not None and code == build.REFUSED:  # it has said why
+        if one.made is not None and code == build.REFUSED:  # it has logged why
             self._refused = one.made.files
             self._starter.renew()
             self._refused_at = self._looked_at = self._last_exit = time.monotonic()

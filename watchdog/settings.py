@@ -63,7 +63,7 @@ def enter(
 ) -> None:
     """Enter them into the control segment.
 
-    script: what the scripts have said. changes: of `gadei-ps set`. begins: whether no gradient has
+    script: settings of the scripts. changes: of `gadei-ps set`. begins: whether no gradient has
     come yet; after that, the servers change them (job/hyperparameters.py). The digests come first:
     the next watchdog enters the rest again, whenever this one dies.
     """
@@ -141,12 +141,12 @@ def changed(
 
 def with_script(config: JobConfig, script: Script) -> dict[str, Any]:
     """Return the effective configuration as JSON: with the scripts' settings and the defaults."""
-    said = script.settings
-    filled = config.model_copy(update={"optimizer": config.optimizer.filled(said)})
+    of_script = script.settings
+    filled = config.model_copy(update={"optimizer": config.optimizer.filled(of_script)})
     values = filled.model_dump(mode="json")
     values["optimizer"]["groups"] = [
         one.given | ({"match": list(one.match)} if isinstance(one, Group) else {})
-        for one in config.optimizer.in_groups(said)[0]
+        for one in config.optimizer.in_groups(of_script)[0]
     ]
     return values
 

@@ -323,7 +323,7 @@ class ControlServer:
 
 
 def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
-    """A socket that listens at `path`, and what the file system says of it. Raises ControlError."""
+    """A socket that listens at `path`, and its file's status. Raises ControlError."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     except OSError as error:

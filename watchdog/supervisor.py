@@ -239,15 +239,15 @@ class Supervisor:
 
         outcome: list[tuple[Any, BaseException | None]] = []
         task = self._maker.ask("the model", make, lambda *made: outcome.append(made))
-        tell_at = time.monotonic() + START_LOG_INTERVAL_S
+        warn_at = time.monotonic() + START_LOG_INTERVAL_S
         while not outcome:
             self._poll(TICK_S)
             if self.signalled:  # shutdown() waits for the current piece, unless a disk blocks it
                 raise JobStopped("stopped before the job was ready")
             done = task.progress.done, progress(time.process_time(), self.options.start_silent_s)
             self._notify.starting(self.options.start_silent_s, done)
-            if time.monotonic() >= tell_at:
-                tell_at = time.monotonic() + START_LOG_INTERVAL_S
+            if time.monotonic() >= warn_at:
+                warn_at = time.monotonic() + START_LOG_INTERVAL_S
                 self._log.warning(f"still starting: {task.text}")
             self._notify.watchdog()
         found, error = outcome[0]
@@ -277,8 +277,8 @@ class Supervisor:
 
     def _wait_until_serving(self) -> None:
         start = Start(self.options.start_silent_s)
-        say_at, said_s = 0.0, -1.0
-        tell_at = time.monotonic() + START_LOG_INTERVAL_S
+        report_at, reported_s = 0.0, -1.0
+        warn_at = time.monotonic() + START_LOG_INTERVAL_S
         while not self._servers.serving or not int(self._control["lease_state"]):
             now = time.monotonic()
             self._servers.tick(now)
@@ -297,11 +297,11 @@ class Supervisor:
                     "the parameter server did not get ready: it made no progress for "
                     f"{start.silent_s:g} s; see its messages above"
                 )
-            if start.cpu_s > said_s and now >= say_at:
-                say_at, said_s = now + PROGRESS_INTERVAL_S, start.cpu_s
+            if start.cpu_s > reported_s and now >= report_at:
+                report_at, reported_s = now + PROGRESS_INTERVAL_S, start.cpu_s
                 self._notify.progress(start.silent_s)
-            if now >= tell_at:
-                tell_at = now + START_LOG_INTERVAL_S
+            if now >= warn_at:
+                warn_at = now + START_LOG_INTERVAL_S
                 # A warning, so that commands that log no more than that show it.
                 self._log.warning(
                     "still starting: the first start of an installation compiles the kernels, "
@@ -375,7 +375,7 @@ class Supervisor:
             )
         if killed := self._kills.describe():
             self._log.error("a process of this control group is dead", reason=killed)
-        self._tell_status(now)
+        self._report_status(now)
 
     def _is_idle(self) -> bool:
         """Return whether the last learner has left and the job ends then.
@@ -391,18 +391,18 @@ class Supervisor:
             return self._learners.over
         return self._roster.had_any
 
-    def _tell_status(self, now: float) -> None:
+    def _report_status(self, now: float) -> None:
         if not self._notify.enabled:
             return
         version = int(self._control["version"])
         since, before = self._rate
         self._rate = (now, version)
         rate = (version - before) / (now - since) if since else 0.0
-        told = [self._roster.told(f"version {version}, {rate:.0f}/s"), self._wanted.problem]
+        parts = [self._roster.summary(f"version {version}, {rate:.0f}/s"), self._wanted.problem]
         if self.memory.unnamed:
-            told.append("segments have lost their names: stop the job")
-        told.append(self._checkpoints.warning)
-        self._notify.status("; ".join(filter(None, told)))
+            parts.append("segments have lost their names: stop the job")
+        parts.append(self._checkpoints.warning)
+        self._notify.status("; ".join(filter(None, parts)))
 
     @property
     def _stays(self) -> bool:

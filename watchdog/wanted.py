@@ -1,8 +1,8 @@
-"""The file that says to units of learners that their job is wanted.
+"""The file that shows units of learners that their job is wanted.
 
 gadei-ps-end@ makes it when it is started, and removes it when it is stopped: in between, units of
 learners may start (unit_files.py). The watchdog of a unit looks after it, because a unit whose
-condition fails says nothing: it makes the file again where it is lost.
+condition fails reports nothing: it makes the file again where it is lost.
 """
 
 from __future__ import annotations
