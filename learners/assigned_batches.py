@@ -9,7 +9,7 @@ batches of an epoch.
     ...
     copied = owned.copy(weights)           # weights, and what is not in them
 
-The job's file says `owned = true`. One program at a time may assign batches to a job.
+The job file has `owned = true`. One program at a time may assign batches to a job.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def make(
     }
     profile = Profile(chain, times, measure.links(where))
     placed = balanced_stages.plan(profile, there, in_flight)
-    return _told(layers, profile, there, placed, own, in_flight)
+    return _plan_of(layers, profile, there, placed, own, in_flight)
 
 
 def check(
@@ -233,7 +233,7 @@ def free(where: Sequence[StageDevice], besides: int) -> list[int]:
     return [max(1, found[name] // shared.count(name)) for name in shared]
 
 
-def _told(
+def _plan_of(
     layers: Sequence[torch.nn.Module],
     profile: Profile,
     devices: Sequence[Device],

@@ -33,7 +33,7 @@ SHOWN: Final = f"{_OWN}; of a group of parameters groups.N.lr and the like"
 
 
 class Changes(BaseModel):
-    """Fields by name, each with its value and with what the job file said when it was changed.
+    """Fields by name, each with its value and with the value in the job file when it was changed.
 
     schedule: the schedule's kind; its other fields stand beside it. groups.N.FIELD: of group N.
     """
@@ -44,12 +44,12 @@ class Changes(BaseModel):
     over: dict[str, Any] = {}
 
     def with_(self, values: Mapping[str, Any], config: JobConfig) -> Self:
-        """These changes and further ones. config: as the job file says it."""
+        """These changes and further ones. config: of the job file."""
         over = {name: _given(config, name) for name in values}
         return type(self)(values=self.values | dict(values), over=self.over | over)
 
     def still(self, config: JobConfig) -> Self:
-        """Those that still count. config: as the job file says it now."""
+        """Those that still count. config: of the job file now."""
         names = [name for name in self.values if self.over.get(name) == _given(config, name)]
         return type(self)(
             values={name: self.values[name] for name in names},

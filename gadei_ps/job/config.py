@@ -75,7 +75,7 @@ class OptimizerConfig(Settings):
         script: ScriptSettings = NOTHING,
         of_groups: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> list[OptimizerSpec]:
-        """The checked specifications, with what a script says where the job says nothing: of each
+        """The checked specifications, with the settings of a script that the job lacks: of each
         group, and at last of the parameters that are in none.
 
         of_groups: what counts before all that, by the groups' numbers. Raises UsageError naming the

@@ -77,7 +77,7 @@ def receive(end: socket.socket) -> tuple[Message | None, int | None]:
     """
     try:
         text, descriptors, _, _ = socket.recv_fds(end, MOST_BYTES, 1)
-    except ConnectionResetError:  # it is dead and has not read all; what it said before comes now
+    except ConnectionResetError:  # it is dead and has not read all; what it sent before comes now
         text, descriptors, _, _ = socket.recv_fds(end, MOST_BYTES, 1)
     if not text:
         return None, None

@@ -59,7 +59,7 @@ class Settings(BaseModel):
         return {name: value for name, value in self.given.items() if name in names}
 
     def filled(self, script: Settings) -> Self:
-        """These settings, where they say nothing the script's, and then the defaults."""
+        """These settings; fields that they lack are the script's, else the defaults."""
         kind = self.kind or script.kind or DEFAULT_KIND
         defaults = {name: value for name, value in usual(kind).items() if name != "eps"}
         taken = script.applying(kind)
@@ -76,11 +76,11 @@ class ScriptSettings(Settings):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
+        """Whether it sets nothing."""
         return not self.given and self.groups is None
 
     def with_(self, later: ScriptSettings) -> ScriptSettings:
-        """These settings, where `later` says nothing else."""
+        """These settings, where `later` does not set another."""
         update: dict[str, Any] = dict(later.given)
         if later.groups is not None:
             update["groups"] = later.groups
@@ -93,7 +93,7 @@ NOTHING: Final = ScriptSettings()
 def rows(base: Settings, groups: Sequence[Settings], kind: str | None) -> list[Settings]:
     """The settings of each group, and at last of the parameters that are in none of them.
 
-    base: the optimizer's own, filled. kind: for which the groups were said.
+    base: the optimizer's own, filled. kind: of the source that gives the groups.
     """
     assert base.kind is not None
     made = []

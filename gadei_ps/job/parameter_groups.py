@@ -57,7 +57,7 @@ def group_numbers(names: Iterable[str], groups: Sequence[Group]) -> dict[str, in
 
 
 def grouped(tensors: Iterable[Tensor], groups: Sequence[Group]) -> list[Tensor]:
-    """The same tensors, each with its group; where they lie is not said."""
+    """The same tensors, each with its group; they have no places yet."""
     given = list(tensors)
     found = group_numbers((one.name for one in given if one.role is Role.PARAMETER), groups)
     return [replace(one, group=found.get(one.name, 0)) for one in given]

@@ -146,8 +146,8 @@ def variable(where: Path | None) -> str:
     shell, and no user one that is more to a terminal.
     """
     text = "" if where is None else str(where)
-    told = PLAIN.fullmatch(text) or (os.geteuid() != 0 and text and text.isprintable())
-    return f"GADEI_PS_RUNTIME_DIR={shlex.quote(text) if told else '...'}"
+    is_shown = PLAIN.fullmatch(text) or (os.geteuid() != 0 and text and text.isprintable())
+    return f"GADEI_PS_RUNTIME_DIR={shlex.quote(text) if is_shown else '...'}"
 
 
 def user(uid: int) -> str:

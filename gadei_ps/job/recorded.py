@@ -125,9 +125,9 @@ def _read(place: bytes) -> tuple[int, bytes]:
     """Number and text of a place; 0 if it is not whole."""
     if len(place) < HEAD.size:
         return 0, b""
-    number, length, told = HEAD.unpack_from(place)
+    number, length, checksum = HEAD.unpack_from(place)
     text = place[HEAD.size : HEAD.size + length]
-    return (number, text) if len(text) == length and told == _sum(number, text) else (0, b"")
+    return (number, text) if len(text) == length and checksum == _sum(number, text) else (0, b"")
 
 
 def _sum(number: int, text: bytes) -> int:

@@ -118,8 +118,8 @@ def nameless(job: str) -> dict[int, int]:
 
 def held(fd: int, byte: int) -> bool:
     """Return whether a process holds the byte through another descriptor than this one's."""
-    told = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock(byte))
-    return bool(LOCK.unpack(told)[0] != fcntl.F_UNLCK)
+    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock(byte))
+    return bool(LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
 def _lock(byte: int) -> bytes:

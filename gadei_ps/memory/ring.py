@@ -1,9 +1,9 @@
 """A learner's ring, as the processes that do not trust it map it: server and watchdog.
 
 The learner can write all of the ring, unlink its name and truncate its file. So none of its words
-says how large it is or whose it is: sizes follow from the model and from the control segment, and
-the roster holds the generation. A mapping is guarded (native/ps_guard.h): if the file is cut off
-under it, zeros take its place, and a word of the caller's says so.
+determines its size or its owner: sizes follow from the model and from the control segment, and the
+roster holds the generation. A mapping is guarded (native/ps_guard.h): if the file is cut off
+under it, zeros take its place, and a word of the caller's is set.
 
 A ring whose name is lost or leads elsewhere is found by the descriptors that its other processes
 keep: a mapping holds one.

@@ -72,7 +72,7 @@ class RowStaging:
         self._lists: cupy.ndarray | None = None
 
     def stage(self, where: Sequence[int], block: Any, staging: int, sums: int, stream: int) -> None:
-        """Stage the rows of one tensor where its block of the frame says.
+        """Stage the rows of one tensor at the place in its block of the frame.
 
         where: as Client.push_from takes it; staging, sums: addresses on the device.
         """

@@ -11,7 +11,7 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
-from gadei_ps.job.parameter_groups import Group as Said
+from gadei_ps.job.parameter_groups import Group as GroupSettings
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.optimizer_settings import OptimizerSettings
@@ -102,7 +102,7 @@ class _GroupSettings:
         raise UsageError(f"{where} is {rate!r}: set a number from 0 on")
 
 
-def _place(group: Said, names: dict[int, str], parameter: torch.nn.Parameter) -> int:
+def _place(group: GroupSettings, names: dict[int, str], parameter: torch.nn.Parameter) -> int:
     """Return where a group of a script names a parameter."""
     return group.place(names[id(parameter)])
 
