@@ -96,6 +96,13 @@ def calibration_error(surest: NDArray[np.float64], right: NDArray[np.bool_]) -> 
     return float(np.abs(np.bincount(bins, right - surest)).sum() / len(right))
 
 
+def chance(surest: NDArray[np.float64]) -> float:
+    """Compute the mean calibration error of right probabilities: of so few rows, it is above 0."""
+    rng = np.random.default_rng(0)
+    draws = [calibration_error(surest, rng.random(len(surest)) < surest) for _ in range(200)]
+    return statistics.mean(draws)
+
+
 def auroc(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> float:
     """Compute the share of pairs in which the sentence in scope has the higher probability."""
     every = np.sort(outside)
@@ -130,6 +137,7 @@ def run(
         "seconds": seconds,
         "load": load,
         "calibration_error": calibration_error(surest, right),
+        "calibration_error_by_chance": chance(surest),
         "below_threshold": float(np.mean([one["below"] for one in inside])),
         "auroc": auroc(surest, others),
         "outside_refused": float((others < least).mean()),
