@@ -135,10 +135,11 @@ def test_a_stop_on_a_disk_that_blocks(
     cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends in its time, and says what was not saved. The memory stays."""
-    monkeypatch.setattr(stopping, "STOP_SILENT_S", 0.5)
     directory = Path(os.environ["GADEI_PS_STATE_DIR"]) / job_name
     text = MODEL + "[checkpoint]\nevery_s = 0\n"
-    service = start(cli, manager, job_name, text)
+    with monkeypatch.context() as short:  # not of the second one, which is to save
+        short.setattr(stopping, "STOP_SILENT_S", 0.5)
+        service = start(cli, manager, job_name, text)
     manager.wait("READY")
     with Client(job_name) as client:
         client.push({"w": np.ones(100, np.float32)})
