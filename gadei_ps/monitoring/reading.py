@@ -111,7 +111,10 @@ class Job:
     """Another one for each new memory of a job of this name."""
     phase: Phase = Phase.STARTING
     metrics: Mapping[str, Value] = field(default_factory=dict)
-    """Values by the names of metrics.JOB; None: only its watchdog knows."""
+    """Values by the names of metrics.JOB; None: only its watchdog knows.
+
+    While a server counts a gradient, its loss may be in one of `loss_sum` and `loss_count` only.
+    """
     learners: Sequence[Learner] = ()
     model: Model | None = None
     """None before the first learner has brought it."""
