@@ -318,7 +318,7 @@ def test_a_server_on_all_addresses_accepts_any_name() -> None:
 
 
 def test_a_scrape_of_50_jobs(job_name: str) -> None:
-    """The bound is far above what it takes (about 30 ms on a busy machine)."""
+    """The bound is far above what it takes (about 15 ms on a busy machine)."""
     with contextlib.ExitStack() as rigs:
         for number in range(50):
             rig = rigs.enter_context(Rig(f"{job_name}-{number}", W, learners=4))
