@@ -50,13 +50,15 @@ def of_part() -> Any:
 
 
 def compile_all() -> None:
-    """Compile the server's code as servers do, then what takes long of the rest."""
-    subprocess.run([sys.executable, "-P", "-c", UNITS], check=True)
-    from gadei_ps.server import recover, shard
+    """Compile the server's code as servers do, and beside it what takes long of the rest."""
+    with subprocess.Popen([sys.executable, "-P", "-c", UNITS]) as units:
+        from gadei_ps.server import recover, shard
 
-    keep()
-    for one in (recover.can_recover, recover.recover, shard.serve):
-        one.compile(of_part())  # type: ignore[attr-defined]
+        keep()
+        for one in (recover.can_recover, recover.recover, shard.serve):
+            one.compile(of_part())  # type: ignore[attr-defined]
+    if units.returncode:
+        raise SystemExit("the server's code cannot be compiled")
 
 
 if __name__ == "__main__":
