@@ -1,4 +1,4 @@
-"""Metrics of jobs for Prometheus, read from shared memory when a client asks for them.
+"""Metrics of jobs for Prometheus, collected from shared memory when they are asked for.
 
 Names derive from the tables of gadei_ps/metrics.py: `gradients_applied` of a job is
 `gadei_gradients_applied_total`, and `queue` of a learner is `gadei_learner_queue`. Labels are
@@ -8,12 +8,21 @@ series of each restart.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Final
 
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.core import (
+    Metric as Family,
+)
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import CollectorRegistry
+from prometheus_client.samples import Sample
 
 import gadei_ps
 from gadei_ps import metrics
@@ -25,7 +34,7 @@ from gadei_ps.monitoring.reading import Job, Reader, State, Value
 MOST_S: Final = 2**53  # of an interval, in a job file of another user
 MOST_NAMES: Final = 1000  # of measurements of a job
 FRESH_S: Final = 0.25  # in which a second request gets the same answer
-_ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+Labels = dict[str, str]
 
 
 def exported(one: Metric, of: str = "") -> str:
@@ -40,12 +49,14 @@ def exported(one: Metric, of: str = "") -> str:
     return f"gadei_{of}{stem}"
 
 
+def _is_missing(value: Value, one: Metric) -> bool:
+    return value is None or (one.values is Values.TIME and not value)
+
+
 def _checkpoint_interval(job: Job) -> Value:
     checkpoint = job.config.get("checkpoint")
     seconds = checkpoint.get("every_s") if isinstance(checkpoint, dict) else None
-    if isinstance(seconds, int | float) and 0 < seconds < MOST_S:
-        return float(seconds)
-    return None
+    return seconds if isinstance(seconds, int | float) and 0 < seconds < MOST_S else None
 
 
 GAUGES: Final[dict[str, tuple[str, Callable[[Job], Value]]]] = {
@@ -79,87 +90,53 @@ GAUGES: Final[dict[str, tuple[str, Callable[[Job], Value]]]] = {
 """Gauges of a job that are not in the tables."""
 
 
-class Family:
-    """All samples of a metric, as text."""
+class JobCollector:
+    """Metrics of all jobs that a reader sees, or of one."""
 
-    def __init__(self, name: str, help_: str, kind: str) -> None:
-        """kind: type of the metric, as OpenMetrics names it."""
-        self._name, self._help, self._kind = name, help_, kind
-        self._sample = name + {"counter": "_total", "info": "_info"}.get(kind, "")
-        self._lines: list[str] = []
-
-    def add(self, labels: str, value: float) -> None:
-        """Add a sample. labels: as _labels() writes them."""
-        self._lines.append(f"{self._sample}{{{labels}}} {_number(value)}\n")
-
-    def text(self, is_open: bool) -> str:
-        """Return its lines. is_open: in OpenMetrics instead of the format of Prometheus."""
-        name = self._name if is_open else self._sample
-        kind = "gauge" if self._kind == "info" and not is_open else self._kind
-        return f"# HELP {name} {self._help}\n# TYPE {name} {kind}\n{''.join(self._lines)}"
-
-
-def _labels(**labels: str) -> str:
-    return ",".join(f'{name}="{one.translate(_ESCAPES)}"' for name, one in labels.items())
-
-
-def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(value)
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-
-
-class Exporter:
-    """The metrics of all jobs that a reader sees, or of one, in a format that a client accepts."""
-
-    def __init__(self, job: str | None = None) -> None:
-        """job: the only one whose metrics are exported; by default all of the user."""
-        self._reader = Reader()
+    def __init__(self, reader: Reader, job: str | None = None) -> None:
+        self._reader = reader
         self._job = job
         self._scalars: dict[str, tuple[Follower, dict[str, float]]] = {}
         self._users: dict[int, str] = {}
-        self._made: dict[str, tuple[float, bytes]] = {}
 
-    def text(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the text, and its content type. accept: the client's header of that name."""
-        kind: str = choose_encoder(accept)[1]
-        at, text = self._made.get(kind, (float("-inf"), b""))
-        if time.monotonic() - at > FRESH_S:
-            is_open = kind.startswith("application/openmetrics-text")
-            parts = [one.text(is_open) for one in self._families()]
-            text = "".join([*parts, *["# EOF\n"] * is_open]).encode(errors="replace")
-            self._made[kind] = time.monotonic(), text
-        return text, kind
+    def describe(self) -> list[Family]:
+        """Nothing, so that a registry does not collect when it is made."""
+        return []
 
-    def _families(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Family]:
         """Read the jobs, and yield one family after the other."""
         jobs = self._reader.jobs() if self._job is None else [self._reader.job(self._job)]
         found = [(one, self._labels(one)) for one in jobs if one is not None]
         yield from _states(found)
         read = [one for one in found if one[0].state is not State.UNREADABLE]
         for one in metrics.JOB:
-            yield _family(one, exported(one), [(labels, job.metrics) for job, labels in read])
+            yield _family(
+                one, exported(one), [(labels, job.metrics[one.name]) for job, labels in read]
+            )
         for name, (help_, value) in GAUGES.items():
-            family = Family(name, help_, "gauge")
-            for job, labels in read:
-                if (number := value(job)) is not None:
-                    family.add(labels, number)
+            family = GaugeMetricFamily(name, help_)
+            family.samples += [
+                Sample(name, labels, told)
+                for job, labels in read
+                if (told := value(job)) is not None
+            ]
             yield family
         yield from self._named(read)
         rows = [
-            (f'{labels},learner="{learner.row}"', learner.metrics)
+            (learner.metrics, {**labels, "learner": str(learner.row)})
             for job, labels in read
             for learner in job.learners
         ]
         for one in metrics.LEARNER:
-            yield _family(one, exported(one, "learner_"), rows)
+            values = [(labels, told[one.name]) for told, labels in rows]
+            yield _family(one, exported(one, "learner_"), values)
 
-    def _labels(self, job: Job) -> str:
+    def _labels(self, job: Job) -> Labels:
         if job.uid not in self._users:
             self._users[job.uid] = paths.user(job.uid)
-        return _labels(gadei_job=job.name, user=self._users[job.uid])
+        return {"gadei_job": job.name, "user": self._users[job.uid]}
 
-    def _named(self, read: list[tuple[Job, str]]) -> Iterator[Family]:
+    def _named(self, read: list[tuple[Job, Labels]]) -> Iterator[Family]:
         """Yield hyperparameters and measurements, each by its name."""
         for name, help_, values in (
             (
@@ -169,10 +146,12 @@ class Exporter:
             ),
             ("gadei_scalar", "Last value that was measured or reported", self._reported),
         ):
-            family = Family(name, help_, "gauge")
-            for job, labels in read:
-                for key, value in values(job).items():
-                    family.add(f"{labels},{_labels(name=key)}", value)
+            family = GaugeMetricFamily(name, help_)
+            family.samples += [
+                Sample(name, {**labels, "name": key}, value)
+                for job, labels in read
+                for key, value in values(job).items()
+            ]
             yield family
 
     def _reported(self, job: Job) -> dict[str, float]:
@@ -189,22 +168,46 @@ class Exporter:
         return known[1]
 
 
-def _states(found: list[tuple[Job, str]]) -> Iterator[Family]:
-    info = Family("gadei_job", "Settings of a job", "info")
-    state = Family("gadei_job_state", "1 for the state that the job is in", "gauge")
+def _states(found: list[tuple[Job, Labels]]) -> Iterator[Family]:
+    info = InfoMetricFamily("gadei_job", "Settings of a job")
+    state = GaugeMetricFamily("gadei_job_state", "1 for the state that the job is in")
     for job, labels in found:
-        state.add(f"{labels},{_labels(state=job.state.value)}", 1)
+        state.samples.append(Sample("gadei_job_state", labels | {"state": job.state.value}, 1))
         if job.state is not State.UNREADABLE:
-            facts = _labels(sync=job.sync, optimizer=job.optimizer, version=gadei_ps.__version__)
-            info.add(f"{labels},{facts}", 1)
+            facts = {"sync": job.sync, "optimizer": job.optimizer, "version": gadei_ps.__version__}
+            info.samples.append(Sample("gadei_job_info", labels | facts, 1))
     yield info
     yield state
 
 
-def _family(one: Metric, name: str, found: list[tuple[str, Mapping[str, Value]]]) -> Family:
-    family = Family(name, one.help, one.kind.value)
-    for labels, values in found:
-        value = values[one.name]
-        if value is not None and not (one.values is Values.TIME and not value):
-            family.add(labels, value)
+def _family(one: Metric, name: str, values: list[tuple[Labels, Value]]) -> Family:
+    if one.kind is Kind.COUNTER:
+        family: Family = CounterMetricFamily(name, one.help)
+        name = f"{name}_total"
+    else:
+        family = GaugeMetricFamily(name, one.help)
+    family.samples += [
+        Sample(name, labels, value)
+        for labels, value in values
+        if value is not None and not _is_missing(value, one)
+    ]
     return family
+
+
+class Exporter:
+    """The text of the metrics, in the format that a client accepts."""
+
+    def __init__(self, job: str | None = None) -> None:
+        """job: the only one whose metrics are exported; by default all of the user."""
+        self._registry = CollectorRegistry()
+        self._registry.register(JobCollector(Reader(), job))
+        self._made: dict[str, tuple[float, bytes]] = {}
+
+    def text(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the text, and its content type. accept: the client's header of that name."""
+        encode, kind = choose_encoder(accept)
+        at, text = self._made.get(kind, (float("-inf"), b""))
+        if time.monotonic() - at > FRESH_S:
+            text = encode(self._registry)
+            self._made[kind] = time.monotonic(), text
+        return text, kind
