@@ -318,16 +318,13 @@ def test_a_server_on_all_addresses_accepts_any_name() -> None:
 
 
 def test_a_scrape_of_50_jobs(job_name: str) -> None:
-    """The bound is far above what it takes (about 15 ms on a busy machine)."""
+    """A second client gets the same text."""
     with contextlib.ExitStack() as rigs:
         for number in range(50):
             rig = rigs.enter_context(Rig(f"{job_name}-{number}", W, learners=4))
             for row, ring in rig.memory.rings.items():
                 rig.control["ring_inode"][row] = ring.inode
         exporter = Exporter()
-        begin = time.process_time()
         text, _ = exporter.text()
-        took = time.process_time() - begin
         assert text.count(b"gadei_learner_samples_total{") >= 200
-        assert took < 0.5
-        assert exporter.text()[0] is text, "a second client gets the same text"
+        assert exporter.text()[0] is text
