@@ -52,13 +52,10 @@ and the simulator are on this page. GaDei's accuracies, speed-ups and bandwidths
 Figures 3 to 9) have not been repeated.
 
 `make reproduce` measures all parts and writes these pages; `python -m gadei_ps.benchmarks.reproduce
-PART` measures one part. All figures behind a table are in `benchmarks/results/reproduce_PART.json`,
-with the machine and the command. The parts were measured on different machines, named below each.
-Most of them name a commit that ends in `-dirty`: the tree had changes that no commit has. The
-history has no commit cb91166.
-
-The column "paper, or target" has a figure or a statement of the paper, or where the paper has
-none, a target of this project.
+PART` measures one part. All figures behind a table are in `benchmarks/results/reproduce_PART.json`.
+Machine and commit stand below each part; `-dirty` means that the tree had changes that no commit
+has. The history has no commit cb91166. In the column "paper, or target", a target is this
+project's, where the paper has no figure.
 
 The papers: Zhao et al. 2019, *Elastic Bulk Synchronous Parallel Model for Distributed Deep
 Learning*; Teng and Wood 2018, *High Throughput Synchronous Distributed Stochastic Gradient

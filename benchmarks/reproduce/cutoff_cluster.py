@@ -123,25 +123,24 @@ def run(quick: bool = False) -> Part:
             "order": cutting.drive(NormalPredictor(), unseen),
             "sampled": cutting.drive(SampledPredictor(), unseen),
         }
-    _plot(times[0], {name: made[0] for name, made in runs.items()})
     recorded = recording().times
+    data = {
+        "mean": float(recorded.mean()),
+        "std": float(recorded.std()),
+        "training_seconds": trained.seconds,
+        "held_out_elbo": trained.held_out_elbo,
+        "best_fixed": hindsight,
+        "share": {name: [one.share.tolist() for one in made] for name, made in runs.items()},
+        "cutoffs": {name: [one.cutoffs.tolist() for one in made] for name, made in runs.items()},
+        "oracle": [cutting.oracle(one).tolist() for one in times],
+    }
+    draw(data)
     return Part(
         title="Cutoff SGD: throughput with predicted cutoffs",
         text=_text(trained, hindsight),
         rows=_rows(runs, others, recorded),
         plots=["cutoff_throughput.svg"],
-        data={
-            "mean": float(recorded.mean()),
-            "std": float(recorded.std()),
-            "training_seconds": trained.seconds,
-            "held_out_elbo": trained.held_out_elbo,
-            "best_fixed": hindsight,
-            "share": {name: [one.share.tolist() for one in made] for name, made in runs.items()},
-            "cutoffs": {
-                name: [one.cutoffs.tolist() for one in made] for name, made in runs.items()
-            },
-            "oracle": [cutting.oracle(one).tolist() for one in times],
-        },
+        data=data,
     )
 
 
@@ -155,7 +154,8 @@ paper's; how run times spread within a node is our guess. The model is trained o
 this machine, and tested on {TEST} iterations of other seeds. A predictor sees the run times only of
 the learners that it has waited for; in the first 20 iterations it waits for all. The share of an
 iteration is its throughput c / x_(c) divided by the oracle's, which has the run times in advance.
-The best fixed cutoff is chosen with hindsight ({min(hindsight)} to {max(hindsight)}).
+The best fixed cutoff is chosen with hindsight ({min(hindsight)} to {max(hindsight)}). The plot
+shows the median of five trials, and their range.
 
 In the rows on another node the third node is slow, which is never slow in the recording. There the
 paper's networks alone are not better than Elfving's formula. The learner's levels, an addition of
@@ -217,32 +217,30 @@ def _rows(
     return rows
 
 
-def _plot(times: FloatArray, runs: dict[str, Driven]) -> None:
-    figure = pyplot.figure(figsize=(8, 6.5), layout="constrained")
-    shown = (1, 50, 100, 150, 200)
-    grid = figure.add_gridspec(3, len(shown), height_ratios=(1, 2, 1.2))
-    first: Any = None
-    for column, iteration in enumerate(shown):
-        axes = first = figure.add_subplot(grid[0, column], sharey=first)
-        axes.plot(times[iteration - 1], ".", markersize=2, color="tab:gray")
-        axes.set_title(f"iteration {iteration}", fontsize=8)
-        axes.tick_params(labelsize=8, labelleft=column == 0)
-        if column == 0:
-            axes.set_ylabel("run time, s")
-    iterations = np.arange(1, len(times) + 1)
-    top = figure.add_subplot(grid[1, :])
-    top.plot(
-        iterations, cutting.oracle(times), color=COLOURS["oracle"], linewidth=1, label="oracle"
+def draw(data: dict[str, Any]) -> None:
+    """Draw throughput and length of each iteration: median and range of the trials."""
+    figure, (top, below) = pyplot.subplots(
+        2, 1, figsize=(8, 5), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
-    below = figure.add_subplot(grid[2, :], sharex=top)
+    oracle = np.array(data["oracle"])
+    _band(top, "oracle", oracle)
     for name in ("full", "best fixed", "order", "learned"):
-        style = {"color": COLOURS[name], "linewidth": 1, "label": name}
-        top.plot(iterations, runs[name].throughput, **style)
-        below.plot(iterations, runs[name].seconds, **style)
+        rate = oracle * data["share"][name]
+        _band(top, name, rate)
+        _band(below, name, data["cutoffs"][name] / rate)
     top.set_ylabel("gradients/s")
-    top.set_ylim(bottom=0)
     top.legend(ncols=5, loc="lower right")
     below.set_ylabel("iteration, s")
-    below.set_ylim(bottom=0)
     below.set_xlabel("iteration")
+    for axes in (top, below):
+        axes.set_ylim(bottom=0)
     part.save(figure, "cutoff_throughput.svg")
+
+
+def _band(axes: Any, name: str, trials: FloatArray) -> None:
+    """Draw a curve with its range. trials: (trials, iterations)."""
+    iterations = np.arange(1, trials.shape[1] + 1)
+    shade = COLOURS[name]
+    low, high = trials.min(axis=0), trials.max(axis=0)
+    axes.fill_between(iterations, low, high, color=shade, alpha=0.25, linewidth=0)
+    axes.plot(iterations, np.median(trials, axis=0), color=shade, linewidth=1, label=name)

@@ -112,10 +112,10 @@ of each iteration are predicted from the {fitting.LAG} iterations before it, who
 all known. Predicted and observed run times are compared in ascending order. {trained}. The larger
 cluster stands for the paper's 32 nodes of 68 cores; one of its nodes is also slow at first.
 
-The plot shows the prediction with two deviations to either side, the observed run times, and the
-chosen cutoff. The error of an order statistic is |predicted - observed| / observed. The coverage is
-the share of observed order statistics within two predicted deviations. The paper gives no number
-for either.
+The plot shows single iterations of one run: the prediction with two deviations to either side, the
+observed run times, and the chosen cutoff. The error of an order statistic is |predicted - observed|
+/ observed. The coverage is the share of observed order statistics within two predicted deviations.
+The paper gives no number for either.
 """
 
 

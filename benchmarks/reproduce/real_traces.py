@@ -10,15 +10,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 from gadei_ps.benchmarks.nlc_texts import CHECKOUT, VARIABLE
-from gadei_ps.benchmarks.reproduce import cutting, part
-from gadei_ps.benchmarks.reproduce.cutting import COLOURS, Calibration, Driven
+from gadei_ps.benchmarks.reproduce import cutting
+from gadei_ps.benchmarks.reproduce.cutting import Calibration, Driven
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.errors import UsageError
 from gadei_ps.run_times import fitting, traces
@@ -30,10 +26,6 @@ from gadei_ps.sync.run_time_model import RunTimeModel
 FOLDER = "trace-pai-minibatch"
 JOBS = (1, 3)
 LAG = fitting.LAG
-
-
-RANKS = {"1st": "skyblue", "6th": "tab:blue", "9th": "navy", "10th": "black"}
-"""The ranks of run times that are drawn, with their colours."""
 
 
 @dataclass
@@ -77,12 +69,10 @@ def run(quick: bool = False) -> Part:
             for other in JOBS:
                 times = jobs[other].filled().times[half if other == job else 0 :]
                 tests.append(_test(file, job, other, times))
-    _plot(tests)
     return Part(
         title="Cutoff SGD: run times of production jobs",
         text=_text(jobs, tests, seconds),
         rows=[row for one in tests for row in _rows(one)],
-        plots=["cutoff_real_traces.svg"],
         data={
             one.name: {
                 "best_fixed": one.best_fixed,
@@ -156,27 +146,3 @@ def _rows(one: Tested) -> list[Row]:
     covered = cutting.percent(one.calibration["learned"].covered)
     rows.append(Row(f"coverage of two deviations, learned, {one.name}", "", covered))
     return rows
-
-
-def _plot(tests: list[Tested]) -> None:
-    figure, grid = pyplot.subplots(2, len(tests), figsize=(9, 4.2), layout="constrained")
-    for (above, below), one in zip(grid.T, tests, strict=True):
-        ordered = np.sort(one.times, axis=1)[:, [0, one.times.shape[1] // 2, -2, -1]]
-        for values, (name, colour) in zip(ordered.T, RANKS.items(), strict=True):
-            above.plot(values, linewidth=0.6, color=colour, label=name)
-        above.set_title(one.name)
-        above.set_xlabel("iteration")
-        names = list(one.calibration)
-        for name in names:
-            ranks = np.arange(1, one.times.shape[1] + 1)
-            error = 100 * one.calibration[name].error
-            below.plot(ranks, error, ".-", color=COLOURS[name], linewidth=1, label=name)
-        below.set_ylim(bottom=0)
-        below.set_xlabel("rank")
-        for axes in (above, below):
-            axes.tick_params(labelsize=8)
-    grid[0][0].set_ylabel("run time, s")
-    grid[0][0].legend(fontsize=8)
-    grid[1][0].set_ylabel("error, %")
-    grid[1][0].legend(fontsize=8)
-    part.save(figure, "cutoff_real_traces.svg")
