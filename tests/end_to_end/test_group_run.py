@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import support
 from shell import Cli, Running
+from support import tutorials
 
 from gadei_ps.benchmarks import group_deaths
 from gadei_ps.benchmarks.group_deaths_counts import AGAIN, FINISHED, MISSING
@@ -37,6 +39,11 @@ pytestmark = [
 LONG_S = 4 * support.PATIENCE_S
 """Each command loads Ray; on a busy machine several tests do that at once."""
 eventually = functools.partial(support.eventually, timeout_s=LONG_S)
+LEARN = Path(__file__).parents[2] / "docs" / "learn"
+STARTING = "gadei-ps: starting Ray on this host, with 2 nodes"
+"""The line of a cluster of the command's own."""
+UNTIL_END = "iter(lambda: not __import__('os').path.exists('end'), False)"
+"""Steps of the tutorial's script, for as long as the test wants it."""
 NODES = Path(support.__file__).parent / "ray_nodes.py"
 MACHINES = 3
 LOOK_S = 0.05
@@ -207,6 +214,44 @@ def test_train(run: Run, nodes: Nodes, place: Path) -> None:
     assert ended.json["gradients_applied"] > 36 and ended.json["rounds"] > 1
     assert (run.cli.directory / "model-1" / "weights.safetensors").exists()
     assert not [one.name for one in place.iterdir() if one.name != "state"]
+
+
+def test_the_tutorial(run: Run, nodes: Nodes) -> None:
+    """The commands of docs/learn/replicas.md print what it shows, in the cluster of these tests."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    first, second = ((LEARN / f"{name}.md").read_text() for name in ("first-job", "replicas"))
+    script = next(one.text for one in tutorials.blocks(first) if one.file == "my_train.py")
+    settings, started, asked = (one for one in tutorials.blocks(second) if one.how != "skip")
+    run.machines = 2
+    run.file.write_text("silence_s = 60\n" + settings.text.replace("demo", run.name))
+    assert "range(1, 4001)" in script
+    (run.cli.directory / "my_train.py").write_text(script.replace("range(1, 4001)", UNTIL_END))
+    words = ("group", "run", run.file, "--address", nodes.address, "--", sys.executable)
+    env = run.env | {"COLUMNS": "100"}
+    command = run.cli.start(*words, "my_train.py", **env)
+    ((_, shown),) = asked.commands
+
+    def is_shown() -> bool:
+        assert command.process.poll() is None, command.err
+        return all(run.has_trained(number) for number in (0, 1)) and tutorials.fits(
+            here(shown), here(run.cli("group", "status", run.name, **env).out)
+        )
+
+    eventually(is_shown, what=lambda: command.err)
+    (run.cli.directory / "end").touch()
+    ended = command.wait()
+    assert ended.code == 0, ended.err
+    found = here(f"{STARTING}\n{ended.err}".replace(run.name, "demo"))
+    ((_, shown),) = started.commands
+    # On a busy machine a replica is silent for a while: there may be more lines.
+    lines = "".join(f"{line}\n...\n" for line in here(shown).splitlines())
+    assert tutorials.fits(lines, found), found
+
+
+def here(text: str) -> str:
+    """Return a text without addresses of this host and directories of logs."""
+    return re.sub(r"\b127(\.\d+){3}\b|(?<= log )/\S*/", "", text)
 
 
 def test_learners_that_end(run: Run, nodes: Nodes) -> None:
