@@ -127,12 +127,12 @@ class ServerStarter:
         if self._loads is not None:
             self._send(self._loads[0])
 
-    def prepare(self, optimizer: int, sync: str, compiled: int) -> None:
-        """Have the code of these loaded for the next server. compiled: servers that have theirs.
+    def prepare(self, optimizer: int, compiled: int) -> None:
+        """Have its code loaded for the next server. compiled: servers that have theirs.
 
         A server that has just compiled it has stored it, so the fork server looks again.
         """
-        wanted = Load(optimizer, sync), compiled
+        wanted = Load(optimizer), compiled
         if wanted != self._loads:
             self._loads = wanted
             self._send(wanted[0])

@@ -20,7 +20,6 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import in_words
-from gadei_ps.job import sync_change
 from gadei_ps.machine import ownership, process
 from gadei_ps.memory import build, layout, lifecycle, reserve
 from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
@@ -343,9 +342,8 @@ class Servers:
 
     def _prepare_starter(self, now: float) -> None:
         """Prepare the fork server, with the code that the next server needs."""
-        model = sync_change.text(self.memory.control, sync_change.requested(self.memory.control))
         ready = sum(self._control["server"]["state"] == ServerState.READY)
-        self._starter.prepare(int(self._control["optimizer"]), model, int(ready))
+        self._starter.prepare(int(self._control["optimizer"]), int(ready))
         self._starter.tick(now)
         if self._starter.pid != int(self._control["fork_server_pid"]):
             self._control["fork_server_pid"] = 0  # at no instant the words of two stand together

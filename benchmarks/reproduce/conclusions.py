@@ -23,9 +23,9 @@ def _zipline_table(data: Data) -> str:
     ]
     return (
         "Not reproduced: with 10 learners, ZipLine is the fastest of the three in the paper. Here "
-        f"it is not: {'; '.join(shown)}. GridScan may miss the best lengths. `planner`, which the "
-        "server uses, is the fastest of those that do not. The paper's times are of another "
-        "processor and language, so only the order of the algorithms can be compared."
+        f"it is not: {'; '.join(shown)}. GridScan may miss the best lengths. Of the others, "
+        "`planner` is the fastest from 100 learners on. The paper's times are of another processor "
+        "and language, so only the order of the algorithms can be compared."
     )
 
 

@@ -1,7 +1,7 @@
 """ElasticBSP's own algorithms (Zhao et al. 2019, section IV), as the paper writes them.
 
-All have the arguments and results of `gadei_ps.sync.zipline.plan`, and all are compiled by Numba,
-so that their times compare the algorithms.
+All have the arguments and results of `gadei_ps.sync.zipline.plan`. Numba compiles their loops;
+ZipLine's times are sorted by NumPy, as the planner's are.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from gadei_ps.sync import search
-from gadei_ps.sync.zipline import EndTimes, Plan, check, rows
+from gadei_ps.sync.zipline import EndTimes, Plan, checked
 
 compiled = numba.njit(nogil=True, error_model="numpy")
-Order = tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]
-"""All times in ascending order, and their learners."""
 
 
 def zipline_literal(end_times: EndTimes) -> Plan:
@@ -25,46 +22,27 @@ def zipline_literal(end_times: EndTimes) -> Plan:
 
     It stops if no time is left to fill the set. The paper does not describe this case.
     """
-    return _checked(_zipline_literal, end_times)
+    times = checked(end_times)
+    order = np.argsort(times, axis=None, kind="stable")
+    owners = order // times.shape[1]
+    chosen, window = _zipline_literal(len(times), times.ravel()[order], owners)
+    return chosen, float(window)
 
 
 def grid_scan(end_times: EndTimes) -> Plan:
     """Algorithm 1, a heuristic around each time of the learner that ends first, in O(R^2 n)."""
-    return _checked(_grid_scan, end_times)
+    return _scanned(_grid_scan, end_times)
 
 
 def full_grid_scan(end_times: EndTimes) -> Plan:
     """Algorithm 1 around each time of every learner in turn, in O(R^2 n^2)."""
-    return _checked(_full_grid_scan, end_times)
+    return _scanned(_full_grid_scan, end_times)
 
 
-def _checked(found: Callable[[EndTimes], Plan], end_times: EndTimes) -> Plan:
-    """Return the result of a search. Raises ValueError for times of the wrong form."""
-    times = rows(end_times)
-    check(_wrong(times))
-    chosen, window = found(times)
+def _scanned(scan: Callable[[EndTimes], Plan], end_times: EndTimes) -> Plan:
+    """Return the result of a scan. Raises ValueError for times of the wrong form."""
+    chosen, window = scan(np.ascontiguousarray(checked(end_times)))
     return chosen, float(window)
-
-
-@compiled
-def _wrong(times: EndTimes) -> int:
-    return search.wrong(times)
-
-
-@compiled
-def merged(times: EndTimes) -> Order:
-    """The times in order, merged."""
-    keys, owners = np.empty((2, times.size)), np.empty((2, times.size), np.int32)
-    search.merge(times, keys, owners)
-    return keys[0], owners[0]
-
-
-@compiled
-def in_order(times: EndTimes) -> Order:
-    """The times in order, as the planner sorts them."""
-    keys, owners = np.empty((2, times.size)), np.empty((2, times.size), np.int32)
-    search.in_order(times, keys, owners, np.empty(times.size + 1, np.int32))
-    return keys[0], owners[0]
 
 
 @compiled
@@ -94,9 +72,10 @@ def _put(
 
 
 @compiled
-def _zipline_literal(times: EndTimes) -> tuple[npt.NDArray[np.int64], float]:
-    learners = times.shape[0]
-    omega, owners = in_order(times)
+def _zipline_literal(
+    learners: int, omega: EndTimes, owners: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], float]:
+    """omega: all times in ascending order. owners: their learners."""
     z = np.empty(learners + 1, np.int32)  # places in omega, in ascending order as those are
     z_owner = np.empty(learners + 1, np.int32)
     size = 0

@@ -74,12 +74,12 @@ def run(quick: bool = False) -> Part:
     return Part(
         "ElasticBSP, Table II: what planning costs",
         "Zhao et al. 2019 measure their three algorithms on a Xeon E5-2620 v3: the mean of 10 "
-        "trials, in microseconds; they do not name the language. Here Numba compiles all of them, "
-        "and they take turns in each trial. The server uses `planner`. It gives exactly ZipLine's "
-        "answer, but sorts the times by counting instead of comparing, and keeps the set Z so that "
-        "it replaces a member without a search. The end times are those of learners whose speeds "
-        "differ by up to a factor of four; each iteration is within about 5% of its learner's "
-        "mean. The paper does not name the times it uses.",
+        "trials, in microseconds; they do not name the language. Here Numba compiles their loops, "
+        "and all take turns in each trial. The server uses `planner`, which gives exactly "
+        "ZipLine's answer by a few calls of NumPy: it sorts all times, and finds the ends of all "
+        "windows at once. The end times are those of learners whose speeds differ by up to a "
+        "factor of four; each iteration is within about 5% of its learner's mean. The paper does "
+        "not name the times it uses.",
         _rows(data),
         data={"cells": data},
     )

@@ -16,10 +16,9 @@ MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Load:
-    """Request to the fork server to load the compiled code of these, if there is any."""
+    """Request to the fork server to load the compiled code of an optimizer, if there is any."""
 
     optimizer: int
-    sync: str
 
 
 @dataclass(frozen=True)

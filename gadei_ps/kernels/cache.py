@@ -74,7 +74,6 @@ SOURCES = tuple(
         "server/structs.py",
         "server/superstep.py",
         "server/symbols.py",
-        "sync/search.py",
     )
 )
 

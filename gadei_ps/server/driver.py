@@ -309,7 +309,7 @@ class Driver:
         self._supersteps = Supersteps(control, self._state, self._shards)
         self._resumed = False
         self._offset = 0  # clocks in the roster, which outlive servers, minus clocks of the model
-        self._loaded = self.number
+        self._wanted = self.number
         self._change: Change | None = None
         self._pause: Pause | None = None
         self._requests_at = int(part[0]["board"]) + layout.offset(BOARD, "requests")
@@ -324,20 +324,15 @@ class Driver:
             self.number = sync_change.in_force(self._segment)
             self.sync = sync_change.model(self._segment, self.number)
 
-    def run(self, serving: bool, loaded: int) -> None:
-        """Make one pass over all members. serving: True if all shards serve.
-
-        loaded: number of the model whose code is loaded: the wanted one, or the one before.
-        """
-        self._loaded = loaded
+    def run(self, serving: bool) -> None:
+        """Make one pass over all members. serving: True if all shards serve."""
+        self._wanted = sync_change.requested(self._segment)
         if not self._resumed and self._pause is None:
             self._pause = self._inherited_pause()
         if self._pause is not None and self._pause.begun:
             self._assign(self._pause)
             return
         if not self._resumed:
-            if sync_change.requested(self._segment) != loaded:
-                return
             self.follow()  # the previous server may have changed the model just before it died
         due = hyperparameters.requested(self._segment) != hyperparameters.in_force(self._segment)
         if due and not (self._at_barrier or self._change_numbers(serving)):
@@ -347,7 +342,7 @@ class Driver:
             if not self._resumed:
                 return
         elif not self._frozen and self._is_to_change():
-            self._change = Change(loaded, sync_change.model(self._segment, loaded))
+            self._change = Change(self._wanted, sync_change.model(self._segment, self._wanted))
         elif not self._frozen:
             self._pause = self._requested_pause()
         if self.sync.uses_pushes and not self._at_barrier:
@@ -381,7 +376,7 @@ class Driver:
     # -- operations at a barrier ------------------------------------------------------------------
 
     def _is_to_change(self) -> bool:
-        return self._loaded != self.number
+        return self._wanted != self.number
 
     @property
     def _frozen(self) -> bool:
@@ -660,8 +655,8 @@ class Driver:
         if not self._supersteps.done():
             return False
         if self._is_to_change():
-            model = sync_change.model(self._segment, self._loaded)
-            self._change = Change(self._loaded, model, at_barrier=True)
+            model = sync_change.model(self._segment, self._wanted)
+            self._change = Change(self._wanted, model, at_barrier=True)
             return True
         sync_change.enforce(self._segment, self.number, self.sync)
         if self.sync.uses_pushes:

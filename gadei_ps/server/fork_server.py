@@ -91,7 +91,7 @@ class ForkServer:
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, Load):
             try:
-                code.load_kept(message.optimizer, message.sync)
+                code.load_kept(message.optimizer)
             except Exception:  # a server that needs it reports the error
                 log.get().exception("the fork server cannot load the code of servers")
         elif isinstance(message, Start):
@@ -162,7 +162,7 @@ def main() -> None:
         end.set_inheritable(False)
         process.allow_files(process.MANY_FILES)
         code.set_up()
-        code.load_kept(Kind.SGD, "asp")  # most of it is every job's
+        code.load_kept(Kind.SGD)  # most of it is every job's
         gc.freeze()  # to look for garbage among these would copy their pages in each fork
         ForkServer(end, files).run()
     except (GadeiError, OSError) as error:

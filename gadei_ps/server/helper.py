@@ -14,7 +14,6 @@ from gadei_ps.kernels import cache, sharing
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.machine import process
 from gadei_ps.server import units
-from gadei_ps.sync import zipline
 
 MOST_EXPENDABLE = b"1000"
 
@@ -25,7 +24,7 @@ def main() -> None:
     # Where memory runs out, the kernel kills this process first, and not the server.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(MOST_EXPENDABLE)
-    known = {unit.name: unit for unit in [*units.units(Kind), zipline.UNIT]}
+    known = {unit.name: unit for unit in units.units(Kind)}
     sharing.compile_free([known[name] for name in sys.argv[1:]], stop=cache.has_failed)
     os._exit(0)
 

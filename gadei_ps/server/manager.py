@@ -147,9 +147,8 @@ class Server:
     def _drive(self) -> None:
         """Drive the synchronization model; a standby follows the server that does."""
         assert self.driver is not None
-        loaded = self._code.follow()
         if self.active:
-            self.driver.run(self._all_serve, loaded)
+            self.driver.run(self._all_serve)
             self._retire()
         else:
             self.driver.follow()

@@ -40,7 +40,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Final
 
-from gadei_ps.kernels.unit import Unit
 from gadei_ps.sync.parameters import Parameter
 
 UNBOUNDED: Final = 2**62
@@ -129,10 +128,6 @@ class SyncModel(ABC):
     def wave(self) -> int:
         """Number of mini-batches that a learner aggregates and pushes as one gradient."""
         return 1
-
-    def units(self) -> list[Unit]:
-        """Compiled code that the model computes with: loaded before a server uses the model."""
-        return []
 
     def check(self, learners: int | None) -> None:  # noqa: B027 (most models fit any number)
         """Check that the model fits `learners`, if given, and that files it names are usable.

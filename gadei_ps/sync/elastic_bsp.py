@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from gadei_ps.kernels.unit import Unit
+from gadei_ps.sync import zipline
 from gadei_ps.sync.base import Commit, SyncModel
 from gadei_ps.sync.parameters import Parameter, whole_number
 
@@ -75,11 +75,6 @@ class ElasticBSP(SyncModel):
         self._arrived: set[int] = set()
         self._due = math.nan  # planned time of the barrier; NaN before the first plan
 
-    def units(self) -> list[Unit]:
-        from gadei_ps.sync import zipline  # imports Numba, which `parse` does not need
-
-        return [zipline.UNIT]
-
     def _joined(self, learner: int, now: float) -> int:
         waits = bool(self._arrived)
         self._members[learner] = _Member(0 if waits else 1, now, not waits, self.R - 1)
@@ -137,8 +132,6 @@ class ElasticBSP(SyncModel):
 
     def _plan(self, known: list[int], now: float) -> None:
         """Set the lengths of the superstep for `known`: learners that have recent intervals."""
-        from gadei_ps.sync import zipline
-
         members = [self._members[learner] for learner in known]
         began = np.array([member.began for member in members])
         intervals = np.array([max(_median(member.recent), SHORTEST) for member in members])

@@ -5,25 +5,17 @@ time of each learner, such that the chosen times lie closest together. The learn
 waits for the last one, so the window, from the first to the last chosen time, is the cost of
 waiting. Of equal windows the search takes the first.
 
-`plan` gives the answer of the paper's ZipLine, which costs O(Rn^2), in O(Rn log n). The compiled
-search is in search.py. The paper's own algorithms are in `benchmarks/reproduce/searches.py`.
+`plan` gives the answer of the paper's ZipLine, which costs O(Rn^2), in O(Rn log n). The paper's own
+algorithms are in `benchmarks/reproduce/searches.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import numpy.typing as npt
 
-from gadei_ps.kernels import loaded
-
 EndTimes = npt.NDArray[np.float64]
 Plan = tuple[npt.NDArray[np.int64], float]
-
-UNIT = loaded.unit("zipline", "gadei_ps.sync.search")
-_SEARCH = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 2, *[ctypes.c_uint64] * 6)
-WRONG = ("", "a time is not finite", "must ascend in each row", "lie too far apart")
 
 
 def plan(end_times: EndTimes) -> Plan:
@@ -33,29 +25,37 @@ def plan(end_times: EndTimes) -> Plan:
     Returns the chosen index of each learner, int64 of shape (learners,), and the window in the same
     unit. Raises ValueError for other times.
     """
-    times = rows(end_times)
+    times = checked(end_times)
     learners, ahead = times.shape
-    # The search makes no arrays: this is its memory, see search.SIGNATURE.
-    keys, owners = np.empty((2, times.size)), np.empty((2, times.size), np.int32)
-    counts = np.empty(times.size + 1 + learners, np.int32)
-    chosen, window = np.empty(learners, np.int64), np.empty(1)
-    UNIT.load()
-    at = (one.ctypes.data for one in (times, keys, owners, counts, chosen, window))
-    check(_SEARCH(loaded.address(UNIT.name))(learners, ahead, *at))
-    return chosen, float(window[0])
+    order = np.argsort(times, axis=None, kind="stable")
+    in_order = times.ravel()[order]
+    places = np.empty(times.shape, np.int64)
+    places.flat[order] = np.arange(times.size)
+    # The place at which a window that begins at each place has a time of every learner: the last
+    # of the learners' next times. A time is the next one after the learner's time before it.
+    ends = np.zeros(times.size, np.int64)
+    ends[0] = places[:, 0].max()
+    ends[places[:, :-1] + 1] = places[:, 1:]
+    ends = np.maximum.accumulate(ends)
+    begins = np.arange(places[:, -1].min() + 1)
+    windows = in_order[ends[begins]] - in_order[begins]
+    best = int(windows.argmin())
+    before = order[: ends[best] + 1] // ahead  # the learner of each time up to the window's end
+    return np.bincount(before, minlength=learners) - 1, float(windows[best])
 
 
-def rows(end_times: EndTimes) -> EndTimes:
-    """The times, one after the other in memory. Raises ValueError for those of another shape."""
-    times = np.ascontiguousarray(end_times, np.float64)
+def checked(end_times: EndTimes) -> EndTimes:
+    """Return the times as float64. Raises ValueError for those that `plan` does not take."""
+    times = np.asarray(end_times, np.float64)
     if times.ndim != 2 or not times.size:
         raise ValueError(
             f"end_times: need one row of times for each learner, not shape {times.shape}"
         )
+    if not np.isfinite(times).all():
+        raise ValueError("end_times: a time is not finite")
+    if (times[:, 1:] < times[:, :-1]).any():
+        raise ValueError("end_times: must ascend in each row")
+    with np.errstate(over="ignore"):
+        if not np.isfinite(times.max() - times.min()):
+            raise ValueError("end_times: lie too far apart")
     return times
-
-
-def check(wrong: int) -> None:
-    """Raise ValueError for times that are wrong. wrong: an index of WRONG, 0 if they are right."""
-    if wrong:
-        raise ValueError(f"end_times: {WRONG[wrong]}")

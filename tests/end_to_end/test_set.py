@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import os
 import signal
 import threading
-import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
-from support import FORK, daemon, eventually, fork, learner, live_weights, quick, status
+from support import daemon, eventually, fork, learner, live_weights, status
 from support.steered import (
     MODELS,
     TENSORS,
@@ -26,15 +21,12 @@ from support.steered import (
     push_when_told,
     tell,
 )
-from support.supervised import Watched, goes_on, pushing, standby
 
 from gadei_ps.commands import change
 from gadei_ps.errors import ControlError, UsageError
 from gadei_ps.job import control
 from gadei_ps.job.control import SetSync
 from gadei_ps.learners.client import Client
-from gadei_ps.server import code
-from gadei_ps.sync import zipline
 from gadei_ps.sync.run_time_file import Sizes, contents
 
 
@@ -99,75 +91,6 @@ def test_kills_amid_changes(times: str, job_name: str) -> None:
             # Sums of ones, or means of them: a superstep of three moves the weights by one.
             assert live_weights(job_name)[0] < 0
         assert np.ptp(live_weights(job_name)[:VALUES]) == 0
-
-
-class Flag:
-    """An event for forked processes. One that waits may be killed: set() waits for none of them."""
-
-    def __init__(self) -> None:
-        self._up = FORK.RawValue("b", 0)
-
-    def set(self) -> None:
-        self._up.value = 1
-
-    def wait(self) -> None:
-        while not self._up.value:
-            time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def slowly_compiled(job: str, *failing: Exception) -> Iterator[tuple[Watched, Flag]]:
-    """A job whose servers get the code of ElasticBSP once the event is set.
-
-    failing: how the first attempts of each server end.
-    """
-    compiled = Flag()
-    to_fail = list(failing)
-
-    def load() -> None:
-        if to_fail:
-            raise to_fail.pop()
-        compiled.wait()
-
-    def slow(program: str) -> None:
-        zipline.UNIT = zipline.UNIT._replace(load=load)  # in a fork of this process
-        code.AGAIN_S = 0.01
-
-    with (
-        mock.patch.object(quick, "STARTING", [slow]),
-        Watched(job, sync="asp", hang_s=0.5, standby=True) as watched,
-    ):
-        yield watched, compiled
-
-
-def test_a_server_that_compiles_the_model_is_not_hung(job_name: str) -> None:
-    """ElasticBSP's search is compiled when it is first wanted. Learners continue meanwhile."""
-    failing = MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")
-    with slowly_compiled(job_name, *failing) as (watched, compiled), pushing(job_name):
-        control.ask(job_name, SetSync(sync="elastic-bsp:R=4"))
-        watched.look(1.5)
-        goes_on(job_name)
-        told = status(job_name)
-        assert (told["server_deaths"], told["sync"]) == (0, "asp")
-        compiled.set()
-        eventually(lambda: status(job_name)["sync"] == "elastic-bsp:R=4")
-        goes_on(job_name)
-
-
-def test_a_server_that_takes_over_while_it_compiles_the_model(job_name: str) -> None:
-    """It makes the change once it has the code, and is not taken for hung before."""
-    with slowly_compiled(job_name) as (watched, compiled), pushing(job_name):
-        next_one = standby(job_name)
-        control.ask(job_name, SetSync(sync="elastic-bsp:R=4"))
-        os.kill(status(job_name)["server_pid"], signal.SIGKILL)
-        eventually(lambda: status(job_name)["server_pid"] == next_one)
-        watched.look(1.5)
-        told = status(job_name)
-        assert (told["server_deaths"], told["sync"]) == (1, "asp")
-        compiled.set()
-        eventually(lambda: status(job_name)["sync"] == "elastic-bsp:R=4")
-        goes_on(job_name)
-        assert status(job_name)["server_deaths"] == 1
 
 
 def test_change_waits_for_the_iteration_in_hand(job_name: str) -> None:

@@ -273,10 +273,8 @@ def fork_quickly(*, fork_server: bool = False) -> Iterator[None]:
     fork_server: jobs have one. It costs a fork more, and is of no use to forks.
     """
     from gadei_ps.server import units
-    from gadei_ps.sync import zipline
 
     units.load()
-    zipline.UNIT.load()
     for module in (*programs().values(), *IMPORTED_LATE):
         importlib.import_module(module)
     spawn = process.spawn

@@ -125,8 +125,7 @@ def test_structs_at_an_address() -> None:
 SCRIPT = """
 import numba
 before = numba.config.CACHE_DIR
-from gadei_ps.kernels import cache
-from gadei_ps.sync import search
+from gadei_ps.kernels import cache, compiled
 @numba.njit(cache=True)
 def of_a_script(number):
     return number + 1

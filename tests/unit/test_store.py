@@ -13,7 +13,6 @@ from gadei_ps.kernels import cache, elf, engine, loaded, store
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.kernels.store import Code
 from gadei_ps.server import units
-from gadei_ps.sync import zipline
 
 NAME = "assign-0"  # a small one
 LIBRARIES = {"cos", "memcpy", "memmove", "memset", "pow", "sqrt"}  # of C and its mathematics
@@ -113,7 +112,7 @@ def _raise_full(fd: int) -> None:
 @pytest.mark.usefixtures("compiled")
 def test_nothing_is_undefined_but_c_and_ours() -> None:
     """So nothing of Python's, nor of Numba's, runs in a server's threads, and none can raise."""
-    names = {one.name for one in (*units.units(Kind), zipline.UNIT)}
+    names = {one.name for one in units.units(Kind)}
     kept = set(filter(store.is_kept, names))
     assert {"stand_by", "apply", "arrive", "check", "move-1-0"} <= kept
     for name in kept:
@@ -137,7 +136,7 @@ import numpy as np
 threads = os.listdir("/proc/self/task")
 from gadei_ps.server import code, units
 from gadei_ps.kernels import engine, loaded
-code.load_kept(1, "elastic-bsp")
+code.load_kept(1)
 engine.give_back()
 assert "numba" not in sys.modules
 assert os.listdir("/proc/self/task") == threads

@@ -284,8 +284,8 @@ def test_bsp_of_one_learner_commits_each_push() -> None:
 def test_models_import_nothing_but_pure_modules() -> None:
     allowed = {"abc", "bisect", "collections", "dataclasses", "enum", "functools", "heapq"}
     allowed |= {"__future__", "itertools", "math", "random", "statistics", "types", "typing"}
-    # Arrays, the reader of the run-time model's file, and how the search is compiled.
-    allowed |= {"contextlib", "ctypes", "json", "numpy", "pathlib", "safetensors"}
+    # Arrays, and the reader of the run-time model's file.
+    allowed |= {"contextlib", "json", "numpy", "pathlib", "safetensors"}
     for file in Path(sync.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
@@ -296,9 +296,5 @@ def test_models_import_nothing_but_pure_modules() -> None:
                 continue
             for module in imported:
                 pure = module.split(".")[0] in allowed or module.startswith("gadei_ps.sync")
-                pure |= module == "gadei_ps.kernels.unit"
-                pure |= (file.name, module) == ("zipline.py", "gadei_ps.kernels")
-                pure |= (file.name, module) == ("search.py", "gadei_ps.kernels.compiled")
-                pure |= (file.name, module) == ("search.py", "numba")
                 pure |= (file.name, module) == ("run_time_file.py", "gadei_ps.machine")
                 assert pure, f"{file.name} imports {module}"

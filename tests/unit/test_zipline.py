@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from gadei_ps.benchmarks.reproduce.searches import (
     full_grid_scan,
     grid_scan,
-    in_order,
-    merged,
     zipline_literal,
 )
 from gadei_ps.sync.zipline import plan
@@ -86,21 +84,6 @@ def test_plan_is_what_zipline_finds(data: st.DataObject) -> None:
     literal, literal_window = zipline_literal(times)
     assert chosen.tolist() == literal.tolist()
     assert window == literal_window
-
-
-def test_merging_and_spreading_agree() -> None:
-    """Order values that are far apart, alike, or in heaps in the same way by both."""
-    chance = np.random.default_rng(0)
-    for times in (
-        np.cumsum(chance.random((50, 20)), axis=1),
-        np.cumsum(np.ones((50, 20)), axis=1),
-        np.concatenate([np.sort(chance.random((30, 20)), axis=1), np.full((1, 20), 1e9)]),
-        np.sort(chance.exponential(1.0, (50, 20)) ** 8, axis=1),
-        np.sort(chance.integers(0, 400, (50, 20)).astype(float), axis=1),
-    ):
-        flat = [(times[k, i], k) for k in range(len(times)) for i in range(20)]
-        for keys, owners in (in_order(times), merged(times)):
-            assert list(zip(keys.tolist(), owners.tolist(), strict=True)) == sorted(flat)
 
 
 def test_the_papers_figure() -> None:
