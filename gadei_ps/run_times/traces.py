@@ -17,9 +17,7 @@ import io
 import math
 import os
 from array import array
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -28,7 +26,6 @@ import numpy.typing as npt
 from gadei_ps.errors import UsageError
 from gadei_ps.machine import user_files
 from gadei_ps.show.counts import counted
-from gadei_ps.storage import files
 
 HEADER: Final = ("iteration", "learner", "started", "seconds", "censored")
 _ALIBABA: Final = ("", "worker", "gpu", "time", "batch_time_norm")
@@ -249,56 +246,7 @@ def _shown(path: str | os.PathLike[str]) -> str:
 # -- writing --------------------------------------------------------------------------------------
 
 
-def line(
-    iteration: int, learner: str | int, started: float | None, seconds: float, censored: bool
-) -> str:
-    """One row of a file in our form, with its end of line, for a recorder.
-
-    started: seconds of a monotonic clock, None if unknown.
-    """
-    name = str(learner)
-    if any(sign in name for sign in ',"\r\n'):
-        name = '"' + name.replace('"', '""') + '"'
+def line(iteration: int, learner: int, started: float, seconds: float, censored: bool) -> str:
+    """One row of a file in our form, with its end of line, for a recorder."""
     # repr of a float is the shortest text from which the same float can be read.
-    begun = "" if started is None else repr(float(started))
-    return f"{iteration},{name},{begun},{float(seconds)!r},{int(censored)}\n"
-
-
-def write(path: str | os.PathLike[str], trace: Trace, *, started: FloatArray | None = None) -> None:
-    """Write a trace in our form, whole or not at all. Iterations are numbered from 0.
-
-    started: float64 of the shape of `trace.times`, seconds of a monotonic clock, NaN if unknown.
-    Missing run times have no row. Raises ValueError for another shape of `started`, and UsageError
-    if the file cannot be written.
-    """
-    if started is not None and started.shape != trace.times.shape:
-        raise ValueError(f"started {started.shape} is not times {trace.times.shape}")
-    target = Path(path)
-    try:
-        with files.replacing(target) as file:
-            file.write((",".join(HEADER) + "\n").encode())
-            file.writelines(text.encode() for text in _lines(trace, started))
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(
-            f"{_shown(path)}: cannot be written ({reason}); name another file"
-        ) from None
-
-
-def _lines(trace: Trace, started: FloatArray | None) -> Iterable[str]:
-    for row, times in enumerate(trace.times):
-        yield from _row_lines(row, times, trace, None if started is None else started[row])
-
-
-def _row_lines(
-    row: int, times: FloatArray, trace: Trace, started: FloatArray | None
-) -> Iterator[str]:
-    for column in np.flatnonzero(~np.isnan(times)).tolist():
-        begun = None if started is None else float(started[column])
-        yield line(
-            row,
-            trace.learners[column],
-            None if begun is None or math.isnan(begun) else begun,
-            float(times[column]),
-            bool(trace.censored[row, column]),
-        )
+    return f"{iteration},{learner},{started!r},{seconds!r},{int(censored)}\n"

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -84,14 +84,6 @@ class Cutoff(SyncModel):
         # column in a model. began, by learner: start of its current iteration; NaN: none.
         self._began = np.full(0, np.nan)
         self._times = np.full(0, np.nan)
-
-    @classmethod
-    def predicted_by(cls, predictor: Predictor) -> Self:
-        """A model that takes its cutoffs from `predictor`. `parse` cannot read its text."""
-        made = cls(by="order")
-        made.by = None
-        made._predictor = predictor
-        return made
 
     @property
     def cutoff(self) -> int | None:

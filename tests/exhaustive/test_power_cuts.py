@@ -244,7 +244,7 @@ def test_exports(recorder: Recorder, place: Path, whole: bool, told: list[str]) 
 
 @CUT
 def test_single_files(recorder: Recorder, place: Path, whole: bool, told: list[str]) -> None:
-    count = Files(place, whole, ("trace.csv", "model.npz", "unit.service", "words.json"))
+    count = Files(place, whole, ("model.npz", "unit.service", "words.json"))
     assert recorder.record("singles", count.root, count.log) == 0
     count.run(count.check)
     told.append(count.figures("single files"))

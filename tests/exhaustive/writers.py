@@ -76,14 +76,9 @@ def singles(root: Path) -> None:
     """Single files of commands: an older one of each is replaced."""
     from gadei_ps.classifier.words import Vocabulary
     from gadei_ps.commands import unit_files
-    from gadei_ps.run_times import fitting, traces
-
-    def trace() -> None:
-        times = np.full((400, 2), float(NEW))
-        traces.write(root / "trace.csv", traces.Trace(times, times > NEW, ("a", "b")))
+    from gadei_ps.run_times import fitting
 
     for name, write in (
-        ("trace.csv", trace),
         ("model.npz", lambda: fitting._write(root / "model.npz", b"12" * 4000)),
         ("unit.service", lambda: unit_files._write(root / "unit.service", "12" * 4000)),
         ("words.json", lambda: Vocabulary(tuple(map(str, range(3000)))).save(root / "words.json")),

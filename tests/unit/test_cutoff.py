@@ -35,6 +35,12 @@ class Told:
         return None if answer is None else np.array(answer)
 
 
+def predicted_by(predictor: Told) -> Cutoff:
+    model = Cutoff(by="order")
+    model._predictor = predictor
+    return model
+
+
 def test_mean_of_the_first_c() -> None:
     model = joined(Cutoff(c=2), 0, 1, 2)
     assert model.push(2, 1.0) == []
@@ -90,7 +96,7 @@ def test_all_refused_ends_the_superstep() -> None:
 
 def test_run_times_from_grant_to_push_and_censored_at_the_cutoff() -> None:
     told = Told([1.0, 1.1, 9.0], [1.0, 2.0, 3.0])
-    model = joined(Cutoff.predicted_by(told), 0, 1, 2)
+    model = joined(predicted_by(told), 0, 1, 2)
     assert model.cutoff is None
     for learner, now in ((1, 1.0), (0, 2.0), (2, 4.0)):
         model.push(learner, now)
@@ -110,7 +116,7 @@ def test_run_times_from_grant_to_push_and_censored_at_the_cutoff() -> None:
 
 def test_slot_of_the_dead_is_empty_until_somebody_joins() -> None:
     told = Told(None, None, None)
-    model = joined(Cutoff.predicted_by(told), 0, 1, 2)
+    model = joined(predicted_by(told), 0, 1, 2)
     model.leave(0, 0.5)
     model.push(1, 1.0)
     model.push(2, 2.0)

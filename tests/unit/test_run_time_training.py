@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import trace_files
 from support.run_times import as_trace, one_thread, switching
 from typer.testing import CliRunner
 
 from gadei_ps.cli import runtime_model as cli_runtime_model
 from gadei_ps.errors import UsageError
-from gadei_ps.run_times import fitting, traces
+from gadei_ps.run_times import fitting
 from gadei_ps.sync import run_time_file
 from gadei_ps.sync.prediction import FloatArray
 from gadei_ps.sync.run_time_model import RunTimeModel
@@ -113,7 +114,7 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 def test_command(tmp_path: Path) -> None:
     run = CliRunner().invoke
     trace, model = tmp_path / "trace.csv", tmp_path / "model.safetensors"
-    traces.write(trace, as_trace(switching(80, 1)))
+    trace_files.write(trace, as_trace(switching(80, 1)))
     arguments = ["train", str(trace), "--out", str(model), "--epochs", "1"]
     told = json.loads(run(cli_runtime_model.app, [*arguments, "--json"]).stdout)
     assert set(told) == {one.name for one in dataclasses.fields(fitting.TrainingResult)}
