@@ -20,7 +20,7 @@ from pydantic import (
 
 import gadei_ps
 from gadei_ps import metrics
-from gadei_ps.errors import invalid
+from gadei_ps.errors import UsageError, invalid
 from gadei_ps.memory import layout, shm, weights
 from gadei_ps.memory.layout import Role, Work
 from gadei_ps.memory.owned import EPOCH_AT, INDEX
@@ -289,40 +289,16 @@ def _check_placement(model: weights.Model) -> None:
 
     That also bounds the elements by the values and the padding.
     """
-    end, group, parameters, elements = 0, None, None, None
-    names: set[str] = set()
     for one in model.every:
-        for name in (one.name, *one.aliases):
-            if not weights.is_name(name):
-                raise ValueError(f"tensor {name[:80]!r} has an impossible name")
-            if name in names:
-                raise ValueError(f"tensor {name!r} is there twice")
-            names.add(name)
-        if len(one.shape) > layout.MAX_DIMS or any(size < 0 for size in one.shape):
-            raise ValueError(f"tensor {one.name!r} has an impossible shape {list(one.shape)}")
-        start = layout.rounded(end, weights.LINE)
-        is_first = one.role is Role.BUFFER and parameters is None
-        if one.role is Role.FROZEN:
-            elements = start if elements is None else elements
-            group = 0
-        elif is_first or group not in (None, one.group):
-            start = layout.rounded(start, layout.CHUNK)
-        if is_first:
-            parameters, group = start, None
         groups = layout.MAX_GROUPS if one.role is Role.PARAMETER else 1
-        if not (group or 0) <= one.group < groups:
+        if not 0 <= one.group < groups:
             raise ValueError(f"tensor {one.name!r} is in group {one.group}, where it cannot be")
-        group = one.group
-        follows = (parameters is None or one.role is not Role.PARAMETER) and (
-            elements is None or one.role is Role.FROZEN
-        )
-        if one.start != start or not follows:
+    try:
+        placed = weights.place(model.every)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    for one, other in zip(model.every, placed.every, strict=True):
+        if one != other:
             raise ValueError(f"tensor {one.name!r} starts at {one.start}, where it cannot be")
-        end = start + max(one.count, 1)
-    words = layout.rounded(end, weights.LINE)
-    if not names or words > weights.MAX_ELEMENTS:
-        raise ValueError("the model has no tensors, or too many values")
-    elements = words if elements is None else elements
-    parameters = elements if parameters is None else parameters
-    if (model.elements, model.parameters) != (elements, parameters):
-        raise ValueError(f"the model has {model.elements} elements, its tensors {elements}")
+    if model != placed:
+        raise ValueError(f"the model has {model.elements} elements, its tensors {placed.elements}")
