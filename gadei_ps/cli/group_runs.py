@@ -6,22 +6,14 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from gadei_ps.cli.exits import print_json
-from gadei_ps.cli.options import Command, Json, print_result
+from gadei_ps.cli.options import Command, Json, Quiet, argument, option, print_result
 from gadei_ps.show.plain import print_text
 
-RunArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of a run, as its GROUPS.toml has it.")
-]
+RunArgument = Annotated[str, argument("NAME", "Name of a run, as its GROUPS.toml has it.")]
 Address = Annotated[
     str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="Address of the Ray cluster.",
-        show_default="that of the run, or of this host",
-    ),
+    option("HOST:PORT", "Address of the Ray cluster.", "that of the run, or of this host"),
 ]
 
 
@@ -31,22 +23,17 @@ def _say(line: str, progress: bool) -> None:
 
 
 def run(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="GROUPS.toml", help="Replicas, and how they exchange models."),
-    ],
+    file: Annotated[Path, argument("GROUPS.toml", "Replicas, and how they exchange models.")],
     command: Command,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="A Ray cluster that runs; this host is one of its nodes.",
-            show_default="a cluster of this host's own",
+        option(
+            "HOST:PORT",
+            "A Ray cluster that runs; this host is one of its nodes.",
+            "a cluster of this host's own",
         ),
     ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="In a terminal, print no lines on how training goes.")
-    ] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
     """Train on several hosts: gadei-ps group run GROUPS.toml -- python my_train.py
@@ -82,14 +69,10 @@ def status(name: RunArgument, address: Address = None, as_json: Json = False) ->
 
 def join(
     name: RunArgument,
-    group: Annotated[int, typer.Option(metavar="N", min=0, help="Number of the group.")] = 0,
+    group: Annotated[int, option("N", "Number of the group.", min=0)] = 0,
     node: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST",
-            help="Address of the node in Ray.",
-            show_default="a node without a replica of the run",
-        ),
+        option("HOST", "Address of the node in Ray.", "a node without a replica of the run"),
     ] = None,
     address: Address = None,
     as_json: Json = False,
@@ -106,7 +89,7 @@ def join(
 
 def leave(
     name: RunArgument,
-    machine: Annotated[int, typer.Argument(metavar="REPLICA", min=0, help="Number of it.")],
+    machine: Annotated[int, argument("REPLICA", "Number of it.", min=0)],
     address: Address = None,
     as_json: Json = False,
 ) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-import typer
-
 from gadei_ps.cli import group_runs
 from gadei_ps.cli.exits import print_json
-from gadei_ps.cli.options import Json
+from gadei_ps.cli.options import Json, argument, option
 from gadei_ps.cli.simulate import ProblemName, moment
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
@@ -29,117 +27,84 @@ app.command()(group_runs.stop)
 def simulate(
     rules: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RULE",
-            help="Rules of exchange to compare: replace, mix:WEIGHT such as mix:0.5, and "
+        argument(
+            "RULE",
+            "Rules of exchange to compare: replace, mix:WEIGHT such as mix:0.5, and "
             "outer:RATE:MOMENTUM or outer:RATE:MOMENTUM:N such as outer:0.7:0.9.",
         ),
     ],
     machines: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of replicas, at most 100000.",
-            show_default="two in each group",
-        ),
+        int | None, option("N", "Number of replicas, at most 100000.", "two in each group")
     ] = None,
     groups: Annotated[
-        str,
-        typer.Option(metavar="P", help="Number of groups, or the replicas of each group as 3,5,2."),
+        str, option("P", "Number of groups, or the replicas of each group as 3,5,2.")
     ] = "4",
     neighbours: Annotated[
         str,
-        typer.Option(
-            metavar="WHO",
-            help="Groups that broadcast to each other: ring, all, none, or pairs as 0-1,1-2.",
-        ),
+        option("WHO", "Groups that broadcast to each other: ring, all, none, or pairs as 0-1,1-2."),
     ] = "ring",
     k: Annotated[
         str,
-        typer.Option(
-            "--k",
-            metavar="K",
-            help="Mini-batches that each replica trains in a round, or epochs of its subset as "
-            "1epoch.",
+        option(
+            "K",
+            "Mini-batches that each replica trains in a round, or epochs of its subset as 1epoch.",
+            name="--k",
         ),
     ] = "10",
     rounds: Annotated[
-        int,
-        typer.Option(metavar="R", min=1, help="End when the groups have made R rounds on average."),
+        int, option("R", "End when the groups have made R rounds on average.", min=1)
     ] = 100,
     times: Annotated[
         str,
-        typer.Option(
-            metavar="SPEC",
-            help="Run times of mini-batches, as in simulate: normal:mean=1,std=0.2, "
+        option(
+            "SPEC",
+            "Run times of mini-batches, as in simulate: normal:mean=1,std=0.2, "
             "speeds:1,1.5,2,4, a trace, FILE.csv, and others.",
         ),
     ] = "normal:mean=1,std=0.2",
     model_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of the model in float32, such as 25MB.")
+        str, option("SIZE", "Size of the model in float32, such as 25MB.")
     ] = "100MB",
     bandwidth: Annotated[
         str,
-        typer.Option(
-            metavar="SIZE,...",
-            help="Bytes a second that a replica sends; several values are taken in turn. 1 Gbit/s "
+        option(
+            "SIZE,...",
+            "Bytes a second that a replica sends; several values are taken in turn. 1 Gbit/s "
             "is 125MB.",
         ),
     ] = "125MB",
-    latency: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Latency of a message.", show_default="none")
-    ] = None,
-    wire: Annotated[
-        str,
-        typer.Option(metavar="FORMAT", help="What is sent: float32, bfloat16 or int8."),
-    ] = "float32",
+    latency: Annotated[str | None, option("TIME", "Latency of a message.", "none")] = None,
+    wire: Annotated[str, option("FORMAT", "What is sent: float32, bfloat16 or int8.")] = "float32",
     broadcast: Annotated[
         str,
-        typer.Option(
-            metavar="HOW",
-            help="Each replica sends its counterpart in a neighbouring group a whole model, as the "
+        option(
+            "HOW",
+            "Each replica sends its counterpart in a neighbouring group a whole model, as the "
             "paper counts (whole), or the part that it has summed (parts).",
         ),
     ] = "whole",
-    deaths: Annotated[
-        float, typer.Option(metavar="P", help="Probability that a replica dies in a round.")
-    ] = 0.0,
+    deaths: Annotated[float, option("P", "Probability that a replica dies in a round.")] = 0.0,
     die: Annotated[
-        list[str] | None,
-        typer.Option(metavar="K@TIME", help="Replica K dies at this time; may be repeated."),
+        list[str] | None, option("K@TIME", "Replica K dies at this time; may be repeated.")
     ] = None,
-    detect: Annotated[
-        str, typer.Option(metavar="TIME", help="Time until others know of a death.")
-    ] = "1s",
+    detect: Annotated[str, option("TIME", "Time until others know of a death.")] = "1s",
     return_after: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="Time after which a dead replica comes back.", show_default="never"
-        ),
+        str | None, option("TIME", "Time after which a dead replica comes back.", "never")
     ] = None,
     train: Annotated[
-        ProblemName | None,
-        typer.Option(help="Also train this problem, and show loss and accuracy."),
+        ProblemName | None, option(None, "Also train this problem, and show loss and accuracy.")
     ] = None,
     lr: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATE", help="With --train: learning rate.", show_default="by problem"
-        ),
+        float | None, option("RATE", "With --train: learning rate.", "by problem")
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="B", min=1, help="Samples in a mini-batch.")] = 32,
+    batch: Annotated[int, option("B", "Samples in a mini-batch.", min=1)] = 32,
     samples: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Samples of the training set, for epochs in --k.",
-            show_default="those of the problem",
+        option(
+            "N", "Samples of the training set, for epochs in --k.", "those of the problem", min=1
         ),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed for everything that is drawn at random.")
-    ] = 0,
+    seed: Annotated[int, option(None, "Seed for everything that is drawn at random.", min=0)] = 0,
     as_json: Json = False,
 ) -> int:
     """Compare rules of exchange between groups of replicas in virtual time."""
