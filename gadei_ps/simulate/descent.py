@@ -66,28 +66,28 @@ class Descent:
         self._next_point = 0
 
     def pull(self, learners: Sequence[int]) -> None:
-        """See server.Training."""
+        """Let these learners pull: they compute from the weights as they are now."""
         for learner in learners:
             self._pulled[learner] = self.weights
 
     def begin(self, learners: Sequence[int], iterations: Sequence[int]) -> None:
-        """See server.Training."""
+        """Begin gradients of these learners, with the iterations of these numbers."""
         for learner, iteration in zip(learners, iterations, strict=True):
             self._computing[learner] = self._pulled[learner], iteration
 
     def publish(self, learner: int) -> None:
-        """See server.Training."""
+        """Publish the gradient that the learner began last, computed or given up."""
         first, iteration = self._computing.pop(learner)
         begun = _Begun(first, self._pulled[learner], iteration)
         self._published.setdefault(learner, deque()).append(begun)
 
     def drop(self, learners: Sequence[int]) -> None:
-        """See server.Training."""
+        """Drop these learners' oldest gradients."""
         for learner in learners:
             self._taken(learner)
 
     def apply(self, learners: Sequence[int], *, on_arrival: bool) -> None:
-        """See server.Training."""
+        """Apply the mean of these learners' oldest gradients."""
         # Learners that pulled the same weights count as one large mini-batch.
         alike: dict[int, tuple[Weights, list[Rows]]] = {}
         for learner in learners:
@@ -107,7 +107,7 @@ class Descent:
         self.weights = self.weights - rate * total
 
     def add_point(self, now: float, progress: float, applied: int) -> None:
-        """Add a point to the curve if one is due."""
+        """Add a point to the curve if one is due. progress: share of the run that is done."""
         if progress >= self._next_point / self._points:
             # The small number makes up for rounding errors.
             self._next_point = int(progress * self._points + 1e-6) + 1

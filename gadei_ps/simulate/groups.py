@@ -45,8 +45,6 @@ class _Group:
         self.rounds = 0
         self.begun = 0  # rounds that were begun; nobody may live at the end of one
         self.dead: list[tuple[float, Member]] = []  # with the time of its return
-        self.drawn = np.empty((size, 0))
-        self.first_drawn = 0
         self.spent = np.empty(0), np.empty(0), 0.0  # of the current round: see GroupOutcome.trained
 
 
@@ -179,27 +177,12 @@ class GroupSimulator:
 
     def _seconds(self, group: _Group) -> FloatArray:
         """Return each replica's time (s) for the k mini-batches of the group's next round."""
-        place = group.rounds - group.first_drawn
-        if place >= group.drawn.shape[1]:
-            k, size = self._setting.k, len(group.numbers)
-            rounds = max(1, min(64, DRAWN // (k * size)))
-            group.first_drawn, place = group.rounds, 0
-            group.drawn = np.empty((size, rounds))
-            step = max(1, DRAWN // (k * rounds)) if k * rounds <= DRAWN else 1
-            ids = np.array(group.numbers)
-            for low in range(0, size, step):
-                drawn = np.zeros((len(ids[low : low + step]), rounds))
-                for at in range(0, k, DRAWN):  # a very long round is drawn in pieces
-                    count = min(DRAWN, k - at)
-                    numbers = (
-                        (group.rounds + np.arange(rounds))[:, None] * k + at + np.arange(count)
-                    )
-                    times = self._setting.times.draw(
-                        ids[low : low + step, None, None], numbers[None]
-                    )
-                    drawn += times.sum(axis=2)
-                group.drawn[low : low + step] = drawn
-        found: FloatArray = group.drawn[:, place]
+        k, ids = self._setting.k, np.array(group.numbers)
+        found = np.zeros(len(ids))
+        step = max(1, DRAWN // len(ids))
+        for at in range(0, k, step):
+            numbers = group.rounds * k + np.arange(at, min(k, at + step))
+            found += self._setting.times.draw(ids[:, None], numbers[None, :]).sum(axis=1)
         return found
 
     # -- deaths and returns -----------------------------------------------------------------------

@@ -9,35 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
+from gadei_ps.simulate.descent import Descent
 from gadei_ps.simulate.learner_arrays import reals, wholes
 from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.sync import Commit, SyncModel
-
-
-class Training(Protocol):
-    """Moves weights in virtual time. It learns the fate of every gradient."""
-
-    def pull(self, learners: Sequence[int]) -> None:
-        """These learners pull: they compute from the weights as they are now."""
-
-    def begin(self, learners: Sequence[int], iterations: Sequence[int]) -> None:
-        """These learners begin gradients, with the iterations of these numbers."""
-
-    def publish(self, learner: int) -> None:
-        """The learner has computed, or given up, the gradient that it began last."""
-
-    def apply(self, learners: Sequence[int], *, on_arrival: bool) -> None:
-        """The server applies the mean of these learners' oldest gradients."""
-
-    def drop(self, learners: Sequence[int]) -> None:
-        """The server drops these learners' oldest gradients."""
-
-    def add_point(self, now: float, progress: float, applied: int) -> None:
-        """Called now and then. progress: share of the run that is done."""
 
 
 class Server:
@@ -50,7 +28,7 @@ class Server:
         capacity: int,
         cost_s: float,
         schedule: Callable[[float, int], None],
-        training: Training | None = None,
+        training: Descent | None = None,
     ) -> None:
         """schedule(time, learner): asks for a call of `finish` at that time; -1 for a commit."""
         self.version = 0

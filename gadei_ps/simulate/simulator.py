@@ -15,11 +15,12 @@ from enum import IntEnum
 
 import numpy as np
 
+from gadei_ps.simulate.descent import Descent
 from gadei_ps.simulate.draws import FloatArray, IntArray, Stream, uniform
 from gadei_ps.simulate.events import Events
 from gadei_ps.simulate.learner_arrays import reals, wholes
 from gadei_ps.simulate.outcome import Outcome
-from gadei_ps.simulate.server import Server, Training
+from gadei_ps.simulate.server import Server
 from gadei_ps.simulate.setting import Setting
 from gadei_ps.sync import SyncModel
 
@@ -43,9 +44,7 @@ class Kind(IntEnum):
 class Simulator:
     """One run of one model, which must be new. Call `run` once."""
 
-    def __init__(
-        self, model: SyncModel, setting: Setting, training: Training | None = None
-    ) -> None:
+    def __init__(self, model: SyncModel, setting: Setting, training: Descent | None = None) -> None:
         self._model = model
         self._setting = setting
         self._training = training
