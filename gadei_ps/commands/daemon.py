@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from gadei_ps import errors
@@ -259,12 +258,7 @@ class Daemon:
         elif self.code < 0 or self.config.checkpoint is None:
             jobs.drop(self.config.name)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 
