@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from gadei_ps.simulate.draws import IntArray
-
 EXACT = 4096
 """A smaller number has its own bin. For others, a bin is at most 1/64 of its numbers wide."""
 _STEPS = 6  # for a number from EXACT on: bits that are kept after its highest one
@@ -20,19 +16,14 @@ class Histogram:
         self.max = 0
         self._bins: dict[int, int] = {}
 
-    def add(self, value: int, times: int = 1) -> None:
-        """Count `value` as often as `times` says."""
-        self.count += times
-        self.total += value * times
+    def add(self, value: int) -> None:
+        """Count a number."""
+        self.count += 1
+        self.total += value
         if value > self.max:
             self.max = value
         low = value if value < EXACT else _low(value)
-        self._bins[low] = self._bins.get(low, 0) + times
-
-    def add_all(self, values: IntArray) -> None:
-        """Count many."""
-        for value, times in zip(*np.unique(values, return_counts=True), strict=True):
-            self.add(int(value), int(times))
+        self._bins[low] = self._bins.get(low, 0) + 1
 
     @property
     def mean(self) -> float:

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from gadei_ps.simulate.descent import Descent
-from gadei_ps.simulate.learner_arrays import reals, wholes
 from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.sync import Commit, SyncModel
 
@@ -42,10 +39,8 @@ class Server:
         self._hears = model.uses_pushes
         # By learner: number of gradients neither applied nor dropped. For the oldest one: version
         # pulled, start and end of the iteration. `_later` has the others, which are few.
-        self.held, self._held = wholes(capacity)
-        self._pulled, self._versions = wholes(capacity)
-        self._started, _ = reals(capacity)
-        self._ended, _ = reals(capacity)
+        self.held, self._pulled = [0] * capacity, [0] * capacity
+        self._started, self._ended = [0.0] * capacity, [0.0] * capacity
         self._later: dict[int, deque[tuple[int, float, float]]] = {}
         self._commits: deque[Commit] = deque()
         self._working = False
@@ -130,15 +125,9 @@ class Server:
 
     def _apply(self, learners: Sequence[int]) -> None:
         outcome = self._outcome
-        if len(learners) == 1:
-            outcome.staleness.add(self.version - self._pulled[learners[0]])
-            self._consume(learners[0])
-        else:
-            ids = np.array(learners, np.int64)
-            outcome.staleness.add_all(self.version - self._versions[ids])
-            self._held[ids] -= 1
-            for k in self._later.keys() & learners if self._later else ():
-                self._next(k)
+        for learner in learners:
+            outcome.staleness.add(self.version - self._pulled[learner])
+            self._consume(learner)
         outcome.applied += len(learners)
         outcome.updates += 1
         self.version += len(learners)

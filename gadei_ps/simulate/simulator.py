@@ -8,6 +8,7 @@ with the number of iterations: each learner has one future event, and gradients 
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Sequence
@@ -17,15 +18,12 @@ import numpy as np
 
 from gadei_ps.simulate.descent import Descent
 from gadei_ps.simulate.draws import FloatArray, IntArray, Stream, uniform
-from gadei_ps.simulate.events import Events
-from gadei_ps.simulate.learner_arrays import reals, wholes
 from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.simulate.server import Server
 from gadei_ps.simulate.setting import Setting
 from gadei_ps.sync import SyncModel
 
 NEVER = -1.0  # no event has this time
-MANY = 32  # from this number on, one batch is cheaper than single events
 TILE = 64  # number of run times that are drawn ahead for a learner
 TILES = 2**21  # the same for all learners together, at most
 
@@ -49,7 +47,7 @@ class Simulator:
         self._setting = setting
         self._training = training
         self._outcome = Outcome(str(model))
-        self._events = Events()
+        self._events: list[tuple[float, int]] = []  # a heap of times and keys
         size = self._size = setting.capacity
         self._server = Server(
             model, self._outcome, size, setting.server_s, self._schedule, training
@@ -66,15 +64,10 @@ class Simulator:
         # of the current iteration. newest: the version pulled last, -1 before the first pull.
         # pulled: the version that the current gradient was begun with. warned: `begun` of the
         # iteration that it was notified to abandon. joined: when it joined.
-        self._begun, self._begins = wholes(size)
-        self._clock, _ = wholes(size)
-        self._started, self._starts = reals(size)
-        self._due, self._dues = reals(size, NEVER)
-        self._newest, _ = wholes(size)
-        self._pulled, self._pulls = wholes(size)
-        self._warned, _ = wholes(size)
-        self._joined, self._joins = reals(size, NEVER)
-        self._idle, self._idles = reals(size)  # start of its wait for a grant, if it waits
+        self._begun, self._clock, self._newest = [0] * size, [0] * size, [0] * size
+        self._pulled, self._warned = [0] * size, [0] * size
+        self._started, self._due, self._joined = [0.0] * size, [NEVER] * size, [NEVER] * size
+        self._idle = [0.0] * size  # start of its wait for a grant, if it waits
         self._waiting: dict[int, None] = {}
         self._blocked: dict[int, float] = {}  # waits for a free slot: since when
         self._doomed: set[int] = set()  # will die at the end of the current event
@@ -83,7 +76,7 @@ class Simulator:
         self._movers: dict[int, None] = {}  # may have a new grant although `releases` is the same
         self._tile = max(4, min(TILE, TILES // size))
         self._tiles: list[list[float]] = [[] for _ in range(size)]
-        self._tile_at, _ = wholes(size)
+        self._tile_at = [0] * size
 
     def run(self) -> Outcome:
         """Simulate until the end that the setting gives."""
@@ -99,7 +92,8 @@ class Simulator:
             pushes = setting.iterations * setting.learners / self._wave
         end = self._end if setting.server_s or self._wave > 1 else self._end_at_once
         now = 0.0
-        for moment, key in self._events:
+        while self._events:
+            moment, key = heapq.heappop(self._events)
             if moment > most_s:
                 now = most_s
                 break
@@ -131,9 +125,9 @@ class Simulator:
         for k in range(self._setting.learners):
             self._join(k, 0.0)
         for k, moment in faults.die:
-            self._events.add(moment, Kind.DIE * self._size + k)
+            self._add(moment, Kind.DIE, k)
         for k, moment in faults.join:
-            self._events.add(moment, Kind.JOIN * self._size + k)
+            self._add(moment, Kind.JOIN, k)
         self._settle(0.0)
 
     def _close(self, now: float) -> None:
@@ -141,13 +135,15 @@ class Simulator:
         outcome.seconds = now
         outcome.waiting_s += self._waited(list(self._waiting), now)
         outcome.waiting_s += sum(now - since for since in self._blocked.values())
-        outcome.member_s += float((now - self._joins[self._joins != NEVER]).sum())
+        outcome.member_s += sum(now - since for since in self._joined if since != NEVER)
         outcome.in_flight = sum(self._server.held)
 
     def _schedule(self, moment: float, learner: int) -> None:
         """Ask for a call of the server's `finish`."""
-        kind = Kind.APPLIED if learner >= 0 else Kind.COMMITTED
-        self._events.add(moment, kind * self._size + max(0, learner))
+        self._add(moment, Kind.APPLIED if learner >= 0 else Kind.COMMITTED, max(0, learner))
+
+    def _add(self, moment: float, kind: Kind, k: int) -> None:
+        heapq.heappush(self._events, (moment, kind * self._size + k))
 
     def _happen(self, kind: Kind, k: int, now: float) -> None:
         """Handle any event except the end of an iteration."""
@@ -184,27 +180,10 @@ class Simulator:
 
     def _waited(self, learners: Sequence[int], now: float) -> float:
         """Sum of the seconds that these learners have waited."""
-        return float((now - self._idles[np.array(learners, np.int64)]).sum())
+        return sum(now - self._idle[k] for k in learners)
 
-    def _begin(self, learners: Sequence[int], now: float) -> None:
-        """Start iterations, each with a pull where it needs one."""
-        if len(learners) < MANY or self._wave > 1:
-            for k in learners:
-                self._begin_one(k, now)
-            return
-        keys = np.array(learners, np.int64)
-        numbers = self._begins[keys]
-        if self._training is not None:
-            self._training.pull(learners)
-            self._training.begin(learners, numbers.tolist())
-        took = self._draw(keys, numbers)
-        self._doomed.update(keys[took < 0].tolist())
-        ends = now + np.abs(took)
-        self._events.add_all(ends, keys)
-        self._starts[keys], self._dues[keys] = now, ends
-        self._pulls[keys], self._begins[keys] = self._server.version, numbers + 1
-
-    def _begin_one(self, k: int, now: float) -> None:
+    def _begin(self, k: int, now: float) -> None:
+        """Start an iteration, with a pull where it needs one."""
         if self._newest[k] < 0 or self._is_last(k):
             self._newest[k] = self._server.version
             if self._training is not None:
@@ -214,7 +193,7 @@ class Simulator:
             if self._training is not None:
                 self._training.begin((k,), (self._begun[k],))
         end = now + self._next(k)
-        self._events.add(end, k)
+        self._add(end, Kind.END, k)
         self._started[k], self._due[k] = now, end
         self._begun[k] += 1
 
@@ -254,7 +233,7 @@ class Simulator:
             self._wait(k, now)
             self._settle(now)
         elif self._clock[k] < model.grant(k):
-            self._begin_one(k, now)
+            self._begin(k, now)
         else:
             self._waiting[k] = None
             self._idle[k] = now
@@ -309,7 +288,7 @@ class Simulator:
         else:
             self._server.leave(k, now)
         if self._setting.faults.return_s is not None:
-            self._events.add(now + self._setting.faults.return_s, Kind.JOIN * self._size + k)
+            self._add(now + self._setting.faults.return_s, Kind.JOIN, k)
 
     # -- the server's answers -----------------------------------------------------------------
 
@@ -338,8 +317,7 @@ class Simulator:
             self._releases = model.releases
             if self._tells:
                 self._tell(now)
-            # Sorted, because the columns lie in memory in this order.
-            ready = [k for k in sorted(waiting) if clock[k] < grant(k)]
+            ready = [k for k in waiting if clock[k] < grant(k)]
         else:
             ready = [k for k in self._movers if k in waiting and clock[k] < grant(k)]
         self._movers.clear()
@@ -350,7 +328,8 @@ class Simulator:
             else:
                 for k in ready:
                     del waiting[k]
-            self._begin(ready, now)
+            for k in ready:
+                self._begin(k, now)
 
     def _tell(self, now: float) -> None:
         """Notify stragglers that their gradients are no longer wanted."""
@@ -366,5 +345,5 @@ class Simulator:
         ]
         for k in keys:
             warned[k] = begun[k]
-        late = np.array([how.seconds + how.share * (due[k] - self._started[k]) for k in keys])
-        self._events.add_all(now + late, np.array(keys, np.int64) + Kind.GIVE_UP * self._size)
+            late = how.seconds + how.share * (due[k] - self._started[k])
+            self._add(now + late, Kind.GIVE_UP, k)

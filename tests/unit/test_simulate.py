@@ -14,7 +14,6 @@ from support.simulated import Watch, simulate
 
 from gadei_ps.errors import UsageError
 from gadei_ps.simulate.draws import Stream, uniform
-from gadei_ps.simulate.events import Events
 from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.simulate.run_times import RecordedTimes, RunTimes, parse
 from gadei_ps.simulate.setting import Abandonment, Faults, Setting
@@ -338,36 +337,6 @@ def test_models_are_compared_on_the_same_run_times() -> None:
 
 def test_every_model_has_been_simulated() -> None:
     assert {spec.partition(":")[0] for spec in MODELS} == set(names())
-
-
-@settings(deadline=None, max_examples=60, derandomize=True)
-@given(st.lists(st.lists(st.integers(0, 30), max_size=50), max_size=8), st.data())
-def test_events_come_in_order(batches: list[list[int]], data: st.DataObject) -> None:
-    """Also those that are added while others are taken, at the same time included."""
-    events = Events()
-    added: list[tuple[float, int]] = []
-    taken: list[tuple[float, int]] = []
-
-    def add(least: float, moments: list[int]) -> None:
-        pairs = [(least + moment, len(added) + i) for i, moment in enumerate(moments)]
-        added.extend(pairs)
-        if data.draw(st.booleans()):
-            times, keys = (np.array(one) for one in zip(*pairs, strict=True)) if pairs else ((), ())
-            events.add_all(np.asarray(times, np.float64), np.asarray(keys, np.int64))
-        else:
-            for moment, key in pairs:
-                events.add(moment, key)
-
-    waiting = list(batches)
-    if waiting:
-        add(0.0, waiting.pop())
-    for moment, key in events:
-        taken.append((moment, key))
-        if waiting:
-            add(moment, waiting.pop())
-    if not waiting:
-        assert sorted(taken) == sorted(added)
-    assert [moment for moment, _ in taken] == sorted(moment for moment, _ in taken)
 
 
 @pytest.mark.parametrize(
