@@ -63,7 +63,7 @@ def status(name: RunArgument, address: Address = None, as_json: Json = False) ->
     from gadei_ps.show import groups
 
     report = commands.ask("status", name, address, _say)
-    print_result(as_json, report, lambda: groups.Machines(report["machines"]))
+    print_result(as_json, report, lambda: groups.machines(report["machines"]))
     return 0
 
 

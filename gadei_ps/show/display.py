@@ -88,7 +88,7 @@ class Display:
         if self._silent:
             return
         if self._live is not None:
-            self._draw(groups.Machines(rows), done, left_s)
+            self._draw(groups.machines(rows), done, left_s)
             return
         there = [row for row in rows if row.get("job")]
         rounds = max((row["exchange"]["rounds"] for row in there), default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Group
 from rich.text import Text
 
 from gadei_ps.show.counts import counted
@@ -32,23 +32,17 @@ _ASKED = {
 }
 
 
-class Machines:
+def machines(rows: Sequence[Mapping[str, Any]]) -> Group:
     """`status`: a row for each replica, and a line for each of which there is something to say.
 
     Where lines are short, columns are left out, so that no word of the others is cut.
     """
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._cells = [_cells(row) for row in rows]
-        self._notes = [(row["machine"], _note(row)) for row in rows if _note(row)]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        made = FittedTable(COLUMNS, right=NUMBERS, whole=COLUMNS, dispensable=DISPENSABLE)
-        for cells in self._cells:
-            made.add_row(*(cells[name] for name in COLUMNS))
-        yield made
-        for number, note in self._notes:
-            yield Text(f"replica {number}: {note}")
+    made = FittedTable(COLUMNS, right=NUMBERS, whole=COLUMNS, dispensable=DISPENSABLE)
+    for row in rows:
+        cells = _cells(row)
+        made.add_row(*(cells[name] for name in COLUMNS))
+    notes = [Text(f"replica {row['machine']}: {note}") for row in rows if (note := _note(row))]
+    return Group(made, *notes)
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str | Text]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gadei_ps.show.groups import Machines, how_ended, ran
+from gadei_ps.show.groups import how_ended, machines, ran
 from gadei_ps.show.tables import PIPE_WIDTH
 
 WHY = "agent 1 at 10.0.0.12:40123: Connection refused; this has lasted for 10 s and more"
@@ -28,7 +28,7 @@ def row(number: int, group: int, **more: Any) -> dict[str, Any]:
 
 def shown(rows: list[dict[str, Any]], width: int) -> list[str]:
     stream = io.StringIO()
-    Console(file=stream, width=width).print(Machines(rows))
+    Console(file=stream, width=width).print(machines(rows))
     return stream.getvalue().splitlines()
 
 
