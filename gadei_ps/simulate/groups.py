@@ -21,7 +21,7 @@ import numpy as np
 from gadei_ps.groups import reading, traffic
 from gadei_ps.groups.member import Member
 from gadei_ps.simulate.draws import FloatArray, Stream, uniform
-from gadei_ps.simulate.groups_broadcast import Broadcasts, Taken
+from gadei_ps.simulate.groups_broadcast import Broadcasts
 from gadei_ps.simulate.groups_outcome import GroupOutcome
 from gadei_ps.simulate.groups_setting import GroupSetting
 from gadei_ps.simulate.groups_training import GroupTraining, NotFinite
@@ -165,7 +165,7 @@ class GroupSimulator:
             sum((sent[one] for one in receivers if one), np.zeros(members)),
             members,
         )
-        times = np.array([slowest.get(one, 0.0) for one in receivers])
+        times = [slowest.get(one, 0.0) for one in receivers]
         self._broadcasts.send(group.number, now, group.rounds, times, weights)
 
     def _exchange(self, machines: np.ndarray) -> float:
@@ -250,7 +250,7 @@ class GroupSimulator:
     def _return(self, group: _Group, now: float) -> None:
         """The first replicas of a group that had none take up a neighbour's model."""
         self._join(group, now)
-        taken: list[Taken] = self._broadcasts.take(group.number, now)
+        taken = self._broadcasts.take(group.number, now)
         self._outcome.take(taken, now, [self._groups[one.source].rounds for one in taken])
         if self._training:
             newest = taken[-1].weights if taken else None

@@ -2,26 +2,20 @@
 
 A group sends its newest model to one neighbour after the other. What has not begun when a newer
 model comes is given up; what has begun is finished. A receiver keeps the newest whole model: of all
-its neighbours, or of each of them, as its rule takes them. All that concerns many neighbours is
-done in NumPy, because each group may have hundreds.
+its neighbours, or of each of them, as its rule takes them.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from gadei_ps.groups.parts import Floats
-from gadei_ps.simulate.draws import FloatArray, IntArray
-
-NOTHING = np.inf
 
 
-class Taken(NamedTuple):
-    """A model that a group takes at the end of a round. weights: None without training."""
+@dataclass(frozen=True)
+class Sent:
+    """A model on its way, or in the buffer of its receiver. weights: None without training."""
 
     source: int
     made: float
@@ -29,28 +23,23 @@ class Taken(NamedTuple):
     round: int
     """The sender's round that it comes of, from 1."""
     weights: Floats | None
+    at: float
+    """Time of its arrival."""
 
 
-class _Models:
-    """One model, or none, for each link. `at` is the time of its arrival, NOTHING if none."""
+@dataclass
+class _Link:
+    """A group and one of its neighbours. At most one model has begun before the newest was sent."""
 
-    def __init__(self, links: int) -> None:
-        self.at = np.full(links, NOTHING)
-        self.made = np.zeros(links)
-        self.round = np.zeros(links, np.int64)
-        self.weights: list[Floats | None] = [None] * links
-
-    def move(self, links: IntArray, to: _Models) -> None:
-        """Move what is on these links."""
-        to.at[links], to.made[links] = self.at[links], self.made[links]
-        to.round[links] = self.round[links]
-        self.at[links] = NOTHING
-        for link in links.tolist():
-            to.weights[link], self.weights[link] = self.weights[link], None
+    begins: float = 0.0
+    """Time at which the transfer of the newest model begins."""
+    older: Sent | None = None
+    newest: Sent | None = None
+    buffered: Sent | None = None
 
 
 class Broadcasts:
-    """All models between groups. A link is a pair of a group and one of its neighbours."""
+    """All models between groups."""
 
     def __init__(self, neighbours: Sequence[Sequence[int]], *, takes_all: bool) -> None:
         """takes_all: as the rule's."""
@@ -58,87 +47,67 @@ class Broadcasts:
         self.given_up = 0
         self.arrived = 0
         self._takes_all = takes_all
-        counts = [len(one) for one in neighbours]
-        ends = np.cumsum([0, *counts])
-        self._out = [np.arange(*pair) for pair in itertools.pairwise(ends)]
-        self._source = np.repeat(np.arange(len(neighbours)), counts)
-        target = np.array([one for ones in neighbours for one in ones], np.int64)
-        order = np.argsort(target, kind="stable")
-        bounds = np.searchsorted(target[order], np.arange(len(neighbours) + 1))
-        self._in = [order[low:high] for low, high in itertools.pairwise(bounds)]
-        links = len(target)
-        self._begins = np.zeros(links)
-        # A link has at most one model that has begun before the newest was sent, and the newest.
-        self._older, self._newest = _Models(links), _Models(links)
-        self._buffered = _Models(links)
+        self._out: list[list[_Link]] = [[_Link() for _ in targets] for targets in neighbours]
+        self._in: list[list[_Link]] = [[] for _ in neighbours]
+        for links, targets in zip(self._out, neighbours, strict=True):
+            for link, target in zip(links, targets, strict=True):
+                self._in[target].append(link)
 
     def send(
-        self, group: int, now: float, round_: int, seconds: FloatArray, weights: Floats | None
+        self,
+        group: int,
+        now: float,
+        round_: int,
+        seconds: Sequence[float],
+        weights: Floats | None,
     ) -> None:
         """A group sends its model to its neighbours.
 
         seconds: how long each neighbour's transfer takes, in the order of the neighbours.
         """
-        out = self._out[group]
-        if not len(out):
-            return
-        self._deliver(out, now)
-        waiting = out[self._newest.at[out] != NOTHING]
-        if len(waiting):
-            begun = self._begins[waiting] < now
-            self.given_up += int((~begun).sum())
-            for link in waiting[~begun].tolist():
-                self._newest.weights[link] = None
-            self._newest.move(waiting[begun], self._older)
-            self._newest.at[waiting] = NOTHING
-        older = self._older.at[out]
-        under_way = older[older != NOTHING]
-        free = float(under_way.max()) if len(under_way) else now
-        ends = free + np.cumsum(seconds)
-        self._begins[out] = ends - seconds
-        self._newest.at[out], self._newest.made[out] = ends, now
-        self._newest.round[out] = round_
-        if weights is not None:
-            for link in out.tolist():
-                self._newest.weights[link] = weights
+        links = self._out[group]
+        self._deliver(links, now)
+        for link in links:
+            if link.newest is not None and link.begins < now:
+                link.older = link.newest
+            else:
+                self.given_up += link.newest is not None
+        free = max([now, *(link.older.at for link in links if link.older is not None)])
+        for link, took in zip(links, seconds, strict=True):
+            link.begins, free = free, free + took
+            link.newest = Sent(group, now, round_, weights, free)
 
-    def take(self, group: int, now: float) -> list[Taken]:
+    def take(self, group: int, now: float) -> list[Sent]:
         """Take the models from a group's buffers at the end of its round, the newest last."""
         links = self._in[group]
-        if not len(links):
-            return []
         self._deliver(links, now)
-        full = links[self._buffered.at[links] != NOTHING]
-        if not len(full):
-            return []
-        full = full[np.argsort(self._buffered.at[full], kind="stable")]
-        if not self._takes_all:
+        full = [link.buffered for link in links if link.buffered is not None]
+        full.sort(key=lambda one: one.at)
+        for link in links:
+            link.buffered = None
+        if full and not self._takes_all:
             self.lost_in_buffers += len(full) - 1
-        taken = [
-            Taken(
-                int(self._source[link]),
-                float(self._buffered.made[link]),
-                int(self._buffered.round[link]),
-                self._buffered.weights[link],
-            )
-            for link in (full if self._takes_all else full[-1:]).tolist()
-        ]
-        for link in full.tolist():
-            self._buffered.weights[link] = None
-        self._buffered.at[full] = NOTHING
-        return taken
+            return full[-1:]
+        return full
 
     @property
     def waiting(self) -> int:
         """Number of models that lie in buffers or are under way."""
-        kinds = (self._older, self._newest, self._buffered)
-        return sum(int((one.at != NOTHING).sum()) for one in kinds)
+        links = [link for links in self._out for link in links]
+        models = [one for link in links for one in (link.older, link.newest, link.buffered)]
+        return sum(one is not None for one in models)
 
-    def _deliver(self, links: IntArray, now: float) -> None:
+    def _deliver(self, links: Iterable[_Link], now: float) -> None:
         """Move what has arrived by now to the buffers."""
-        for models in (self._older, self._newest):
-            arrived = links[models.at[links] <= now]
-            if len(arrived):
-                self.arrived += len(arrived)
-                self.lost_in_buffers += int((self._buffered.at[arrived] != NOTHING).sum())
-                models.move(arrived, self._buffered)
+        for link in links:
+            if link.older is not None and link.older.at <= now:
+                self._arrive(link, link.older)
+                link.older = None
+            if link.newest is not None and link.newest.at <= now:
+                self._arrive(link, link.newest)
+                link.newest = None
+
+    def _arrive(self, link: _Link, one: Sent) -> None:
+        self.arrived += 1
+        self.lost_in_buffers += link.buffered is not None
+        link.buffered = one

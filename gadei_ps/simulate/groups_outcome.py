@@ -7,7 +7,7 @@ from typing import Any
 
 from gadei_ps.groups.compress import Wire, size
 from gadei_ps.simulate.draws import FloatArray, IntArray
-from gadei_ps.simulate.groups_broadcast import Broadcasts, Taken
+from gadei_ps.simulate.groups_broadcast import Broadcasts, Sent
 from gadei_ps.simulate.groups_setting import GroupSetting
 from gadei_ps.simulate.histogram import Histogram
 
@@ -65,7 +65,7 @@ class GroupOutcome:
         self.deaths += 1
         self.lost_s += after_s
 
-    def take(self, taken: Sequence[Taken], now: float, rounds: Sequence[int]) -> None:
+    def take(self, taken: Sequence[Sent], now: float, rounds: Sequence[int]) -> None:
         """Count the models that a group has taken. rounds: those that the senders have ended."""
         for one, ended in zip(taken, rounds, strict=True):
             self.staleness.add(ended - one.round)

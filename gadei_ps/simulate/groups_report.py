@@ -42,7 +42,6 @@ def rule(text: str) -> Rule:
 
 def run(text: str, setting: GroupSetting, learning: Learning | None = None) -> GroupOutcome:
     """Simulate one rule. Raises UsageError."""
-    rule(text)
     training = None
     if learning is not None:
         samples = learning.problem.samples
