@@ -21,7 +21,6 @@ from gadei_ps.cli import (
     history,
     jobs,
     machine,
-    monitoring,
     partition,
     runtime_model,
     serving,
@@ -59,7 +58,7 @@ app.command(rich_help_panel=JOBS)(watching.dashboard)
 app.command("ls", rich_help_panel=JOBS)(jobs.list_jobs)
 app.command(rich_help_panel=JOBS)(history.history)
 app.command(rich_help_panel=JOBS)(history.plot)
-app.command(rich_help_panel=JOBS)(monitoring.metrics)
+app.command(rich_help_panel=JOBS)(watching.metrics)
 app.command("set", rich_help_panel=JOBS)(sync.set_job)
 app.command(rich_help_panel=JOBS)(serving.reload)
 app.command(rich_help_panel=JOBS)(jobs.stop)

@@ -1,4 +1,4 @@
-"""Commands that show jobs live: full screen in a terminal, and in a browser."""
+"""Commands that show jobs live: in a terminal, in a browser, and to Prometheus."""
 
 from __future__ import annotations
 
@@ -80,4 +80,29 @@ def dashboard(
         sys.stdout.flush()
 
     serving.serve(serving.Options(host, port, read_only, not no_token, allow_host or ()), started)
+    return 0
+
+
+def metrics(
+    listen: Annotated[
+        str, option("HOST:PORT", "Address for Prometheus; port 0 takes a free one.")
+    ] = "127.0.0.1:9469",
+    once: Annotated[bool, switch("--once", "Print the metrics once, and serve nothing.")] = False,
+) -> int:
+    """Export metrics of all jobs to Prometheus, at http://HOST:PORT/metrics.
+
+    As root, of the jobs of all users. The metrics are read from shared memory: no job is asked.
+    """
+    from gadei_ps.monitoring import web
+    from gadei_ps.monitoring.exporter import Exporter
+
+    exporter = Exporter()
+    if once:
+        sys.stdout.buffer.write(exporter.text()[0])
+        return 0
+    host, port = web.address(listen)
+    server = web.Server(exporter.text, host, port)
+    shown = f"[{host}]" if ":" in host else host
+    print_text(f"gadei-ps: metrics are at http://{shown}:{server.port}/metrics")
+    web.run(server)
     return 0
