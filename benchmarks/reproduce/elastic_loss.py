@@ -12,7 +12,7 @@ from gadei_ps.benchmarks.reproduce.digits import Digits
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 from gadei_ps.show.colours import colours
 from gadei_ps.simulate import compare, oracle
-from gadei_ps.simulate.compare import Learning
+from gadei_ps.simulate.descent import Learning
 from gadei_ps.simulate.run_times import parse
 from gadei_ps.simulate.setting import Setting
 

@@ -108,6 +108,7 @@ def simulate(
     from gadei_ps.commands import quantities
     from gadei_ps.show import tables
     from gadei_ps.simulate import compare, report, run_times
+    from gadei_ps.simulate.descent import Learning
     from gadei_ps.simulate.setting import MOST_LEARNERS, Faults, Setting
 
     if plot is not None:
@@ -144,7 +145,7 @@ def simulate(
     learning = None
     if loss is not None:
         problem = compare.problem(loss.value, seed)
-        learning = compare.Learning(problem, batch, lr, lr_on_arrival)
+        learning = Learning(problem, batch, lr, lr_on_arrival)
     told = compare.compare(models, setting, learning, lambda line: print_text(line))
     asked = {"learners": learners, "times": times, "seed": seed, "iterations": iterations}
     asked |= {"gradients": gradients, "time_s": setting.seconds, "server_s": setting.server_s}

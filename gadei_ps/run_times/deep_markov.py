@@ -117,15 +117,6 @@ class DeepMarkovModel(nn.Module):
         states, means, stds = (torch.stack(part, dim=1) for part in zip(*found, strict=True))
         return states, means, stds
 
-    def forward(self, windows: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of the superstep after each window, (m, learners), as Network.predict.
-
-        noise: (lag + 1, m, latent).
-        """
-        states, _, _ = self.infer(windows, noise[:-1])
-        mean, std = self.transition(states[:, -1])
-        return self.emit(mean + std * noise[-1])
-
     def elbo(self, batch: Batch, noise: Tensor) -> Tensor:
         """The evidence lower bound for each run time in nats, a mean over the batch.
 

@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gadei_ps.errors import UsageError
 from gadei_ps.simulate import oracle
-from gadei_ps.simulate.descent import Descent
+from gadei_ps.simulate.descent import Descent, Learning
 from gadei_ps.simulate.outcome import Outcome
 from gadei_ps.simulate.problems import PROBLEMS, Problem
 from gadei_ps.simulate.setting import Setting
 from gadei_ps.simulate.simulator import Simulator
 from gadei_ps.sync import SpecError, SyncModel, parse
-
-
-@dataclass(frozen=True)
-class Learning:
-    """Trains weights in the run. lr None: the problem's; lr_on_arrival None: lr / learners."""
-
-    problem: Problem
-    batch: int = 32
-    lr: float | None = None
-    lr_on_arrival: float | None = None
-    points: int = 100
-    decay: float = 0.0
-
-    def descent(self, setting: Setting, model: SyncModel) -> Descent:
-        """The training for one model's run, with new weights."""
-        lr = self.problem.lr if self.lr is None else self.lr
-        on_arrival = lr / setting.learners if self.lr_on_arrival is None else self.lr_on_arrival
-        return Descent(
-            self.problem,
-            setting.seed,
-            batch=self.batch,
-            lr=lr,
-            lr_on_arrival=on_arrival,
-            wave=model.wave,
-            points=self.points,
-            decay=self.decay,
-        )
 
 
 def problem(name: str, seed: int) -> Problem:
@@ -63,7 +35,7 @@ def model(spec: str, learners: int) -> SyncModel:
 
 def run(made: SyncModel, setting: Setting, learning: Learning | None = None) -> Outcome:
     """Simulate one model. `made` must be new."""
-    descent = None if learning is None else learning.descent(setting, made)
+    descent = None if learning is None else Descent(learning, setting, made.wave)
     found = Simulator(made, setting, descent).run()
     if descent is not None:
         found.curve = descent.curve

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from gadei_ps.simulate.draws import Stream, words
 from gadei_ps.simulate.problems import Problem, Rows, Weights
+from gadei_ps.simulate.setting import Setting
 
 
 class _Begun(NamedTuple):
@@ -28,38 +30,44 @@ class _Begun(NamedTuple):
     iteration: int
 
 
+@dataclass(frozen=True)
+class Learning:
+    """Settings of the training of a run's weights.
+
+    batch: number of samples of a mini-batch, drawn with replacement. lr: rate for the mean of a
+    superstep's gradients; None: the problem's. lr_on_arrival: rate for a gradient that is applied
+    alone; None: lr / learners, as in the paper on cutoffs (Teng and Wood 2018, figure 4), so that n
+    gradients move the weights as far as one mean of n. points: the most points of the curve. decay:
+    L2 penalty; decay times the weights is added to each gradient.
+    """
+
+    problem: Problem
+    batch: int = 32
+    lr: float | None = None
+    lr_on_arrival: float | None = None
+    points: int = 100
+    decay: float = 0.0
+
+
 class Descent:
     """Trains the weights of one run.
 
-    batch: number of samples of a mini-batch, drawn with replacement. lr: rate for the mean of a
-    superstep's gradients. lr_on_arrival: rate for a gradient that is applied alone. The paper on
-    cutoffs (Teng and Wood 2018, figure 4) uses lr / learners there, so that n gradients move the
-    weights as far as one mean of n. wave: number of mini-batches of one push, whose updates are
-    added (WSP). points: the most points of the curve. decay: L2 penalty; decay times the
-    weights is added to each gradient.
+    wave: number of mini-batches of one push, whose updates are added (WSP).
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        seed: int,
-        *,
-        batch: int,
-        lr: float,
-        lr_on_arrival: float,
-        wave: int = 1,
-        points: int = 100,
-        decay: float = 0.0,
-    ) -> None:
+    def __init__(self, learning: Learning, setting: Setting, wave: int = 1) -> None:
+        problem = learning.problem
         self.weights = problem.initial()
         self.curve: list[dict[str, float]] = []
         self._problem = problem
-        self._seed = seed
-        self._batch = batch
-        self._lr, self._lr_on_arrival = lr, lr_on_arrival
+        self._seed = setting.seed
+        self._batch = learning.batch
+        self._lr = problem.lr if learning.lr is None else learning.lr
+        alone = learning.lr_on_arrival
+        self._lr_on_arrival = self._lr / setting.learners if alone is None else alone
         self._wave = wave
-        self._points = points
-        self._decay = decay
+        self._points = learning.points
+        self._decay = learning.decay
         self._pulled: dict[int, Weights] = {}
         self._computing: dict[int, tuple[Weights, int]] = {}
         self._published: dict[int, deque[_Begun]] = {}

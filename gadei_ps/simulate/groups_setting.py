@@ -94,7 +94,10 @@ def sizes(text: str, machines: int | None) -> tuple[int, ...]:
 
     machines: None: two in each group. Raises UsageError.
     """
-    numbers = _numbers("--groups", text, ",")
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,9}", word, re.ASCII) for word in words):
+        raise UsageError(f"--groups {text!r}: write numbers like 4 or 3,5,2")
+    numbers = tuple(map(int, words))
     if len(numbers) > 1:
         if machines is not None and machines != sum(numbers):
             raise UsageError(
@@ -129,15 +132,11 @@ def neighbours(text: str, groups: int) -> tuple[tuple[int, ...], ...]:
         )
     found: list[list[int]] = [[] for _ in range(groups)]
     for pair in word.split(","):
-        ends = (
-            _numbers("--neighbours", pair, "-")
-            if re.fullmatch(r"\s*\d+\s*-\s*\d+\s*", pair)
-            else ()
-        )
-        if len(ends) != 2:
+        match = re.fullmatch(r"\s*(\d{1,9})\s*-\s*(\d{1,9})\s*", pair, re.ASCII)
+        if not match:
             raise UsageError(f"--neighbours {text!r}: write ring, all, none, or pairs like 0-1,1-2")
-        one, other = ends
-        if one == other or max(ends) >= groups:
+        one, other = int(match[1]), int(match[2])
+        if one == other or max(one, other) >= groups:
             raise UsageError(
                 f"--neighbours {pair.strip()}: groups are numbered from 0 to {groups - 1}, and a "
                 "pair has two of them"
@@ -161,13 +160,6 @@ def batches(text: str, samples: int | None, machines: int, batch: int) -> int:
     if samples is None:
         raise UsageError(f"--k {text!r}: give --samples of the training set, or --train")
     return int(match[1]) * max(1, math.ceil(samples / machines / batch))
-
-
-def _numbers(option: str, text: str, between: str) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(between)]
-    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
-        raise UsageError(f"{option} {text!r}: write numbers like 4 or 3,5,2")
-    return tuple(map(int, words))
 
 
 def _check(holds: bool, wanted: str) -> None:

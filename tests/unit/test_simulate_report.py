@@ -14,7 +14,8 @@ import pytest
 from gadei_ps.cli.simulate import ProblemName, simulate
 from gadei_ps.errors import UsageError
 from gadei_ps.simulate import oracle
-from gadei_ps.simulate.compare import Learning, compare, model, run
+from gadei_ps.simulate.compare import compare, model, run
+from gadei_ps.simulate.descent import Descent, Learning
 from gadei_ps.simulate.problems import PROBLEMS, Logistic, Problem
 from gadei_ps.simulate.run_times import RecordedTimes, parse
 from gadei_ps.simulate.setting import Setting
@@ -94,9 +95,8 @@ def test_a_superstep_moves_by_the_mean() -> None:
 
 def test_the_mean_of_gradients_of_different_weights() -> None:
     problem = Logistic(0)
-    descent = Learning(problem, batch=4, lr=1.0).descent(
-        Setting(2, parse("normal", 0), iterations=1), parse_model("bsp")
-    )
+    setting = Setting(2, parse("normal", 0), iterations=1)
+    descent = Descent(Learning(problem, batch=4, lr=1.0), setting)
     first = descent.weights
     descent.pull((0, 1, 2))
     descent.begin((0, 1, 2), (5, 0, 0))
@@ -147,7 +147,7 @@ def test_learning_learns_as_plain_descent_does(name: str) -> None:
     assert again.curve == found.curve
     # The same mini-batches, one after the other, without any simulator.
     weights = problem.initial()
-    descent = Learning(problem).descent(setting, parse_model("bsp"))
+    descent = Descent(Learning(problem), setting)
     for iteration in range(150):
         rows = np.concatenate([descent._rows(k, iteration) for k in range(4)])
         weights = weights - problem.lr * problem.gradient(weights, rows)
