@@ -338,9 +338,7 @@ def _at(devices: Sequence[Device], number: int) -> str:
 
 
 def _mib(size: int) -> str:
-    """Return the size in MiB, rounded up."""
-    return f"{math.ceil(size / 2**20 * 10) / 10:,.1f} MiB" if size >= 2**20 else _kib(size)
-
-
-def _kib(size: int) -> str:
-    return f"{-(-size // 1024)} KiB"
+    """Return the size in MiB or KiB, rounded up."""
+    if size < 2**20:
+        return f"{math.ceil(size / 1024)} KiB"
+    return f"{math.ceil(size / 2**20 * 10) / 10:,.1f} MiB"

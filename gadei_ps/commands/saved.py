@@ -153,8 +153,8 @@ def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]
     origin = f"memory of job {source}"
     problems: tuple[str, ...] = ()
     named = "/" not in source and not source.endswith(".toml") and not Path(source).is_dir()
-    if version is None and named:
-        snapshot = _in_memory(source)
+    if version is None and named and (held := hold(source)) is not None:
+        snapshot = held()
     if snapshot is None:
         found = _find_named(source, version) if named else find(source, version)
         snapshot, origin, problems = found.snapshot, str(found.path), found.problems
@@ -206,15 +206,6 @@ def _runs(job: str) -> bool:
         control.ask(job, Status(), ANSWER_TIMEOUT_S)
         return True
     return False
-
-
-def _in_memory(job: str) -> Snapshot | None:
-    """The current weights, read without locks, also of a dead job; None if none are in memory.
-
-    Raises CheckpointError as hold() does.
-    """
-    held = hold(job)
-    return None if held is None else held()
 
 
 def hold(job: str) -> Callable[[], Snapshot] | None:

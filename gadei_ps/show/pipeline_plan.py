@@ -100,7 +100,8 @@ def _facts(made: Mapping[str, Any], slowest: float, cores: int) -> dict[str, str
             "stages this short wait for each other's Python: larger mini-batches or fewer devices "
             "come closer to this speed"
         )
-    threads = sum(int(one["device"].partition(":")[2] or 0) for one in _on_host(made["stages"]))
+    hosts = [one["device"] for one in made["stages"] if one["device"].startswith("host")]
+    threads = sum(int(one.partition(":")[2] or 0) for one in hosts)
     if threads > cores:
         advice.append(
             f"the stages on the host have {threads} threads for {counted(cores, 'core')}: at once "
@@ -109,10 +110,6 @@ def _facts(made: Mapping[str, Any], slowest: float, cores: int) -> dict[str, str
     for number, line in enumerate(advice):
         rows["note" if not number else " " * number] = line
     return rows
-
-
-def _on_host(stages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [one for one in stages if one["device"].startswith("host")]
 
 
 def _time(seconds: float) -> str:

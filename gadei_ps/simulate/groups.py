@@ -137,7 +137,8 @@ class GroupSimulator:
             self._bury(group, dying, now)
             arrivals, seconds = arrivals[lives], seconds[lives]
         if group.alone:
-            self._await_return(group)
+            if group.dead:  # it begins again when the first one comes back
+                heapq.heappush(self._events, (min(group.dead)[0], group.number))
             return
         group.spent = seconds, ready - arrivals, exchange
         heapq.heappush(self._events, (end, group.number))
@@ -241,11 +242,6 @@ class GroupSimulator:
         group.members = members
         group.machines = np.array([int(one.replica) for one in members])
         self._outcome.views += 1
-
-    def _await_return(self, group: _Group) -> None:
-        """Nobody is left: the group begins again when the first one comes back, if any does."""
-        if group.dead:
-            heapq.heappush(self._events, (min(group.dead)[0], group.number))
 
     def _return(self, group: _Group, now: float) -> None:
         """The first replicas of a group that had none take up a neighbour's model."""

@@ -122,11 +122,7 @@ class GroupOutcome:
             "broadcast_models": self._broadcast / rounds / model,
             "broadcast": self._lost,
             "staleness": {
-                "mean": stale.mean,
-                "p50": stale.quantile(0.5),
-                "p90": stale.quantile(0.9),
-                "p99": stale.quantile(0.99),
-                "max": stale.max,
+                **stale.summary(),
                 "mean_s": self._age_s / stale.count if stale.count else 0.0,
             },
             "training": self.training,

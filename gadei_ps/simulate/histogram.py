@@ -40,6 +40,11 @@ class Histogram:
                 return low
         return self.max
 
+    def summary(self) -> dict[str, float]:
+        """Mean, quantiles and maximum, as JSON values."""
+        quantiles = {f"p{part}": self.quantile(part / 100) for part in (50, 90, 99)}
+        return {"mean": self.mean, **quantiles, "max": self.max}
+
     def bins(self) -> dict[int, int]:
         """Count by number. In a wide bin, all count as its least number."""
         return dict(self._bins)

@@ -85,11 +85,7 @@ class Outcome:
             "joins": self.joins,
             "lost_iterations": self.lost_iterations,
             "staleness": {
-                "mean": stale.mean,
-                "p50": stale.quantile(0.5),
-                "p90": stale.quantile(0.9),
-                "p99": stale.quantile(0.99),
-                "max": stale.max,
+                **stale.summary(),
                 "histogram": [
                     {"from": low, "to": high, "gradients": times}
                     for low, high, times in stale.rows()

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median_high
 from types import MappingProxyType
 from typing import ClassVar, Final
 
@@ -134,7 +135,7 @@ class ElasticBSP(SyncModel):
         """Set the lengths of the superstep for `known`: learners that have recent intervals."""
         members = [self._members[learner] for learner in known]
         began = np.array([member.began for member in members])
-        intervals = np.array([max(_median(member.recent), SHORTEST) for member in members])
+        intervals = np.array([max(median_high(member.recent), SHORTEST) for member in members])
         ends = began[:, None] + intervals[:, None] * np.arange(1.0, self.R + 1.0)
         # A learner in the middle of an iteration may be later than predicted.
         ends += np.maximum(now - ends[:, :1], 0.0)
@@ -142,8 +143,3 @@ class ElasticBSP(SyncModel):
         self._due = float(ends[np.arange(len(known)), chosen].max())
         for learner, member, index in zip(known, members, chosen.tolist(), strict=True):
             member.grant = max(member.grant, self._clocks[learner] + index + 1)
-
-
-def _median(values: deque[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
