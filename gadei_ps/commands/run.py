@@ -272,15 +272,11 @@ def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) ->
     """
     values = base.model_dump(exclude_unset=True)
     optimizer = dict(values.get("optimizer", {}))
-    if "optimizer" in overrides:
-        optimizer["kind"] = overrides["optimizer"]
-    if "lr" in overrides:
-        optimizer["lr"] = overrides["lr"]
-    if "sync" in overrides:
-        values["sync"] = overrides["sync"]
-    for name in ("owned", "stop_after"):
-        if name in overrides:
-            values[name] = overrides[name]
+    for name, value in overrides.items():
+        if name in ("optimizer", "lr"):
+            optimizer["kind" if name == "optimizer" else name] = value
+        else:
+            values[name] = value
     return config.from_mapping(values | {"optimizer": optimizer}, where)
 
 

@@ -37,14 +37,21 @@ class Server:
         self._on_arrival = model.on_arrival
         self._at_once = model.on_arrival and not cost_s
         self._hears = model.uses_pushes
-        # By learner: number of gradients neither applied nor dropped. For the oldest one: version
-        # pulled, start and end of the iteration. `_later` has the others, which are few.
-        self.held, self._pulled = [0] * capacity, [0] * capacity
-        self._started, self._ended = [0.0] * capacity, [0.0] * capacity
-        self._later: dict[int, deque[tuple[int, float, float]]] = {}
+        # By learner, its gradients that are neither applied nor dropped, the oldest first: version
+        # pulled, start and end of the iteration.
+        self._held: list[list[tuple[int, float, float]]] = [[] for _ in range(capacity)]
         self._commits: deque[Commit] = deque()
         self._working = False
         self._free_at = 0.0
+
+    def held(self, learner: int) -> int:
+        """Return the number of the learner's gradients that are neither applied nor dropped."""
+        return len(self._held[learner])
+
+    @property
+    def in_flight(self) -> int:
+        """The same of all learners."""
+        return sum(map(len, self._held))
 
     @property
     def busy(self) -> bool:
@@ -69,12 +76,7 @@ class Server:
             if self._hears:
                 self._model.push(learner, now)
             return
-        if self.held[learner]:
-            self._later.setdefault(learner, deque()).append((pulled, started, now))
-        else:
-            self._pulled[learner], self._started[learner] = pulled, started
-            self._ended[learner] = now
-        self.held[learner] += 1
+        self._held[learner].append((pulled, started, now))
         if not self._on_arrival:
             self._take(self._model.push(learner, now, started=started, refused=refused), now)
         elif refused:
@@ -126,8 +128,8 @@ class Server:
     def _apply(self, learners: Sequence[int]) -> None:
         outcome = self._outcome
         for learner in learners:
-            outcome.staleness.add(self.version - self._pulled[learner])
-            self._consume(learner)
+            pulled, _, _ = self._held[learner].pop(0)
+            outcome.staleness.add(self.version - pulled)
         outcome.applied += len(learners)
         outcome.updates += 1
         self.version += len(learners)
@@ -136,19 +138,7 @@ class Server:
 
     def _drop(self, learner: int) -> None:
         self._outcome.dropped += 1
-        self._outcome.lost_s += self._ended[learner] - self._started[learner]
-        self._consume(learner)
+        _, started, ended = self._held[learner].pop(0)
+        self._outcome.lost_s += ended - started
         if self._training is not None:
             self._training.drop((learner,))
-
-    def _consume(self, learner: int) -> None:
-        self.held[learner] -= 1
-        if learner in self._later:
-            self._next(learner)
-
-    def _next(self, learner: int) -> None:
-        """Replace the oldest gradient, which was consumed, by the second one."""
-        later = self._later[learner]
-        self._pulled[learner], self._started[learner], self._ended[learner] = later.popleft()
-        if not later:
-            del self._later[learner]

@@ -55,7 +55,6 @@ class Simulator:
         self._tells = type(model).obsolete_below is not SyncModel.obsolete_below
         # Learners push once a wave, and may start mini-batches of the next wave.
         self._wave = model.wave
-        self._limit = model.mini_batches if self._wave > 1 else model.grant
         self._outcome.wave = self._wave
         self._unpushed: dict[int, float] = {}  # seconds computed on an incomplete wave
         self._releases = model.releases
@@ -136,7 +135,7 @@ class Simulator:
         outcome.waiting_s += self._waited(list(self._waiting), now)
         outcome.waiting_s += sum(now - since for since in self._blocked.values())
         outcome.member_s += sum(now - since for since in self._joined if since != NEVER)
-        outcome.in_flight = sum(self._server.held)
+        outcome.in_flight = self._server.in_flight
 
     def _schedule(self, moment: float, learner: int) -> None:
         """Ask for a call of the server's `finish`."""
@@ -245,7 +244,7 @@ class Simulator:
             self._unpushed[k] = self._unpushed.get(k, 0.0) + now - self._started[k]
             self._clock[k] += 1
             self._wait(k, now)
-        elif self._server.held[k] >= self._setting.slots:
+        elif self._server.held(k) >= self._setting.slots:
             self._blocked[k] = now
             return
         else:
@@ -283,7 +282,7 @@ class Simulator:
         self._due[k] = NEVER
         outcome.member_s += now - self._joined[k]
         self._joined[k] = NEVER
-        if self._model.on_arrival and self._server.held[k]:
+        if self._model.on_arrival and self._server.held(k):
             self._leaving.add(k)
         else:
             self._server.leave(k, now)
@@ -298,7 +297,7 @@ class Simulator:
         if k in self._blocked:
             self._outcome.waiting_s += now - self._blocked.pop(k)
             self._push(k, now)
-        if k in self._leaving and not self._server.held[k]:
+        if k in self._leaving and not self._server.held(k):
             self._leaving.remove(k)
             self._server.leave(k, now)
             if k in self._returning:
@@ -312,7 +311,7 @@ class Simulator:
         if self._server.busy:
             return
         model, clock, waiting = self._model, self._clock, self._waiting
-        grant = self._limit
+        grant = model.mini_batches
         if model.releases != self._releases:
             self._releases = model.releases
             if self._tells:
