@@ -82,9 +82,9 @@ def listed(timeout_s: float = LIST_TIMEOUT_S, proc: Path = PROC) -> list[Gpu]:
     return found
 
 
-def has_driver(proc: Path = PROC) -> bool:
+def has_driver() -> bool:
     """Return whether this machine has NVIDIA's driver, or the driver's tool."""
-    return proc.parent.exists() or shutil.which(TOOL) is not None
+    return PROC.parent.exists() or shutil.which(TOOL) is not None
 
 
 def _model(card: Path) -> str:
@@ -108,17 +108,15 @@ def driver() -> str:
     return text.partition("\n")[0].strip()
 
 
-def visible(
-    timeout_s: float = LIST_TIMEOUT_S, environ: Mapping[str, str] = os.environ
-) -> tuple[str, ...]:
+def visible() -> tuple[str, ...]:
     """The GPUs that processes started from here may use, by their names in CUDA_VISIBLE_DEVICES.
 
     What that variable says is taken as it is, up to its first invalid entry, as CUDA does; without
     it, all. Raises DeviceError.
     """
-    said = environ.get(VISIBLE)
+    said = os.environ.get(VISIBLE)
     if said is None:
-        return tuple(one.entry for one in listed(timeout_s))
+        return tuple(one.entry for one in listed())
     entries = [one.strip() for one in said.split(",")]
     valid = [ENTRY.fullmatch(one) is not None for one in entries]
     return tuple(entries[: valid.index(False)] if False in valid else entries)
@@ -196,7 +194,6 @@ def missing(
     found: Sequence[str],
     environ: Mapping[str, str] = os.environ,
     command: Sequence[str] = CHECK,
-    timeout_s: float = CHECK_TIMEOUT_S,
 ) -> str:
     """Explain in one line why learners with this environment cannot use CUDA; empty if they can.
 
@@ -209,7 +206,7 @@ def missing(
     if not cuda.has_cupy():
         return cuda.missing()
     try:
-        return str(probe(command, timeout_s, environ)["missing"])
+        return str(probe(command, CHECK_TIMEOUT_S, environ)["missing"])
     except DeviceError as error:
         return str(error)
 

@@ -29,7 +29,7 @@ NOT_REGULAR = {
 REFUSED = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENODEV}
 
 
-def open_file(path: Path, flags: int, mode: int = 0o600, owner: int | None = None) -> int:
+def open_file(path: Path, flags: int, owner: int | None = None) -> int:
     """Open a file of this user that no other user can open; return the descriptor.
 
     owner: whose file it must be; by default the effective user's. Never waits and follows no link.
@@ -38,7 +38,7 @@ def open_file(path: Path, flags: int, mode: int = 0o600, owner: int | None = Non
     """
     owner = os.geteuid() if owner is None else owner
     try:
-        fd = os.open(path, flags | SAFELY, mode)
+        fd = os.open(path, flags | SAFELY, 0o600)
     except OSError as error:
         why = _why_not_opened(path, error, owner) if error.errno in REFUSED else ""
         if not why:
