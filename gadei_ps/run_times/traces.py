@@ -26,6 +26,7 @@ import numpy.typing as npt
 from gadei_ps.errors import UsageError
 from gadei_ps.machine import user_files
 from gadei_ps.show.counts import counted
+from gadei_ps.sync.parameters import short_repr
 
 HEADER: Final = ("iteration", "learner", "started", "seconds", "censored")
 _ALIBABA: Final = ("", "worker", "gpu", "time", "batch_time_norm")
@@ -137,7 +138,7 @@ class _Cells:
         if started.strip():
             _number(started, "started")
         if censored.strip() not in ("0", "1"):
-            raise ValueError(f"censored is {_short(censored)}, not 0 or 1")
+            raise ValueError(f"censored is {short_repr(censored)}, not 0 or 1")
         self._add(
             line,
             _whole(iteration, "iteration"),
@@ -175,7 +176,7 @@ class _Cells:
         if len(again):
             first = int(again.min())
             raise UsageError(
-                f"{shown}:{self.lines[first]}: learner {_short(names[columns[first]])} has "
+                f"{shown}:{self.lines[first]}: learner {short_repr(names[columns[first]])} has "
                 f"iteration {self._iterations[first]} twice; leave one out"
             )
         times = np.full((len(iterations), len(names)), np.nan)
@@ -195,7 +196,7 @@ def _name(text: str) -> str:
 def _whole(text: str, what: str) -> int:
     text = text.strip()
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise ValueError(f"{what} is {_short(text)}, not a whole number from 0")
+        raise ValueError(f"{what} is {short_repr(text)}, not a whole number from 0")
     return int(text)
 
 
@@ -205,14 +206,14 @@ def _number(text: str, what: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{what} is {_short(text)}, not a number")
+        raise ValueError(f"{what} is {short_repr(text)}, not a number")
     return value
 
 
 def _duration(text: str, what: str) -> float:
     value = _number(text, what)
     if value < 0:
-        raise ValueError(f"{what} is {_short(text)}, which is negative")
+        raise ValueError(f"{what} is {short_repr(text)}, which is negative")
     return value
 
 
@@ -230,11 +231,6 @@ def _text(path: str | os.PathLike[str], shown: str) -> str:
     except UnicodeDecodeError as error:
         line = body.count(b"\n", 0, error.start) + 1
         raise UsageError(f"{shown}:{line}: not UTF-8 text; give a CSV file") from None
-
-
-def _short(text: str) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 40 else shown[:37] + "..."
 
 
 def _shown(path: str | os.PathLike[str]) -> str:
