@@ -108,10 +108,9 @@ def run(quick: bool = False) -> Part:
 
 
 def _simulated(model: str, spec: str, learners: int, iterations: int) -> Counts:
-    """Simulated counts: exact below 4,096, within 1/64 above."""
+    """Simulated counts."""
     setting = Setting(learners, parse(spec, 0), iterations=iterations)
-    stale = compare.run(compare.model(model, learners), setting).staleness
-    return dict(sorted(stale.bins().items()))
+    return compare.run(compare.model(model, learners), setting).staleness.counts()
 
 
 def _bound(spec: str, learners: int, iterations: int) -> int:

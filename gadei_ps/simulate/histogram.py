@@ -1,43 +1,48 @@
-"""Counts whole numbers in bounded memory, for the staleness of gradients."""
+"""Counts whole numbers, for the staleness of gradients."""
 
 from __future__ import annotations
 
-EXACT = 4096
-"""A smaller number has its own bin. For others, a bin is at most 1/64 of its numbers wide."""
-_STEPS = 6  # for a number from EXACT on: bits that are kept after its highest one
+from collections import Counter
 
 
 class Histogram:
-    """Counts of numbers from 0. Mean and maximum are exact; quantiles are within 1/64."""
+    """Counts of numbers from 0."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.total = 0
-        self.max = 0
-        self._bins: dict[int, int] = {}
+        self._counts: Counter[int] = Counter()
 
     def add(self, value: int) -> None:
         """Count a number."""
-        self.count += 1
-        self.total += value
-        if value > self.max:
-            self.max = value
-        low = value if value < EXACT else _low(value)
-        self._bins[low] = self._bins.get(low, 0) + 1
+        self._counts[value] += 1
+
+    @property
+    def count(self) -> int:
+        """Number of the numbers."""
+        return self._counts.total()
+
+    @property
+    def total(self) -> int:
+        """Sum of the numbers."""
+        return sum(value * times for value, times in self._counts.items())
+
+    @property
+    def max(self) -> int:
+        """The largest number; 0 if there is none."""
+        return max(self._counts, default=0)
 
     @property
     def mean(self) -> float:
         """The mean; 0 if there is no number."""
-        return self.total / self.count if self.count else 0.0
+        return self.total / self.count if self._counts else 0.0
 
     def quantile(self, part: float) -> int:
         """The least number that at least this share of all does not exceed; 0 if there is none."""
         wanted = part * self.count
         seen = 0
-        for low in sorted(self._bins):
-            seen += self._bins[low]
+        for value in sorted(self._counts):
+            seen += self._counts[value]
             if seen >= wanted:
-                return low
+                return value
         return self.max
 
     def summary(self) -> dict[str, float]:
@@ -45,26 +50,19 @@ class Histogram:
         quantiles = {f"p{part}": self.quantile(part / 100) for part in (50, 90, 99)}
         return {"mean": self.mean, **quantiles, "max": self.max}
 
-    def bins(self) -> dict[int, int]:
-        """Count by number. In a wide bin, all count as its least number."""
-        return dict(self._bins)
+    def counts(self) -> dict[int, int]:
+        """Count by number, ascending."""
+        return dict(sorted(self._counts.items()))
 
     def rows(self) -> list[tuple[int, int, int]]:
         """(lowest, highest, count): one row each for 0 to 15, then one for each power of two."""
-        found: dict[int, int] = {}
-        for low, times in self._bins.items():
-            found[_row(low)] = found.get(_row(low), 0) + times
+        found: Counter[int] = Counter()
+        for value, times in self._counts.items():
+            found[_row(value)] += times
         last = _row(self.max)
         lows = [*range(16), *(1 << power for power in range(4, 64))]
-        listed = [(low, low if low < 16 else 2 * low - 1, found.get(low, 0)) for low in lows]
-        return [row for row in listed if row[0] <= last]
+        return [(low, low if low < 16 else 2 * low - 1, found[low]) for low in lows if low <= last]
 
 
-def _low(value: int) -> int:
-    """The least number in the bin of `value`, which is EXACT or above."""
-    shift = value.bit_length() - 1 - _STEPS
-    return value >> shift << shift
-
-
-def _row(low: int) -> int:
-    return low if low < 16 else 1 << (low.bit_length() - 1)
+def _row(value: int) -> int:
+    return value if value < 16 else 1 << (value.bit_length() - 1)

@@ -89,7 +89,6 @@ class Simulator:
             gradients = setting.gradients / self._wave
         if setting.iterations is not None:
             pushes = setting.iterations * setting.learners / self._wave
-        end = self._end if setting.server_s or self._wave > 1 else self._end_at_once
         now = 0.0
         while self._events:
             moment, key = heapq.heappop(self._events)
@@ -105,7 +104,7 @@ class Simulator:
                 self._die(key, now)
                 self._settle(now)
             else:
-                end(key, now)
+                self._end(key, now)
             if training is not None:
                 done = max(now / most_s, outcome.pushed / pushes, outcome.applied / gradients)
                 training.add_point(now, min(done, 1.0), outcome.applied)
@@ -221,21 +220,6 @@ class Simulator:
             moment = uniform(seed, Stream.MOMENT, learners, iterations)
             times = np.where(dies, -times * moment, times)
         return times
-
-    def _end_at_once(self, k: int, now: float) -> None:
-        """A fast `_end`, for a server that takes no time and waves of one iteration."""
-        self._due[k] = NEVER
-        self._clock[k] += 1
-        self._server.publish(k, now, self._pulled[k], self._started[k])
-        model = self._model
-        if model.releases != self._releases:
-            self._wait(k, now)
-            self._settle(now)
-        elif self._clock[k] < model.grant(k):
-            self._begin(k, now)
-        else:
-            self._waiting[k] = None
-            self._idle[k] = now
 
     def _end(self, k: int, now: float) -> None:
         """Handle the end of an iteration."""
