@@ -16,9 +16,8 @@ import csv
 import io
 import math
 import os
-from array import array
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -98,13 +97,13 @@ def read(path: str | os.PathLike[str]) -> Trace:
     """
     shown = _shown(path)
     rows = csv.reader(io.StringIO(_text(path, shown), newline=""), strict=True)
-    cells = _Cells()
+    cells: list[_Cell] = []
     try:
         header = tuple(name.strip() for name in next(rows, []))
         if header not in (HEADER, _ALIBABA):
             wanted = " or ".join(",".join(form) for form in (HEADER, _ALIBABA))
             raise UsageError(f"{shown}:1: not the header of a trace; it must be {wanted}")
-        add = cells.add_own if header == HEADER else cells.add_alibaba
+        parse = _own if header == HEADER else _alibaba
         for row in rows:
             if not row:
                 continue
@@ -112,78 +111,65 @@ def read(path: str | os.PathLike[str]) -> Trace:
                 if len(row) != len(header):
                     given = counted(len(row), "field")
                     raise ValueError(f"{given} where the header has {len(header)}")
-                add(row, rows.line_num)
+                cells.append(_Cell(rows.line_num, *parse(row)))
             except ValueError as error:
                 raise UsageError(f"{shown}:{rows.line_num}: {error}; correct the row") from None
     except csv.Error as error:
         raise UsageError(f"{shown}:{rows.line_num}: {error}; give a CSV file") from None
-    if not cells.lines:
+    if not cells:
         raise UsageError(f"{shown}: there is a header but no row; add run times")
-    return cells.trace(shown)
+    return _trace(cells, shown)
 
 
-class _Cells:
-    """The rows of a file as columns of numbers, because a file may have millions of rows."""
+class _Cell(NamedTuple):
+    """A row of a file. line: its number."""
 
-    def __init__(self) -> None:
-        self.lines = array("q")
-        self._iterations = array("q")
-        self._learners = array("q")
-        self._times = array("d")
-        self._censored = array("b")
-        self._names: dict[str, int] = {}
+    line: int
+    iteration: int
+    learner: str
+    seconds: float
+    censored: bool
 
-    def add_own(self, row: list[str], line: int) -> None:
-        iteration, learner, started, seconds, censored = row
-        if started.strip():
-            _number(started, "started")
-        if censored.strip() not in ("0", "1"):
-            raise ValueError(f"censored is {short_repr(censored)}, not 0 or 1")
-        self._add(
-            line,
-            _whole(iteration, "iteration"),
-            _name(learner),
-            _duration(seconds, "seconds"),
-            censored.strip() == "1",
+
+def _own(row: list[str]) -> tuple[int, str, float, bool]:
+    iteration, learner, started, seconds, censored = row
+    if started.strip():
+        _number(started, "started")
+    if censored.strip() not in ("0", "1"):
+        raise ValueError(f"censored is {short_repr(censored)}, not 0 or 1")
+    number, name = _whole(iteration, "iteration"), _name(learner)
+    return number, name, _duration(seconds, "seconds"), censored.strip() == "1"
+
+
+def _alibaba(row: list[str]) -> tuple[int, str, float, bool]:
+    _, learner, _, time, duration = row
+    seconds = _duration(duration, "batch_time_norm")
+    return _whole(time, "time"), _name(learner), seconds, False
+
+
+def _trace(cells: list[_Cell], shown: str) -> Trace:
+    names = list(dict.fromkeys(one.learner for one in cells))
+    if all(name.isascii() and name.isdigit() for name in names):
+        names.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
+    iterations = sorted({one.iteration for one in cells})
+    if len(iterations) * len(names) > _MOST_CELLS:
+        raise UsageError(
+            f"{shown}: {len(iterations)} iterations of {len(names)} learners are too many; "
+            f"leave some out, at most {_MOST_CELLS} run times fit"
         )
-
-    def add_alibaba(self, row: list[str], line: int) -> None:
-        _, learner, _, time, duration = row
-        seconds = _duration(duration, "batch_time_norm")
-        self._add(line, _whole(time, "time"), _name(learner), seconds, False)
-
-    def _add(self, line: int, iteration: int, learner: str, time: float, censored: bool) -> None:
-        self.lines.append(line)
-        self._iterations.append(iteration)
-        self._learners.append(self._names.setdefault(learner, len(self._names)))
-        self._times.append(time)
-        self._censored.append(censored)
-
-    def trace(self, shown: str) -> Trace:
-        names = list(self._names)
-        if all(name.isascii() and name.isdigit() for name in names):
-            names.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
-        columns = np.argsort([self._names[name] for name in names])[np.asarray(self._learners)]
-        iterations, rows = np.unique(np.asarray(self._iterations), return_inverse=True)
-        if len(iterations) * len(names) > _MOST_CELLS:
+    rows = {iteration: row for row, iteration in enumerate(iterations)}
+    columns = {name: column for column, name in enumerate(names)}
+    times = np.full((len(rows), len(columns)), np.nan)
+    censored = np.zeros(times.shape, np.bool_)
+    for one in cells:
+        place = rows[one.iteration], columns[one.learner]
+        if not math.isnan(times[place]):
             raise UsageError(
-                f"{shown}: {len(iterations)} iterations of {len(names)} learners are too many; "
-                f"leave some out, at most {_MOST_CELLS} run times fit"
+                f"{shown}:{one.line}: learner {short_repr(one.learner)} has iteration "
+                f"{one.iteration} twice; leave one out"
             )
-        places = rows * len(names) + columns
-        order = np.argsort(places, kind="stable")
-        again = order[1:][np.diff(places[order]) == 0]
-        if len(again):
-            first = int(again.min())
-            raise UsageError(
-                f"{shown}:{self.lines[first]}: learner {short_repr(names[columns[first]])} has "
-                f"iteration {self._iterations[first]} twice; leave one out"
-            )
-        times = np.full((len(iterations), len(names)), np.nan)
-        times.flat[places] = np.asarray(self._times)
-        censored = np.zeros(times.shape, np.bool_)
-        censored.flat[places] = np.asarray(self._censored, np.bool_)
-        return Trace(times, censored, tuple(names))
+        times[place], censored[place] = one.seconds, one.censored
+    return Trace(times, censored, tuple(names))
 
 
 def _name(text: str) -> str:
