@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -314,24 +315,15 @@ def _timed(act: Callable[[], object]) -> float:
 def _there(place: StageDevice, act: Callable[[threading.Event], T]) -> T:
     """Compute in a thread of its own at that place. The event is set on Control-C."""
     stop = threading.Event()
-    made: list[T] = []
-    failed: list[BaseException] = []
 
-    def run() -> None:
+    def run() -> T:
+        place.use()
+        return act(stop)
+
+    with ThreadPoolExecutor(1, "gadei-measure") as thread:
+        made = thread.submit(run)
         try:
-            place.use()
-            made.append(act(stop))
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="gadei-measure")
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:
-        stop.set()
-        thread.join()
-        raise
-    if failed:
-        raise failed[0]
-    return made[0]
+            return made.result()
+        except BaseException:
+            stop.set()
+            raise
