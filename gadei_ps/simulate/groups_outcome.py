@@ -99,21 +99,15 @@ class GroupOutcome:
         model = size(self._setting.values, Wire.FLOAT32)
         paid = self.training_s + self.waiting_s + self.exchange_s + self.lost_s
         stale = self.staleness
-        return {
-            "rule": self.rule,
-            "ended": self.ended,
-            "seconds": self.seconds,
-            "rounds": self.rounds,
-            "samples": self.samples,
+        found = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        for name in ("training_s", "waiting_s", "exchange_s", "redone"):
+            del found[name]
+        return found | {
             "samples_per_s": self.samples_per_s,
             "speed_up": self.speed_up,
             "speed_up_share": self.speed_up / self._setting.machines,
             "waiting_share": self.waiting_s / paid if paid else 0.0,
             "exchange_share": self.exchange_s / paid if paid else 0.0,
-            "lost_s": self.lost_s,
-            "deaths": self.deaths,
-            "joins": self.joins,
-            "views": self.views,
             "aggregations_made_again": self.redone,
             "aggregation_bytes": self._aggregated / rounds,
             "aggregation_models": self._aggregated / rounds / model,
@@ -121,11 +115,6 @@ class GroupOutcome:
             "broadcast_bytes": self._broadcast / rounds,
             "broadcast_models": self._broadcast / rounds / model,
             "broadcast": self._lost,
-            "staleness": {
-                **stale.summary(),
-                "mean_s": self._age_s / stale.count if stale.count else 0.0,
-            },
-            "training": self.training,
-            "curve": self.curve,
-            "wall_s": self.wall_s,
+            "staleness": stale.summary()
+            | {"mean_s": self._age_s / stale.count if stale.count else 0.0},
         }

@@ -60,37 +60,21 @@ class Outcome:
 
     def as_dict(self, oracle: float) -> dict[str, Any]:
         """Return JSON values. oracle: throughput of the oracle (gradients/s)."""
-        stale = self.staleness
-        return {
-            "model": self.model,
-            "wave": self.wave,
-            "ended": self.ended,
-            "seconds": self.seconds,
-            "pushed": self.pushed,
-            "applied": self.applied,
-            "dropped": self.dropped,
-            "given_up": self.given_up,
-            "in_flight": self.in_flight,
-            "updates": self.updates,
+        iterations = self.pushed * self.wave
+        found = vars(self) | {
             "gradients_per_s": self.throughput,
             "updates_per_s": self.updates / self.seconds if self.seconds else 0.0,
             "oracle_share": self.throughput / oracle if oracle else None,
             "waiting_share": self.waiting_share,
-            "waiting_s_per_iteration": (
-                self.waiting_s / (self.pushed * self.wave) if self.pushed else 0.0
-            ),
-            "lost_s": self.lost_s,
+            "waiting_s_per_iteration": self.waiting_s / iterations if iterations else 0.0,
             "lost_share": self.lost_s / self.member_s if self.member_s else 0.0,
-            "deaths": self.deaths,
-            "joins": self.joins,
-            "lost_iterations": self.lost_iterations,
             "staleness": {
-                **stale.summary(),
+                **self.staleness.summary(),
                 "histogram": [
                     {"from": low, "to": high, "gradients": times}
-                    for low, high, times in stale.rows()
+                    for low, high, times in self.staleness.rows()
                 ],
             },
-            "curve": self.curve,
-            "wall_s": self.wall_s,
         }
+        del found["member_s"], found["waiting_s"]
+        return found
