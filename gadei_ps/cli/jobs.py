@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -304,8 +305,6 @@ def stop(
 
 def list_jobs(as_json: Json = False) -> int:
     """List running jobs and the remains of dead ones."""
-    from dataclasses import asdict
-
     from gadei_ps.commands import jobs
     from gadei_ps.show import view
 
@@ -349,7 +348,7 @@ def gc(
     left += jobs.old_histories(names, history_days, dry_run=dry_run)
     result = {
         "dry_run": dry_run,
-        "removed": [one.as_dict() for one in left],
+        "removed": [asdict(one) for one in left],
         "bytes": sum(one.bytes for one in left),
     }
     print_result(as_json, result, lambda: view.removed(result))

@@ -28,7 +28,7 @@ def doctor(as_json: Json = False) -> int:
 
     checks = examine()
     healthy = all(check.level != Level.ERROR for check in checks)
-    rows = [check.as_dict() for check in checks]
+    rows = [asdict(check) for check in checks]
     print_result(as_json, {"ok": healthy, "checks": rows}, lambda: view.checks(rows))
     return 0 if healthy else 1
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -319,9 +319,6 @@ class Leftover:
     job: str
     path: str
     bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def collect(names: Iterable[str] | None = None, *, dry_run: bool = False) -> list[Leftover]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 Found = tuple["Level", str, str]
 """Level, finding, and what to do about it (empty: nothing)."""
@@ -26,6 +25,3 @@ class Check:
     level: Level
     finding: str
     remedy: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
