@@ -214,8 +214,6 @@ def simulate(
     from gadei_ps.simulate import compare, groups_report, groups_setting, run_times
     from gadei_ps.simulate.groups_setting import Deaths, GroupSetting, Links
 
-    for text in rules:
-        groups_report.rule(text)
     if wire not in list(Wire):
         raise UsageError(f"--wire {wire!r}: write one of {', '.join(Wire)}")
     if broadcast not in ("whole", "parts"):

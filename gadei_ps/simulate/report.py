@@ -107,13 +107,12 @@ def check_plot(path: Path) -> None:
 def plot(result: Result, path: Path) -> None:
     """Draw loss against time, if weights were trained, else speed and staleness.
 
-    The ending of the file's name gives the format, such as .svg. Raises UsageError.
+    The ending of the file's name gives the format, such as .svg. Call check_plot() before. Raises
+    UsageError.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UsageError("--plot needs matplotlib: pip install 'gadei-ps[plot]'") from None
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(plot_style.STYLE):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         if any(one["curve"] for one in result["models"]):
