@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -17,16 +17,6 @@ SLOWEST = 8  # columns of a mini-batch in the slowest stage
 FORWARD, BACKWARD, IDLE = ("›", "cyan"), ("‹", "green"), ("·", "dim")
 FULL = 0.05  # a smaller bubble needs no advice
 SHORT_S = 1e-3  # for a mini-batch; Python computes for one stage at a time
-
-
-class Pass(Protocol):
-    """A pass of a stage; begin and end in ns."""
-
-    stage: int
-    backward: bool
-    mini_batch: int
-    begin: int
-    end: int
 
 
 def drawn(in_flight: int) -> int:
@@ -123,8 +113,8 @@ def _time(seconds: float) -> str:
 class Timeline:
     """A row for each stage, and in it a block for each pass, with the mini-batch's number."""
 
-    def __init__(self, devices: Sequence[str], passes: Sequence[Pass], column: float) -> None:
-        """column: seconds."""
+    def __init__(self, devices: Sequence[str], passes: Sequence[Any], column: float) -> None:
+        """passes: as learners.timeline.Pass. column: seconds."""
         labels = [f"{number} {device}" for number, device in enumerate(devices)]
         width = max(map(len, labels)) + 1
         self._labels = [one.ljust(width) for one in labels]
