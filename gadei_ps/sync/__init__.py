@@ -13,12 +13,10 @@ from pathlib import Path
 from gadei_ps.sync.asp import ASP
 from gadei_ps.sync.base import (
     UNBOUNDED,
-    AlreadyJoined,
     Commit,
     LearnerError,
     NotGranted,
     SyncModel,
-    UnknownLearner,
 )
 from gadei_ps.sync.bsp import BSP
 from gadei_ps.sync.cutoff import Cutoff
@@ -29,13 +27,11 @@ from gadei_ps.sync.wsp import WSP
 
 __all__ = [
     "UNBOUNDED",
-    "AlreadyJoined",
     "Commit",
     "LearnerError",
     "NotGranted",
     "SpecError",
     "SyncModel",
-    "UnknownLearner",
     "names",
     "names_file",
     "parse",

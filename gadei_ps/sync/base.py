@@ -58,14 +58,6 @@ class LearnerError(KeyError):
         return f"learner {self.learner} {self.args[1]}"
 
 
-class UnknownLearner(LearnerError):
-    """The learner is not a member: it never joined, or it has left."""
-
-
-class AlreadyJoined(LearnerError):
-    """The learner is a member already."""
-
-
 class NotGranted(LearnerError):
     """The driver reported a push of a learner whose clock had reached its grant."""
 
@@ -87,8 +79,8 @@ class Commit:
 class SyncModel(ABC):
     """A synchronization model. This class keeps members and clocks; subclasses have the rules.
 
-    Every method that takes a learner raises `UnknownLearner` if it is not a member; `join` raises
-    `AlreadyJoined` if it is one. Not safe for threads: one thread drives a model.
+    Every method that takes a learner raises `LearnerError` if it is not a member; `join`, if it is
+    one. Not safe for threads: one thread drives a model.
     """
 
     name: ClassVar[str]
@@ -161,7 +153,7 @@ class SyncModel(ABC):
         An id may join again as soon as it has left, even while its gradients are still held.
         """
         if learner in self._clocks:
-            raise AlreadyJoined(learner, "has joined already")
+            raise LearnerError(learner, "has joined already")
         clock = self._joined(learner, now)
         self._clocks[learner] = clock
         return clock
@@ -174,7 +166,7 @@ class SyncModel(ABC):
         """
         clock = self._clocks.pop(learner, None)
         if clock is None:
-            raise UnknownLearner(learner, "is not a member")
+            raise LearnerError(learner, "is not a member")
         return self._left(learner, clock, now)
 
     def push(
@@ -209,7 +201,7 @@ class SyncModel(ABC):
         try:
             return self._clocks[learner]
         except KeyError:
-            raise UnknownLearner(learner, "is not a member") from None
+            raise LearnerError(learner, "is not a member") from None
 
     def obsolete_below(self, learner: int) -> int:
         """The number below which the learner's iterations are no longer wanted.

@@ -115,11 +115,11 @@ def test_commit_is_a_value() -> None:
 def test_errors_are_typed_and_change_nothing(spec: str) -> None:
     model = joined(spec, 7)
     for call in (model.grant, model.clock, model.obsolete_below):
-        with pytest.raises(sync.UnknownLearner, match=r"^learner 8 is not a member$"):
+        with pytest.raises(sync.LearnerError, match=r"^learner 8 is not a member$"):
             call(8)
-    with pytest.raises(sync.UnknownLearner):
+    with pytest.raises(sync.LearnerError, match="is not a member"):
         model.leave(8, 0.0)
-    with pytest.raises(sync.UnknownLearner):
+    with pytest.raises(sync.LearnerError, match="is not a member"):
         model.push(8, 0.0)
     with pytest.raises(KeyError, match="learner 7 has joined already"):
         model.join(7, 0.0)
