@@ -93,10 +93,10 @@ def _losses(result: Result) -> RenderableType:
 def check_plot(path: Path) -> None:
     """Raise UsageError if plot() could not write this file. Call it before the simulation."""
     try:
-        from matplotlib.backend_bases import FigureCanvasBase
+        from matplotlib import backend_bases
     except ModuleNotFoundError:
         raise UsageError("--plot needs matplotlib: pip install 'gadei-ps[plot]'") from None
-    known = FigureCanvasBase.get_supported_filetypes()
+    known = backend_bases.FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower().lstrip(".") not in known:
         raise UsageError(f"{path}: give --plot a name that ends in .svg, .png or .pdf")
     if path.is_dir() or not path.parent.is_dir():
