@@ -20,6 +20,7 @@ from gadei_ps.errors import in_words
 from gadei_ps.job import sync_change
 from gadei_ps.job.control import MOST_REPORTED
 from gadei_ps.job.optimizer_config import Values
+from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
 from gadei_ps.memory import layout, totals
@@ -91,6 +92,8 @@ class History:
             self._counts = self._event_counts()
             self._measure(now)
             self._losses = totals.losses(self._control, self._state)
+            if restored and not (self._fresh or self._memory.adopted):
+                self._add({"event": "restored"}, int(self._control["checkpoint_version"]))
             self._note_learners()
             if self._memory.adopted:
                 self._learners = self._there()
@@ -232,11 +235,22 @@ class History:
                 "loss": (self._losses[1] - summed) / losses if losses > 0 else None,
                 "staleness": staleness,
                 "learners": len(self._there()),
+                "learning_rate": self._learning_rate(),
             }
             | ({"reported": self._means()} if self._reported else {}),
             version,
         )
         self._reported = {}
+
+    def _learning_rate(self) -> float | None:
+        """Learning rate of parameters without a group at the next step; None if not finite."""
+        assert self._memory.state is not None
+        hyper = self._control["hyper"][max(0, int(self._control["groups"]) - 1)]
+        steps = int(self._memory.state.view(layout.STATE)["record"][0]["steps"])
+        try:
+            return OptimizerSpec.unpack(hyper).rate(steps)
+        except OverflowError:
+            return None
 
     def _means(self) -> dict[str, float]:
         """Return the means of the values reported, as far as they are finite."""

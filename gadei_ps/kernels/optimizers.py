@@ -310,6 +310,18 @@ class OptimizerSpec:
         most = _LARGEST * (1 - self.beta1) if adam else _LARGEST
         return most / max(1.0, self.weight_decay) if self.kind is Kind.ADAMW else most
 
+    def rate(self, t: int) -> float:
+        """Return the learning rate at step t. Raises OverflowError if it is not finite."""
+        since = t - self.warmup_steps
+        if since < 0:
+            return self.lr * (t + 1) / self.warmup_steps
+        if self.schedule is Schedule.STEP:
+            return self.lr and float(self.lr * self.step_gamma ** (since // self.step_size))
+        if self.schedule is Schedule.COSINE:
+            part = min(since / (self.total_steps - self.warmup_steps), 1.0)
+            return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * part)) / 2
+        return self.lr
+
     def pack(self) -> NDArray[np.float64]:
         """Return the specification as a new float64 array of shape (PACKED,)."""
         import numpy as np

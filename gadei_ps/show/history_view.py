@@ -17,12 +17,6 @@ from gadei_ps.show.tables import FittedTable, alike, when
 
 Line = Mapping[str, Any]
 NEEDED = "plot needs matplotlib: pip install 'gadei-ps[plot]'"
-COLOURS = {
-    "loss": "tab:blue",
-    "samples_per_s": "tab:orange",
-    "gradients_per_s": "tab:orange",
-    "accuracy": "tab:green",
-}
 LEARNER_EVENTS = {
     "attach": "attached",
     "detach": "detached",
@@ -161,6 +155,8 @@ def _occurrence(line: Line) -> str:
         return f"failover in {_number(line.get('ms'), '.1f') or '?'} ms"
     if kind == "adoption":
         return "a new watchdog has adopted the job"
+    if kind == "restored":
+        return f"continues from the checkpoint of version {_number(line.get('version'), ',.0f')}"
     if kind == "checkpoint":
         return f"checkpoint of version {_number(line.get('checkpoint_version'), ',.0f')}"
     if kind in LEARNER_EVENTS:
@@ -178,7 +174,7 @@ def check_plot() -> None:
 
 
 def plot(lines: Sequence[Line], title: str) -> str:
-    """Loss and samples a second over time and versions, as SVG. Raises UsageError."""
+    """Loss, samples a second and named values over time and versions, as SVG. Raises UsageError."""
     check_plot()
     import matplotlib
     from matplotlib.figure import Figure
@@ -187,32 +183,31 @@ def plot(lines: Sequence[Line], title: str) -> str:
     if not points:
         raise UsageError("there is nothing to draw yet: the history has no point")
     speed, speed_name = speed_of(points)
-    begin = min(one["time"] for one in lines)
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    figure.suptitle(title)
-    axes = figure.subplots(2, 2, sharex="col", sharey="row")
-    measured = [
-        {**one, "accuracy": one[kind]["accuracy"]}
-        for one in lines
-        for kind in ("measured", "reported")
-        if isinstance(one.get(kind), dict) and "accuracy" in one[kind]
+    panels: list[tuple[str, Sequence[Line], str, dict[str, Any]]] = [
+        ("loss of the learners", points, "loss", {"color": "tab:blue"}),
+        (speed, points, speed_name, {"color": "tab:orange"}),
+        *(
+            (name, found, "value", {"color": "tab:green", "marker": "o"})
+            for name, found in _named(lines).items()
+        ),
     ]
+    begin = min(one["time"] for one in lines)
+    figure = Figure(figsize=(10, 3 * len(panels)), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(len(panels), 2, sharex="col", sharey="row")
     for column, (by, label) in enumerate((("time", _unit(lines)), ("version", "version"))):
         offset, scale = (begin, _scale(lines)) if by == "time" else (0, 1.0)
-        upper, lower = axes[0][column], axes[1][column]
-        _draw(upper, points, "loss", by, offset, scale)
-        _draw(lower, points, speed_name, by, offset, scale)
-        if measured:
-            right = upper.twinx()
-            _draw(right, measured, "accuracy", by, offset, scale, marker="o")
-            right.set_ylabel("accuracy" if column else "")
-        for one in lines:
-            if "set" in one and _is_number(one.get(by)):
-                for part in (upper, lower):
-                    part.axvline((one[by] - offset) / scale, color="grey", linestyle=":")
-        lower.set_xlabel(label)
-    axes[0][0].set_ylabel("loss of the learners")
-    axes[1][0].set_ylabel(speed)
+        for row, (_, found, name, how) in enumerate(panels):
+            there = [one for one in found if _is_number(one.get(name)) and _is_number(one.get(by))]
+            across = [(one[by] - offset) / scale for one in there]
+            axes[row][column].plot(across, [one[name] for one in there], linewidth=1, **how)
+            for one in lines:
+                if "set" in one and _is_number(one.get(by)):
+                    at = (one[by] - offset) / scale
+                    axes[row][column].axvline(at, color="grey", linestyle=":")
+        axes[-1][column].set_xlabel(label)
+    for row, (name, *_) in enumerate(panels):
+        axes[row][0].set_ylabel(name, parse_math=False)  # a reported name may have a dollar sign
     if not any(_is_number(one.get("loss")) for one in points):
         for axis in axes[0]:
             axis.text(0.5, 0.5, NO_LOSS, ha="center", va="center", transform=axis.transAxes)
@@ -222,18 +217,16 @@ def plot(lines: Sequence[Line], title: str) -> str:
     return made.getvalue()
 
 
-def _draw(
-    axes: Any,
-    lines: Iterable[Line],
-    name: str,
-    by: str,
-    offset: float,
-    scale: float,
-    marker: str = "",
-) -> None:
-    there = [one for one in lines if _is_number(one.get(name)) and _is_number(one.get(by))]
-    across = [(one[by] - offset) / scale for one in there]
-    axes.plot(across, [one[name] for one in there], color=COLOURS[name], marker=marker, linewidth=1)
+def _named(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """Return the lines with a `value` for each name that was measured or reported."""
+    found: dict[str, list[Line]] = {}
+    for one in lines:
+        for kind in ("measured", "reported"):
+            values = one.get(kind)
+            for name, value in values.items() if isinstance(values, dict) else ():
+                if name != "epoch":  # it counts, as the axes do
+                    found.setdefault(name, []).append({**one, "value": value})
+    return found
 
 
 def _scale(lines: Sequence[Line]) -> float:

@@ -296,3 +296,15 @@ def test_without_matplotlib(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"plot needs matplotlib: pip install 'gadei-ps\[plot\]'"):
         drawing.check_plot()
+
+
+def test_each_named_value_has_a_panel() -> None:
+    from gadei_ps.show.history_view import plot
+
+    point = {"samples": 3, "samples_per_s": 1.0, "loss": 1.0, "reported": {"f1": 0.5, "cost_$": 2}}
+    points = [{"time": 1000.0 + at, "version": at} | point for at in range(3)]
+    measured = {"time": 1003.0, "version": 3, "measured": {"epoch": 1, "accuracy": 0.5}}
+    picture = plot([*points, measured], "demo")
+    for name in ("loss of the learners", "samples/s", "f1", "cost_$", "accuracy"):
+        assert f"<!-- {name} -->" in picture
+    assert "<!-- epoch -->" not in picture

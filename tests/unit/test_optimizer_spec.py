@@ -73,6 +73,11 @@ def test_compiled_learning_rate_is_the_reference(spec: OptimizerSpec, t: int) ->
     hyper = spec.pack()
     wanted = reference.learning_rate(hyper, t)
     assert cpu.learning_rate(hyper, t) == pytest.approx(wanted, rel=1e-13, abs=1e-300)
+    if math.isfinite(wanted):
+        assert spec.rate(t) == pytest.approx(wanted, rel=1e-13, abs=1e-300)
+    else:
+        with pytest.raises(OverflowError):
+            spec.rate(t)
 
 
 @pytest.mark.parametrize("rate", [reference.learning_rate, cpu.learning_rate])
