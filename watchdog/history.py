@@ -244,9 +244,8 @@ class History:
 
     def _learning_rate(self) -> float | None:
         """Learning rate of parameters without a group at the next step; None if not finite."""
-        assert self._memory.state is not None
         hyper = self._control["hyper"][max(0, int(self._control["groups"]) - 1)]
-        steps = int(self._memory.state.view(layout.STATE)["record"][0]["steps"])
+        steps = int(self._state["record"][0]["steps"])
         try:
             return OptimizerSpec.unpack(hyper).rate(steps)
         except OverflowError:

@@ -1,13 +1,13 @@
 """Processes that show a job elsewhere: its metrics, and its curves.
 
 Each reads the job's memory or its history. It ends with its standard input, so with the watchdog,
-and is started again when it ends before that. It prints `at TIME` once all lines of the history up
-to that time are written, and gets that time when it is started again; any other line is a problem.
-Training does not depend on any of them.
+and is started again when it ends before that. A line that it prints is a problem. Training does not
+depend on any of them.
 """
 
 from __future__ import annotations
 
+import json
 import selectors
 import time
 from collections.abc import Sequence
@@ -29,6 +29,14 @@ def commands(config: JobConfig) -> dict[str, list[str]]:
     if config.metrics is not None:
         found["metrics"] = process.module_command(
             "gadei_ps.monitoring.web", config.name, config.metrics.listen
+        )
+    if places := config.curves.places():
+        found["curves"] = process.module_command(
+            "gadei_ps.monitoring.curves",
+            config.name,
+            str(config.history_file()),
+            json.dumps(places),
+            repr(time.time()),
         )
     return found
 
@@ -59,7 +67,6 @@ class _Monitor:
         self._child: Child | None = None
         self._started_at = float("-inf")
         self._restart_s = RESTART_S
-        self._written = str(time.time()).encode()
         self._problem = ""
 
     def look(self, now: float) -> None:
@@ -69,19 +76,13 @@ class _Monitor:
         self._restart_s = RESTART_S if lasted else min(2 * self._restart_s, MOST_RESTART_S)
         self._started_at = now
         try:
-            command = [*self._command, self._written.decode()]
-            self._child = Child(self._selector, command, self._received, self._ended, how=None)
+            self._child = Child(self._selector, self._command, self._warn, self._ended, how=None)
         except OSError as error:
-            self._warn(in_words(error))
+            self._warn(in_words(error).encode())
 
-    def _received(self, line: bytes) -> None:
-        if line.startswith(b"at "):
-            self._written = line[3:]
-        else:
-            self._warn(line.decode(errors="replace"))
-
-    def _warn(self, problem: str) -> None:
+    def _warn(self, line: bytes) -> None:
         """Log a problem, once: it may come again with each start."""
+        problem = line.decode(errors="replace")
         if problem != self._problem:
             self._problem = problem
             self._log.warning(f"{self._what}: {problem}; training continues")

@@ -27,7 +27,7 @@ from gadei_ps.errors import JobFailed, JobStopped, NotSaved, in_words
 from gadei_ps.job import paths, service, sync_change
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import cgroups, log, process
-from gadei_ps.memory import layout
+from gadei_ps.memory import layout, presence
 from gadei_ps.memory.layout import Kept, Phase, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
@@ -156,6 +156,9 @@ class Supervisor:
     def startup(self) -> None:
         """Raise GadeiError when the job cannot be started; shutdown() then cleans up."""
         process.check_proc()
+        # A job that runs is adopted even if a library has been removed meanwhile.
+        if not (self.options.finish or presence.server_pids(self.config.name)):
+            self.config.curves.check()
         self._lock = NameLock(self.config.name)
         anew = self.options.fresh or self.options.checkpoint is not None
         if not anew:

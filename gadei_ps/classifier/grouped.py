@@ -45,6 +45,7 @@ SAID_TWICE = ("learners", "optimizer", "lr", "sync")
 _REFUSED = {
     "job": "the run has the name that GROUPS.toml gives it: name = ...",
     "gpus": "learners take the GPUs of their host in turn; GROUPS.toml reserves them: resources",
+    **dict.fromkeys(("tensorboard", "mlflow", "wandb"), "each replica is a job of its own"),
     "verbose": "each replica has a log of its own, NAME-NUMBER.log in its state directory",
 }
 

@@ -21,7 +21,7 @@ from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.commands.daemon import Daemon, kept_version
 from gadei_ps.errors import DeviceError, JobFailed, JobInUse, JobStopped
-from gadei_ps.job.config import JobConfig, check_sync, from_mapping
+from gadei_ps.job.config import JobConfig, check_sync, from_mapping, with_curves
 from gadei_ps.job.control import Measured, SetWork, Status, StopJob
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.foreground import suspends
@@ -83,7 +83,7 @@ def _config(settings: Settings, plan: Plan) -> JobConfig:
         "train",
     )
     check_sync(config, settings.learners, f"train --learners {settings.learners}")
-    return config
+    return with_curves(config, vars(settings), "train")
 
 
 def _run(

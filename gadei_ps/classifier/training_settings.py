@@ -48,6 +48,9 @@ class Settings:
     job: str | None = None
     groups: Path | None = None
     address: str | None = None
+    tensorboard: Path | None = None
+    mlflow: str | None = None
+    wandb: Path | None = None
     replace: bool = True
     verbose: bool = False
 

@@ -21,9 +21,12 @@ from gadei_ps.cli.options import (
     Gpus,
     JobArgument,
     Json,
+    MLflow,
     OptimizerName,
     Quiet,
+    TensorBoard,
     Verbose,
+    WandB,
     argument,
     limits,
     option,
@@ -104,6 +107,9 @@ def run(
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
     devices_per_learner: DevicesPerLearner = None,
+    tensorboard: TensorBoard = None,
+    mlflow: MLflow = None,
+    wandb: WandB = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     as_json: Json = False,
@@ -121,6 +127,9 @@ def run(
         "lr": lr,
         "sync": sync,
         "stop_after": stop_after and limits(stop_after),
+        "tensorboard": tensorboard,
+        "mlflow": mlflow,
+        "wandb": wandb,
     }
     with early.for_job(job) as child:
         from gadei_ps.commands.run import RunOptions, run_learners

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -132,6 +133,18 @@ DevicesPerLearner = Annotated[
         min=1,
         max=256,
     ),
+]
+TensorBoard = Annotated[
+    Path | None,
+    option("DIR", "Write curves for TensorBoard into this directory.", name="--tensorboard"),
+]
+MLflow = Annotated[
+    str | None,
+    option("URI", "Write curves to this MLflow server, or directory.", name="--mlflow"),
+]
+WandB = Annotated[
+    Path | None,
+    option("DIR", "Write offline runs of Weights & Biases into this directory.", name="--wandb"),
 ]
 Quiet = Annotated[bool, switch("--quiet", "In a terminal, print no lines on how training goes.")]
 DryRun = Annotated[bool, switch("--dry-run", "List what would be removed, and remove nothing.")]

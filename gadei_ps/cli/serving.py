@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from gadei_ps.cli.exits import print_json
-from gadei_ps.cli.options import Details, Json, JsonLog, argument, option, switch
+from gadei_ps.cli.options import (
+    Details,
+    Json,
+    JsonLog,
+    MLflow,
+    TensorBoard,
+    WandB,
+    argument,
+    option,
+    switch,
+)
 from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.show.plain import print_text
 
@@ -51,6 +61,9 @@ def serve(
         ),
     ] = False,
     name: Name = None,
+    tensorboard: TensorBoard = None,
+    mlflow: MLflow = None,
+    wandb: WandB = None,
     json_log: JsonLog = False,
     verbose: Details = False,
     as_json: Json = False,
@@ -60,6 +73,7 @@ def serve(
     If only the watchdog of the job was killed, the job is adopted with its servers and learners. If
     all its processes are dead, it resumes from shared memory or from its newest checkpoint.
     """
+    from gadei_ps.job.config import with_curves
     from gadei_ps.watchdog.notify import Notify
     from gadei_ps.watchdog.serve_options import Options
 
@@ -72,7 +86,8 @@ def serve(
     try:
         if finish:
             return _finish(file, name, options, keep_memory, as_json, notify)
-        job = _load(file, name)
+        places = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
+        job = with_curves(_load(file, name), places, str(file))
     except GadeiError as error:
         notify.failed(error)
         notify.close()

@@ -266,7 +266,7 @@ def _say(text: str) -> None:
 
 
 def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:
-    """The configuration with optimizer, lr, sync, owned and stop_after replaced where given.
+    """The configuration with optimizer, lr, sync, owned, stop_after, curves replaced where given.
 
     Raises UsageError.
     """
@@ -275,9 +275,10 @@ def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) ->
     for name, value in overrides.items():
         if name in ("optimizer", "lr"):
             optimizer["kind" if name == "optimizer" else name] = value
-        else:
+        elif name not in config.CurvesConfig.model_fields:
             values[name] = value
-    return config.from_mapping(values | {"optimizer": optimizer}, where)
+    made = config.from_mapping(values | {"optimizer": optimizer}, where)
+    return config.with_curves(made, overrides, where)
 
 
 def check_command(command: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import re
 import tomllib
@@ -32,6 +33,7 @@ from gadei_ps.memory.shm import JOB_NAME, check_job_name
 
 _PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 MOST_BYTES = 1 << 20  # of a job file
+LIBRARIES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}  # for curves
 LEAST_HANG_S = 0.5  # a server shows a sign of life ten times a second
 
 
@@ -163,6 +165,25 @@ class MetricsConfig(_Table):
         return value
 
 
+class CurvesConfig(_Table):
+    """[curves]: programs that show curves of the job, and where its curves are written for them."""
+
+    tensorboard: Path | None = Field(default=None, description="directory; each run has one in it")
+    mlflow: str | None = Field(default=None, description="tracking URI, or a directory")
+    wandb: Path | None = Field(default=None, description="directory for offline runs")
+
+    def places(self) -> dict[str, str]:
+        """Return the place that is given for each program."""
+        return {name: str(place) for name, place in self if place is not None}
+
+    def check(self) -> None:
+        """Raise UsageError if a library is missing."""
+        for name in self.places():
+            if importlib.util.find_spec(library := LIBRARIES[name]) is None:
+                install = f"pip install 'gadei-ps[{name}]'"
+                raise UsageError(f"curves.{name}: {library} is not installed: {install}")
+
+
 class JobConfig(_Table, allow_inf_nan=False):
     """A job: its name, how gradients are applied, and how much memory it may take."""
 
@@ -196,6 +217,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     when_idle: Literal["wait", "stop"] = "wait"
     history: bool = Field(True, description="loss, speed and changes over time, in a file")
     metrics: MetricsConfig | None = None
+    curves: CurvesConfig = CurvesConfig()
     stop_after: StopAfterConfig = StopAfterConfig()
     checkpoint: CheckpointConfig | None = None
     learners: LearnersConfig | None = None
@@ -288,6 +310,8 @@ def from_mapping(values: Mapping[str, Any], where: str) -> JobConfig:
         config.optimizer.spec()
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
+    if config.curves.places() and not config.history:
+        raise UsageError(f"{where}: curves are made of the history: leave out history = false")
     if config.tensors and config.weights:
         raise UsageError(f"{where}: give tensors or weights, not both")
     check_sync(config, config.learners.count if config.learners else None, where)
@@ -342,17 +366,35 @@ def load(path: Path) -> JobConfig:
         values["sync"] = sync.relative_to(path.parent, values.get("sync", "asp"))
     except sync.SpecError as error:
         raise UsageError(f"{path}: sync: {error}") from None
-    checkpoint = values.get("checkpoint")
-    if isinstance(checkpoint, dict) and isinstance(checkpoint.get("directory"), str):
-        try:
-            named = Path(checkpoint["directory"]).expanduser()
-        except RuntimeError:  # it begins with ~USER
-            raise UsageError(
-                f"{path}: checkpoint.directory: {checkpoint['directory']!r} names no user of this "
-                "machine; give a path"
-            ) from None
-        checkpoint["directory"] = (path.parent / named).absolute()
+    for name, fields in (("checkpoint", ("directory",)), ("curves", CurvesConfig.model_fields)):
+        table = values.get(name)
+        for field in fields:
+            if isinstance(table, dict) and isinstance(text := table.get(field), str):
+                table[field] = _absolute(field, text, path.parent, f"{path}: {name}.{field}")
     return from_mapping(values, str(path))
+
+
+def _absolute(field: str, text: str, parent: Path, where: str) -> str:
+    """Return the absolute path of a directory relative to `parent`; a URI stays as it is."""
+    if field == "mlflow" and "://" in text:
+        return text
+    try:
+        return str((parent / Path(text).expanduser()).absolute())
+    except RuntimeError:  # it begins with ~USER
+        raise UsageError(f"{where}: {text!r} names no user of this machine; give a path") from None
+
+
+def with_curves(config: JobConfig, given: Mapping[str, Any], where: str) -> JobConfig:
+    """Return the configuration with the places of curves that a command line gives.
+
+    given: by the names of CurvesConfig, relative to the current directory. Raises UsageError.
+    """
+    names = [name for name in CurvesConfig.model_fields if given.get(name) is not None]
+    places = {name: _absolute(name, str(given[name]), Path(), f"--{name}") for name in names}
+    if not places:
+        return config
+    values = config.model_dump(exclude_unset=True)
+    return from_mapping(values | {"curves": config.curves.places() | places}, where)
 
 
 def _parsed(path: Path, raw: bytes) -> dict[str, Any]:

@@ -178,13 +178,13 @@ async def _while_input_lasts(server: Server) -> None:
 
 
 def main() -> None:
-    """`python -m gadei_ps.monitoring.web JOB HOST:PORT TIME`: started by the job's watchdog.
+    """`python -m gadei_ps.monitoring.web JOB HOST:PORT`: started by the job's watchdog.
 
     It ends with its standard input. It prints one line if it cannot listen.
     """
     from gadei_ps.monitoring.exporter import Exporter
 
-    job, listen = sys.argv[1:3]
+    job, listen = sys.argv[1:]
     try:
         server = Server(Exporter(job).text, *address(listen))
     except GadeiError as error:

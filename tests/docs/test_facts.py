@@ -26,6 +26,7 @@ TABLES = (
     "checkpoint",
     "stop_after",
     "metrics",
+    "curves",
     "learners",
     "optimizer",
     "groups",
@@ -76,6 +77,7 @@ def model_of(field: str) -> type[BaseModel]:
         "checkpoint": config.CheckpointConfig,
         "stop_after": config.StopAfterConfig,
         "metrics": config.MetricsConfig,
+        "curves": config.CurvesConfig,
         "learners": config.LearnersConfig,
         "optimizer": config.OptimizerConfig,
         "groups": Group,
@@ -94,7 +96,7 @@ def test_every_field_of_a_job_file_has_its_row(place: tuple[int, str]) -> None:
         fields, values = code(row[0]), row[1].split(", ") if "," in row[0] else [row[1]]
         values += [""] * (len(fields) - len(values))
         defaults |= dict(zip(fields, values, strict=True))
-    inner = {"checkpoint", "stop_after", "metrics", "learners", "optimizer", "groups", "schedule"}
+    inner = {*TABLES} - {"job"}
     refused = {"kind"} if name == "groups" else set()
     assert defaults.keys() == model.model_fields.keys() - inner - refused
     for field, shown in defaults.items():

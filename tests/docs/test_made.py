@@ -44,7 +44,7 @@ def absent(text: str) -> set[str]:
     """Return the fields of a job file that a text sets nowhere, not even in a comment."""
     models = (
         *(config.JobConfig, config.CheckpointConfig, config.StopAfterConfig, config.LearnersConfig),
-        *(config.MetricsConfig, config.TensorConfig),
+        *(config.MetricsConfig, config.CurvesConfig, config.TensorConfig),
         *(config.OptimizerConfig, config.ScheduleConfig, Group),
     )
     wanted = set().union(*map(fields, models))

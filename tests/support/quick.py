@@ -38,6 +38,7 @@ PROGRAMS = {
     "clients.driver": "clients.driver",
     "gadei_ps": "gadei_ps.cli.app",
     "gadei_ps.chaos.counted_learner": "gadei_ps.chaos.counted_learner",
+    "gadei_ps.monitoring.curves": "gadei_ps.monitoring.curves",
     "gadei_ps.server.manager": "gadei_ps.server.manager",
     "gadei_ps.server.fork_server": "gadei_ps.server.fork_server",
     "gadei_ps.watchdog": "gadei_ps.watchdog.__main__",

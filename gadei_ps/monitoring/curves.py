@@ -1,0 +1,239 @@
+"""Curves of a job for TensorBoard, MLflow and Weights & Biases, made of its history.
+
+The watchdog starts one process that writes them, and starts it again if it dies. Each begins with
+the first line of the history, and replaces what was written before: so nothing is lost or twice,
+whatever was killed. A step is a version of the weights. A run is named JOB-DATE-TIME, after the
+first point of the history: a job that begins from zero has another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from gadei_ps.job.config import LIBRARIES
+from gadei_ps.monitoring.following import Follower, scalars
+from gadei_ps.show.history_view import event_text
+
+POLL_S: Final = 1.0
+NICE: Final = 10
+"""Learners come first: some of the libraries need seconds of a core to start."""
+PROJECT: Final = "gadei-ps"
+MOST_METRICS: Final = 1000  # in a request to MLflow
+POINT: Final = ("loss", "samples_per_s", "staleness", "learners", "learning_rate")
+TAGS: Final = {
+    "loss": "loss/train",
+    "samples_per_s": "samples_per_second",
+    "validation_loss": "loss/held_out",
+}
+"""Tags that are not the names in the history."""
+SILENT: Final = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
+"""Settings of the libraries: a job sends nothing to a host that its user has not named."""
+Line = Mapping[str, Any]
+
+
+class _TensorBoard:
+    """A run of TensorBoard. The other sinks have the same methods."""
+
+    def __init__(self, where: str, name: str, version: str) -> None:
+        """version: the name, or another one for each return to a checkpoint."""
+        from tensorboardX import SummaryWriter
+
+        directory = Path(where) / name
+        directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files in the order of their names, which have whole seconds.
+        suffix = f".{time.time_ns()}"
+        self._writer = SummaryWriter(str(directory), purge_step=0, filename_suffix=suffix)
+        self.flush, self.close = self._writer.flush, self._writer.close
+
+    def write(self, line: Line, values: Mapping[str, float], event: str) -> None:
+        """Write the values and the event of a line, if it has any."""
+        at = {"global_step": line["version"], "walltime": line["time"]}
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, **at)
+        if event:
+            self._writer.add_text("events", event, **at)
+
+
+class _MLflow:
+    """It keeps points for ever, and a point that is written again once."""
+
+    def __init__(self, where: str, name: str, version: str) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        artifacts = None
+        if "://" not in where:
+            Path(where).mkdir(parents=True, exist_ok=True)
+            artifacts = (Path(where) / "artifacts").as_uri()  # not in the current directory
+            where = f"sqlite:///{where}/mlflow.db"
+        self._metric = Metric
+        self._waiting: list[Any] = []
+        self._client = client = MlflowClient(tracking_uri=where)
+        known = client.get_experiment_by_name(PROJECT)
+        of = known.experiment_id if known else client.create_experiment(PROJECT, artifacts)
+        there = client.search_runs([of], f"attributes.run_name = '{version}'")
+        run = there[0] if there else client.create_run(of, run_name=version)
+        self._run = run.info.run_id
+        client.update_run(self._run, status="RUNNING")
+
+    def write(self, line: Line, values: Mapping[str, float], event: str) -> None:
+        at = int(1000 * line["time"]), line["version"]
+        self._waiting += [self._metric(tag, value, *at) for tag, value in values.items()]
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._client.log_batch(self._run, metrics=self._waiting[:MOST_METRICS])
+            del self._waiting[:MOST_METRICS]
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+class _WandB:
+    """It cannot continue an offline run, but `wandb sync` replaces a run by a later one."""
+
+    def __init__(self, where: str, name: str, version: str) -> None:
+        import wandb
+
+        Path(where).mkdir(parents=True, exist_ok=True)
+        how = wandb.Settings(console="off", disable_git=True, disable_code=True)
+        self._run = wandb.init(
+            project=PROJECT, name=name, id=name, dir=where, mode="offline", settings=how
+        )
+        self._run.define_metric("version")
+        self._run.define_metric("*", step_metric="version")
+        self.close = self._run.finish
+
+    def write(self, line: Line, values: Mapping[str, float], event: str) -> None:
+        self._run.log({**values, **({"event": event} if event else {}), "version": line["version"]})
+
+    def flush(self) -> None:
+        """Nothing: the library writes as it goes."""
+
+
+Sink = _TensorBoard | _MLflow | _WandB
+SINKS: Final[dict[str, Callable[[str, str, str], Sink]]] = {
+    "tensorboard": _TensorBoard,
+    "mlflow": _MLflow,
+    "wandb": _WandB,
+}
+
+
+def tagged(line: Line) -> dict[str, float]:
+    """Return the values of a line by their tags."""
+    names = POINT if "samples" in line else ()
+    found = {name: float(line[name]) for name in names if line.get(name) is not None}
+    if not line.get("samples"):  # no learner reports them
+        found.pop("samples_per_s", None)
+    found |= scalars(line)
+    found.pop("epoch", None)  # it counts, as the steps do
+    return {TAGS.get(name, name): value for name, value in found.items()}
+
+
+def current(lines: Iterable[Line]) -> list[Line]:
+    """Return the lines without those that a return to a checkpoint has undone."""
+    found: list[Line] = []
+    for one in lines:
+        if one.get("event") == "restored":
+            found = [each for each in found if each["version"] <= one["version"]]
+        if type(one.get("version")) is int:
+            found.append(one)
+    return found
+
+
+class Writer:
+    """Writes the curves of one job."""
+
+    def __init__(self, job: str, history: Path, places: Mapping[str, str], begun: float) -> None:
+        """places: by the names of SINKS. begun: time of the watchdog's start (s since 1970)."""
+        self._job, self._history, self._places, self._begun = job, history, places, begun
+        self._follower = Follower(history)
+        self._sinks: list[Sink] = []
+
+    def write(self) -> bool:
+        """Write the lines that have come; return whether there are any."""
+        lines = current(self._follower.read()) if self._sinks else self._open()
+        for one in lines:
+            values = tagged(one)
+            event = "" if "samples" in one or "measured" in one else event_text(one)
+            for sink in self._sinks:
+                sink.write(one, values, event)
+        for sink in self._sinks:
+            sink.flush()
+        return bool(lines)
+
+    def _open(self) -> list[Line]:
+        """Begin or continue the run; return its lines, none if it has no point yet.
+
+        Before this watchdog's first line, the history may be that of a job before.
+        """
+        self._follower = Follower(self._history)
+        lines: list[Line] = []
+        while part := self._follower.read():
+            lines += part
+        begun = next((one["time"] for one in lines if "samples" in one), None)
+        if begun is None or lines[-1]["time"] < self._begun:
+            return []
+        name = time.strftime(f"{self._job}-%Y%m%d-%H%M%S", time.localtime(begun))
+        restored = [f"{name}-{one['version']}" for one in lines if one.get("event") == "restored"]
+        version = [name, *restored][-1]
+        self._sinks = [SINKS[one](where, name, version) for one, where in self._places.items()]
+        return current(lines)
+
+    def close(self) -> None:
+        """End the run for now."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def _follow(writer: Writer) -> None:
+    """Write until standard input has ended, and all lines are written."""
+    over = False
+    while writer.write() or not over:
+        if not over and select.select([0], [], [], POLL_S)[0]:
+            over = not os.read(0, 4096)
+    writer.close()
+
+
+def main() -> None:
+    """`python -m gadei_ps.monitoring.curves JOB HISTORY PLACES TIME`: started by the watchdog.
+
+    It ends with its standard input, once all lines are written. It prints a problem in one line;
+    the libraries print to nowhere. PLACES, as JSON, and TIME: see Writer.
+    """
+    job, history, places, begun = sys.argv[1:]
+    watchdog, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.nice(NICE)
+    os.environ.update({name: one for name, one in SILENT.items() if name not in os.environ})
+
+    def fail(error: BaseException | None) -> None:
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        with contextlib.suppress(OSError):  # the watchdog may be dead
+            os.write(watchdog, f"{text}\n".encode())
+        os._exit(1)
+
+    # A thread of a library that dies, as on a full disk, would keep the others waiting for ever.
+    threading.excepthook = lambda thread: fail(thread.exc_value)
+    try:
+        writer = Writer(job, Path(history), json.loads(places), float(begun))
+        for name in json.loads(places):  # before the first line comes
+            importlib.import_module(LIBRARIES[name])
+        _follow(writer)
+    except Exception as error:  # of whichever library
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()
