@@ -11,7 +11,6 @@ A mini-batch reads and changes only the rows of its own n-grams and words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -26,16 +25,19 @@ from gadei_ps.classifier.network import Linear, Lookup, SentenceClassifier
 
 FEATURE_DROPOUT: Final = 0.3
 HIDDEN_DROPOUT: Final = 0.2
+MARGIN: Final = 2.0
+"""Logits of `wide` that have no hinge loss. Its share is then about as large as the others'."""
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits of each part."""
 
 
 class Losses(NamedTuple):
-    """Losses of a mini-batch (nats).
+    """Losses of a mini-batch.
 
-    minimized: the sum of the parts' losses, whose gradients are independent. reported: the loss of
-    the prediction, by parts with equal shares, to be compared with that of the held-out rows.
+    minimized: the sum of the parts' losses, whose gradients are independent. reported: the
+    cross-entropy of the prediction (nats), by parts with equal shares, to be compared with that of
+    the held-out rows.
     """
 
     minimized: torch.Tensor
@@ -116,21 +118,32 @@ class Ensemble(torch.nn.Module):
 
 
 def losses(parts: Parts, labels: torch.Tensor) -> Losses:
-    """Return the losses of these texts: mean cross-entropies (nats)."""
-    return _losses(parts, lambda logits: functional.cross_entropy(logits, labels))
+    """Return the losses of these texts: the squared hinge of `wide`, else cross-entropies."""
+    wide, *others = parts
+    found = [functional.cross_entropy(one, labels) for one in others]
+    found.append(squared_hinge(wide, labels))
+    return Losses(torch.stack(found).sum(), functional.cross_entropy(_mixed(parts), labels))
+
+
+def squared_hinge(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared hinge loss of each label against all others, as of a linear SVM."""
+    signs = 2 * functional.one_hot(labels, logits.shape[1]) - 1
+    return functional.relu(1 - signs * logits / MARGIN).square().sum(dim=1).mean()
 
 
 def multi_label_losses(parts: Parts, truth: torch.Tensor) -> Losses:
-    """Return the same for texts of several labels: truth, 0 or 1, (rows, classes)."""
+    """Return the losses of texts of several labels, all cross-entropies (nats).
+
+    truth: 0 or 1, (rows, classes).
+    """
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
         summed = functional.binary_cross_entropy_with_logits(logits, truth, reduction="sum")
         return summed / len(truth)
 
-    return _losses(parts, loss)
+    return Losses(torch.stack([loss(one) for one in parts]).sum(), loss(_mixed(parts)))
 
 
-def _losses(parts: Parts, loss: Callable[[torch.Tensor], torch.Tensor]) -> Losses:
-    # The shares of the parts are fitted after training. Until then, each part has the same.
-    mixed = torch.stack(parts).detach().sum(dim=0) * (PRIOR / len(parts))
-    return Losses(torch.stack([loss(one) for one in parts]).sum(), loss(mixed))
+def _mixed(parts: Parts) -> torch.Tensor:
+    """Return logits of the prediction. Shares are fitted after training: they are equal here."""
+    return torch.stack(parts).detach().sum(dim=0) * (PRIOR / len(parts))

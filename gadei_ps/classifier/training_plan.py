@@ -100,7 +100,7 @@ class Plan:
         steps = self.batches * self.epochs
         if not sync.parse(self.settings.sync).on_arrival:  # one step of all learners' gradients
             steps = -(-steps // self.settings.learners)
-        return _optimizer_of_ensemble(max(steps, 2))
+        return _optimizer_of_ensemble(max(steps, 2), self.settings.label_separator is not None)
 
     @property
     def sizes(self) -> Sizes | EnsembleSizes:
@@ -183,20 +183,21 @@ class Plan:
         return found.hexdigest()
 
 
-def _optimizer_of_ensemble(batches: int) -> dict[str, Any]:
+def _optimizer_of_ensemble(batches: int, multi_label: bool) -> dict[str, Any]:
     """Return the settings of the optimizer. batches: gradients until the learning rate is 0.
 
     A large eps has rare n-grams move in proportion to their gradient, as under SGD, rather than as
     far as frequent ones. The warm-up keeps gradients that do not know of each other, as those of
-    many learners at the start, from adding up.
+    many learners at the start, from adding up. multi_label: whether `wide` has cross-entropy.
     """
     warmup = min(256, batches // 10)
+    wide = {"lr": 3.0, "eps": 0.1} if multi_label else {"lr": 1.0, "eps": 0.05}
     return {
         "kind": "adagrad",
         "lr": 0.025,
         "groups": [
-            {"match": "wide", "lr": 3.0, "eps": 0.1},
-            {"match": "wide_bias", "lr": 0.1},
+            {"match": "wide", **wide},
+            {"match": "wide_bias", "lr": 0.1 if multi_label else 0.2},
             {"match": ["bag", "bag_bias", "output_weight", "output_bias"], "lr": 0.03},
         ],
         "schedule": {"kind": "cosine", "total_steps": batches, "warmup_steps": warmup},

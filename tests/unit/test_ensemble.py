@@ -239,7 +239,9 @@ def test_the_reported_loss_is_that_of_the_prediction() -> None:
     logits = torch.tensor([[[2.0, 0.0, 0.0]], [[0.0, 0.0, 2.0]], [[0.0, 2.0, 0.0]]])
     losses = ensemble.losses(tuple(logits), torch.tensor([1]))  # type: ignore[arg-type]
     assert losses.reported.item() == pytest.approx(math.log(3)), "the parts have equal shares"
-    assert losses.minimized.item() == pytest.approx(3 * math.log(2 + math.e**2) - 2)
+    hinge = 2**2 + 1 + 1  # of logits 2, 0, 0, of which the second should be the largest
+    expected = hinge + 2 * math.log(2 + math.e**2) - 2
+    assert losses.minimized.item() == pytest.approx(expected)
     equal = tuple(logits[:1].expand(3, 1, 3))
     prediction = Calibration((calibration.PRIOR / 3,) * 3).probabilities(torch.stack(equal).numpy())
     found = ensemble.losses(equal, torch.tensor([0])).reported  # type: ignore[arg-type]
