@@ -259,7 +259,7 @@ class History:
         """Return the samples so far, and the mean staleness since the last call."""
         self._point_at = now
         control = self._control
-        samples = totals.total(control, "samples")
+        samples = totals.total(control, "samples", self._state)
         self._before = now, samples
         stale, applied = 0, 0
         known: dict[tuple[int, int], tuple[int, int]] = {}

@@ -325,7 +325,8 @@ class Supervisor:
                 self._requests.tick(now)
             if self.signalled and not self._stopping.begun:
                 self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
-            reason = limits.reached(self.memory.config.stop_after, self._control)
+            state = self.memory.state.view(layout.STATE) if self.memory.state is not None else None
+            reason = limits.reached(self.memory.config.stop_after, self._control, state)
             if reason and not self._stopping.begun:
                 self._stopping.asked = True
                 self._stopping.begin(True, LIMIT_DRAIN_S, reason, finished=True)

@@ -45,24 +45,27 @@ def check() -> None:
 check()
 
 
-def total(control: np.void, what: str) -> int:
-    """One of COUNTED, of all learners. control: CONTROL."""
-    return int(_total(control, what))
+def total(control: np.void, what: str, state: np.void | None = None) -> int:
+    """One of COUNTED, of all learners. control: CONTROL. state: STATE, see _parts()."""
+    return int(_total(control, what, state))
 
 
-def _total(control: np.void, what: str) -> Any:
-    return sum(_parts(control, what))
+def _total(control: np.void, what: str, state: Any = None) -> Any:
+    return sum(_parts(control, what, state))
 
 
-def _parts(control: np.void, what: str) -> tuple[Any, Any]:
+def _parts(control: np.void, what: str, state: Any = None) -> tuple[Any, Any]:
     """Return a word of the learners that have left, and its sum over the others.
 
-    A server moves the count of a learner that leaves from the roster to the first one. It is read
-    before and after the roster, so that no count is missing.
+    A server adds the count of a learner that leaves to the first one, and then clears it in the
+    roster, in one transaction. The first one is read before and after the roster, so that no count
+    is missing. With `state`, which is STATE, none is in both: no transaction is open in between.
     """
     for _ in range(TRIES):
-        past, there = control[f"past_{what}"].item(), control["roster"][what].sum().item()
-        if control[f"past_{what}"].item() == past:
+        past = control[f"past_{what}"].item()
+        is_idle = state is None or not int(state["journal"]["used"])
+        there = control["roster"][what].sum().item()
+        if is_idle and control[f"past_{what}"].item() == past:
             break
     return past, there
 
@@ -75,7 +78,8 @@ def losses(control: np.void, state: np.void) -> tuple[int, float]:
     transaction, one loss may be in one of them only.
     """
     for _ in range(TRIES):
-        counted, summed = _parts(control, "loss_count"), _total(control, "loss_sum")
+        counted = _parts(control, "loss_count")
+        summed = _total(control, "loss_sum", state)
         if not int(state["journal"]["used"]) and _parts(control, "loss_count") == counted:
             break
     return sum(counted), summed
@@ -107,7 +111,7 @@ def named(counts: Iterable[int]) -> dict[str, int]:
 def _read(one: Metric, control: np.void, state: Any) -> Any:
     match one.place:
         case Place.ROSTER:
-            return _total(control, one.word)
+            return _total(control, one.word, state)
         case Place.RECORDS:
             return 0 if state is None else int(state["record"][one.word].sum())
         case _:

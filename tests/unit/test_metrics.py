@@ -144,12 +144,19 @@ class Words:
             lambda: self._use(0),
         ]
 
-    def moves_to_the_past(self, word: str) -> Step:
-        def move() -> None:
-            self.control[f"past_{word}"] += self.row[word]
-            self.row[word] = 0
+    def moves_to_the_past(self, *words: str) -> list[Step]:
+        """Return the steps of count_past()."""
 
-        return move
+        def adds(word: str) -> Step:
+            return lambda: self.control.__setitem__(
+                f"past_{word}", self.control[f"past_{word}"] + self.row[word]
+            )
+
+        def clears(word: str) -> Step:
+            return lambda: self.row.__setitem__(word, 0)
+
+        moves = [step(word) for word in words for step in (adds, clears)]
+        return [lambda: self._use(3), *moves, lambda: self._use(0)]
 
 
 def test_losses_and_their_count_are_of_the_same_gradients() -> None:
@@ -173,16 +180,16 @@ def test_losses_of_a_learner_are_of_the_same_gradients() -> None:
     assert set(interleaved(make)) == {(2, 3.0), (3, 3.5)}
 
 
-def test_no_count_is_missing_while_a_learner_leaves() -> None:
+def test_each_count_is_there_once_while_a_learner_leaves() -> None:
     def losses(schedule: Schedule) -> Any:
         one = Words(schedule)
-        moves = [one.moves_to_the_past(word) for word in ("loss_count", "loss_sum")]
-        steps = [lambda: one._use(3), *moves, lambda: one._use(0)]
+        steps = one.moves_to_the_past("loss_count", "loss_sum")
         return lambda: totals.losses(one.seen, one.seen_state), steps
 
     def applied(schedule: Schedule) -> Any:
         one = Words(schedule)
-        return lambda: totals.total(one.seen, "applied"), [one.moves_to_the_past("applied")]
+        steps = one.moves_to_the_past("applied")
+        return lambda: totals.total(one.seen, "applied", one.seen_state), steps
 
     assert set(interleaved(losses)) == {(2, 3.0)}
     assert set(interleaved(applied)) == {12}
