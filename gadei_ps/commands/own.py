@@ -65,8 +65,11 @@ class OwnLearners:
 
     def counts(self) -> dict[str, int]:
         """Return the counts of gradients and samples, under the names of status."""
-        rows = self._control["roster"].copy()
-        counts = self._past_counts() - self._past
+        while True:  # a learner that leaves is moved from the roster to the past counts
+            past, rows = self._past_counts(), self._control["roster"].copy()
+            if (self._past_counts() == past).all():
+                break
+        counts = past - self._past
         there = rows[rows["generation"] != rows["retired"]]
         for row in there:
             if int(row["generation"]) in self._own:

@@ -190,7 +190,7 @@ def place(tensors: Iterable[Tensor]) -> Model:
         for name in (tensor.name, *tensor.aliases):
             if not is_name(name):
                 raise UsageError(
-                    f"tensor name {name!r}: use 1 to {NAME_BYTES} bytes of UTF-8 without NUL; "
+                    f"tensor name {name[:80]!r}: use 1 to {NAME_BYTES} bytes of UTF-8 without NUL; "
                     "shorten the names of modules"
                 )
             if name in names:

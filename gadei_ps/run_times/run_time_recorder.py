@@ -97,12 +97,12 @@ class Recorder:
             run = self._runs[row, one.next % layout.RUNS]
             sequence = int(run["sequence"])
             started, finished = float(run["started"]), float(run["finished"])
-            given_up = bool(run["censored"])
+            given_up, action = bool(run["censored"]), int(run["action"])
             if sequence != one.next + 1 or int(run["sequence"]) != sequence:
                 if sequence <= one.next and one.next + 1 == upto:
                     break  # applied is counted, but its times are not written yet
                 self.missed += 1
-            elif int(run["action"]) != Action.REFUSE and 0 <= finished - started < math.inf:
+            elif action != Action.REFUSE and 0 <= finished - started < math.inf:
                 iteration = one.next + one.ahead
                 self._last = max(self._last, iteration)
                 lines.append(traces.line(iteration, row, started, finished - started, given_up))

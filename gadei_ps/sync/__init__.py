@@ -25,13 +25,17 @@ from gadei_ps.sync.parameters import SpecError, converted, path, short_repr
 from gadei_ps.sync.ssp import SSP
 from gadei_ps.sync.wsp import WSP
 
+AlreadyJoined = UnknownLearner = LearnerError  # deprecated: names of 0.2
+
 __all__ = [
     "UNBOUNDED",
+    "AlreadyJoined",
     "Commit",
     "LearnerError",
     "NotGranted",
     "SpecError",
     "SyncModel",
+    "UnknownLearner",
     "names",
     "names_file",
     "parse",
