@@ -156,7 +156,18 @@ def _targets() -> list[str]:
     return lines
 
 
+def _watching(result: Row) -> list[str]:
+    ratio = result["ratios"][0]
+    lines = ["| one learner, mini-batch 1 | gradients/s | ratio |", "| --- | --- | --- |"]
+    for row in result["rows"]:
+        is_alone = row["what"] == ratio["contender"]
+        shown = "" if is_alone else f"{ratio['ratio']:.3f} ± {ratio['spread']:.3f}"
+        lines.append(f"| {row['what']} | {row['median']:,.0f} | {shown} |")
+    return lines
+
+
 TABLES = (
+    Table("watching", "performance.md", _watching),
     Table("sources", "performance.md", lambda _: _sources(), all_results=True),
     Table("targets", "performance.md", lambda _: _targets(), all_results=True),
 )

@@ -94,6 +94,7 @@ FULL: dict[str, dict[str, Any]] = {
         "rule": "mix:0.5",
         "share": 1.0,
     },
+    "watching": {"rounds": 15, "call_s": 4.0},
     "group_deaths": {
         "machines": 3,
         "every": 30,
@@ -196,6 +197,7 @@ QUICK: dict[str, dict[str, Any]] = {
     },
     "failover": {"bytes": [MB], "kills": 1, "both": 1, "peer_kills": 0},
     "idle_agent": {"values": [1000], "learners": 1, "rounds": 2, "call_s": 0.03},
+    "watching": {"rounds": 1, "call_s": 1.0},
     "worker_groups": {
         "tasks": {"mnist": {"wait_s": 0.01, "every": 5, "seeds": [0]}},
         "groups": [1, 1],

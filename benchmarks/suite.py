@@ -38,6 +38,7 @@ BENCHMARKS = {
     "worker_groups": "samples a second and accuracy of replicas in groups, beside one replica",
     "group_deaths": "what the deaths of replicas, of their parts and of Ray cost a group",
     "idle_agent": "what a replica beside a job costs while there is nothing to exchange",
+    "watching": "what metrics, curves and an open page cost a learner with mini-batches of one",
     "asynchrony": "what training with momentum reaches with many learners, against Hogwild",
     "scripts": "two learners of each training script in examples/scripts against the plain script",
     "virtual": "a pipeline of stages beside torch's pipelines, its threads, and the planner",
