@@ -14,7 +14,7 @@
  * tails), on arrival; supersteps of a model that collects are in barrier.pml. Rings are mapped and rows
  * stay (roster.pml). Of weights there is how many gradients are in them, in each shard: an assignment
  * must find as many as were copied. Who sleeps is woken (sleep.pml). A pause may end without an
- * assignment. -DGIVES_UP: a learner that waits for a pause may give up at any time. -DNO_TURNS: the
+ * assignment. -DGIVES_UP: a learner that waits for a pause may abandon it at any time. -DNO_TURNS: the
  * learner that pushes does not wait for its turn. -DAWAKE: shards also look once though there is nothing
  * to do. A death is a rendezvous with the kernel, as in apply.pml; -DSERVER_LIVES, -DLEARNER_LIVES and
  * -DASKER_LIVES limit who dies; of those that ask only the first may. -DWHOLE: the server's threads end
@@ -24,8 +24,8 @@
  * gradient and assignment once; nobody pauses for ever.
  *
  * Wrong on purpose:
- *   -DNO_OBEY     the learner hears of the pause before the shards hold
- *   -DNO_AGREE    it hears of it though a shard is behind the others
+ *   -DNO_OBEY     the learner is notified of the pause before the shards hold
+ *   -DNO_AGREE    it is notified though a shard is behind the others
  *   -DOLD_ANSWER  pauses have no number: a shard's answer to one is taken for that to the next one
  *   -DNO_CATCH_UP a shard that holds does not do what another one has done
  *   -DNO_LOOK     nor does it look again whether that was a superstep's
@@ -46,7 +46,7 @@
 #define N 2
 #endif
 #ifdef PUSHES
-#define OWN 1 /* gradients of who asks */
+#define OWN 1 /* gradients of the asking learner */
 #else
 #define OWN 0
 #endif
@@ -63,7 +63,7 @@ byte superstep, whose, upto; /* who has assigned, and which frame */
 byte obeyed[2], finished[2];
 byte applied[6]; /* by shard * R + ring */
 byte gradients[2]; /* in the weights of each shard */
-byte copied[4]; /* by who asks * 2 + shard */
+byte copied[4]; /* by asking learner * 2 + shard */
 byte lease[2] = NOBODY;
 byte manager_lease = NOBODY;
 bool dead[3], killed[2], done;
@@ -206,7 +206,7 @@ end_idle: do
 #define ALL_AGREE (AGREE(0) && AGREE(1) && AGREE(R - 1))
 #endif
 
-/* The oldest frame of who asks is an assignment. */
+/* The oldest frame of the asking learner is an assignment. */
 #define UNMADE (applied[who + 1] >= OWN && head[who + 1] > applied[who + 1])
 #ifdef END_FIRST
 #define UNMADE_YET (UNMADE && !OVER)

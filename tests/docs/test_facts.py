@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
+from support import models
 
 from gadei_ps.cli.app import app
 from gadei_ps.job import config, control
@@ -230,6 +231,18 @@ def test_architecture_draws_the_layers_as_they_are_held() -> None:
     lines = [set(re.findall(r"\w+", line)) for line in drawn[1].splitlines()]
     held = [{name.strip("_") for name in layer} for layer in layers()]
     assert [{name.strip("_") for name in line} for line in lines[::-1]] == held
+
+
+def test_runs_of_spin_are_described_as_recorded() -> None:
+    described = {
+        (run.model, run.defines, run.checks + "; progress" * (run.kind == "live"))
+        for run in models.verify().RUNS
+    }
+    text = (ROOT / "docs/decisions/0011-spin-models.md").read_text()
+    rows = [row for table in tables(text) for row in table if len(row) in {4, 7}]
+    recorded = {(row[0].strip("`"), row[1].strip("`"), row[2]) for row in rows}
+    assert len(recorded) > 100
+    assert not recorded - described
 
 
 def test_a_table_is_read_as_it_is_shown() -> None:
