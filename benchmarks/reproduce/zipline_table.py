@@ -76,10 +76,10 @@ def run(quick: bool = False) -> Part:
         "Zhao et al. 2019 measure their three algorithms on a Xeon E5-2620 v3: the mean of 10 "
         "trials, in microseconds; they do not name the language. Here Numba compiles their loops, "
         "and all take turns in each trial. The server uses `planner`, which gives exactly "
-        "ZipLine's answer by a few calls of NumPy: it sorts all times, and finds the ends of all "
-        "windows at once. The end times are those of learners whose speeds differ by up to a "
-        "factor of four; each iteration is within about 5% of its learner's mean. The paper does "
-        "not name the times it uses.",
+        "ZipLine's answer by a few calls of NumPy ([why](decisions/0025-planning-in-numpy.md)): "
+        "it sorts all times, and finds the ends of all windows at once. The end times are those of "
+        "learners whose speeds differ by up to a factor of four; each iteration is within "
+        "about 5% of its learner's mean. The paper does not name the times it uses.",
         _rows(data),
         data={"cells": data},
     )
@@ -95,9 +95,8 @@ def _rows(data: list[dict[str, Any]]) -> list[Row]:
                 if other["algorithm"] == "ZipLine"
                 and (other["learners"], other["R"]) == (cell["learners"], cell["R"])
             )
-            why = (
-                f"{literal['median_us'] / cell['median_us']:.0f} times faster than literal ZipLine"
-            )
+            ratio = literal["median_us"] / cell["median_us"]
+            why = f"{ratio:.1f} times as fast as literal ZipLine"
         else:
             why = f"{cell['trials']} trials" if cell["trials"] < TRIALS else ""
         rows.append(
