@@ -38,7 +38,10 @@ COUNTS = (COMPARED, FINISHED, *FAULTS)
 
 
 def _worker_groups(result: dict[str, Any]) -> list[str]:
-    lines = ["| task | machines | samples/s | times | test rows, % | points |", "| --- " * 6 + "|"]
+    lines = [
+        "| task | replicas | samples/s | ratio | test rows, % | difference, percentage points |",
+        "| --- " * 6 + "|",
+    ]
     ratios = {one["task"]: one for one in result["ratios"]}
     for row in result["rows"]:
         ratio = ratios[row["task"]]
@@ -79,7 +82,7 @@ def _idle_agent(result: dict[str, Any]) -> list[str]:
 
 def _aggregate(result: dict[str, Any]) -> list[str]:
     lines = [
-        f"| model | machines | {OURS}, ms | models sent | {' | '.join(REACH)} |",
+        f"| model | replicas | {OURS}, ms | models sent | {' | '.join(REACH)} |",
         "| --- " * (4 + len(REACH)) + "|",
     ]
     ratios = {(one["contender"], one["bytes"], one["members"]): one for one in result["ratios"]}

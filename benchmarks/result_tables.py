@@ -46,6 +46,7 @@ WHY = {
     ("learners", "64"): "learners and server share two cores",
     ("learners", "200"): "learners and server share two cores",
     ("start", "gadei-ps run, empty cache"): "compiling the kernels",
+    ("worker_groups", "one machine"): "eight learners, four servers and Ray share two cores",
 }
 """Limiting factor of a figure, by the result file and the contender or quantity."""
 

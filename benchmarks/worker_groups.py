@@ -245,7 +245,9 @@ def measure(quick: bool) -> Report:
     """Train each task by one machine and by groups, with each seed."""
     needs_ray("worker_groups")
     size = sizes("worker_groups", quick)
-    report = Report(["task", "machines", "samples/s", "accuracy, %", "worst", "ratio", "points"])
+    report = Report(
+        ["task", "replicas", "samples/s", "accuracy, %", "worst, %", "ratio", "percentage points"]
+    )
     machines = sum(size["groups"])
     for name, own in size["tasks"].items():
         found, chosen, pairs = Examples(name), size | own, []
@@ -254,13 +256,13 @@ def measure(quick: bool) -> Report:
             pairs.append((alone(name, chosen, seed, judge), together(name, chosen, seed, judge)))
         _tell(report, name, chosen, pairs, machines)
         report.notes.append(
-            f"{name}: each learner waits {1e3 * chosen['wait_s']:g} ms in each iteration, also on "
-            f"one machine; a round each {chosen['every']} gradients of a machine"
+            f"{name}: each learner waits {1e3 * chosen['wait_s']:g} ms in each iteration, also "
+            f"with one replica; a round each {chosen['every']} gradients of a replica"
         )
     groups = " + ".join(map(str, size["groups"]))
     report.notes.append(
-        f"groups of {groups} machines on one host, Ray by ray.cluster_utils.Cluster; "
-        f"{size['learners']} learners a machine; rule {size['rule']}"
+        f"groups of {groups} replicas on one host, Ray by ray.cluster_utils.Cluster; "
+        f"{size['learners']} learners a replica; rule {size['rule']}"
     )
     return report
 
