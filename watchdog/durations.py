@@ -23,9 +23,13 @@ STOP_END_S = 15.0  # for what comes after that
 # Limits of this process' end: a child is killed after END_S, and abandoned KILL_S later.
 LEARNERS_END_S, LEARNERS_KILL_S = 1.0, 2.0
 WRITER_KILL_S = 2.0  # of checkpoints
-HISTORY_END_S, HISTORY_KILL_S = 1.0, 1.0
-MONITORS_END_S, MONITORS_KILL_S = 3.0, 1.0
-"""Limits for each process that exports metrics or writes curves; there are two at most."""
+HISTORY_END_S, HISTORY_KILL_S = 5.0, 1.0  # its process may just be starting
+MOST_MONITORS = 4
+MONITORS_END_S, MONITORS_KILL_S = 20.0, 1.0
+"""Limits for the processes that export metrics or write curves: together, and for each.
+
+The job's memory is free before. In a short job, this includes imports of large libraries.
+"""
 SERVER_END_S = 5.0
 SERVER_KILL_S = 2.0  # then it is frozen, or the kernel blocks it
 FORK_SERVER_KILL_S = 5.0
@@ -40,7 +44,8 @@ LONGEST_END_S = (
     + WRITER_KILL_S
     + HISTORY_END_S
     + HISTORY_KILL_S
-    + 2 * (MONITORS_END_S + MONITORS_KILL_S)
+    + MONITORS_END_S
+    + MOST_MONITORS * MONITORS_KILL_S
     + 2 * 2 * SERVER_END_S
     + FORK_SERVER_KILL_S
     + 2 * MAKER_END_S

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gadei_ps.errors import in_words
-from gadei_ps.job import sync_change
+from gadei_ps.job import hyperparameters, sync_change
 from gadei_ps.job.control import MOST_REPORTED
 from gadei_ps.job.optimizer_config import Values
 from gadei_ps.kernels.optimizers import OptimizerSpec
@@ -84,21 +84,7 @@ class History:
         if not self._memory.config.history or self._memory.model is None:
             return
         if not self._begun:
-            self._begun = True
-            restored = int(self._control["checkpoint_version"]) > 0
-            made = int(self._control["checkpoints"]) > 0  # by this job since
-            self._fresh = not self._memory.adopted and (made or not restored)
-            self._settings = self._in_force()
-            self._counts = self._event_counts()
-            self._measure(now)
-            self._losses = totals.losses(self._control, self._state)
-            if restored and not (self._fresh or self._memory.adopted):
-                self._add({"event": "restored"}, int(self._control["checkpoint_version"]))
-            self._note_learners()
-            if self._memory.adopted:
-                self._learners = self._there()
-                self._event("adoption", learners=len(self._learners))
-            self._note_events()
+            self._begin(now)
             return
         self._note_changes()
         self._note_learners()
@@ -107,6 +93,30 @@ class History:
         if now - self._point_at >= min(max(LEAST_POINT_S, age * SHARE), MOST_POINT_S) * 0.9:
             self._point(now)
         self._flush(now)
+
+    def begin(self, now: float) -> None:
+        """Begin with the first learner: all its gradients may come in a second. Raises nothing."""
+        if self._begun or not self._memory.config.history or self._memory.model is None:
+            return
+        if not self._memory.script.is_open:  # else its settings would look like a change
+            self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        self._begun = True
+        restored = int(self._control["checkpoint_version"]) > 0
+        made = int(self._control["checkpoints"]) > 0  # by this job since
+        self._fresh = not self._memory.adopted and (made or not restored)
+        self._settings = self._in_force()
+        self._counts = self._event_counts()
+        self._measure(now)
+        self._losses = totals.losses(self._control, self._state)
+        if restored and not (self._fresh or self._memory.adopted):
+            self._add({"event": "restored"}, int(self._control["checkpoint_version"]))
+        self._note_learners()
+        if self._memory.adopted:
+            self._learners = self._there()
+            self._event("adoption", learners=len(self._learners))
+        self._note_events()
 
     def note(self, values: dict[str, float]) -> None:
         """Record a user's measurement, such as an accuracy. Raises nothing."""
@@ -125,7 +135,7 @@ class History:
                 self._reported[name] = mean, weight + count
 
     def close(self, finished: bool, failovers: Sequence[Failover] = ()) -> None:
-        """Write the rest, as the job leaves this process. Waits a second at most.
+        """Write the rest, as the job leaves this process. Waits HISTORY_END_S at most.
 
         finished: whether training was done when the job was stopped. failovers: those since the
         last tick().
@@ -134,7 +144,7 @@ class History:
         if self._begun and self._memory.config.history:
             self._note_changes()
             self._note_events(failovers)
-            if self._writer is not None or self._waiting:
+            if self._writer is not None or self._waiting or int(self._control["version"]) > 0:
                 self._point(now)
                 phase = int(self._control["phase"])
                 if phase > layout.Phase.DRAINING and self._version >= 0:
@@ -243,12 +253,12 @@ class History:
         self._reported = {}
 
     def _learning_rate(self) -> float | None:
-        """Learning rate of parameters without a group at the next step; None if not finite."""
-        hyper = self._control["hyper"][max(0, int(self._control["groups"]) - 1)]
+        """Learning rate of parameters without a group at the next step; None if there is none."""
         steps = int(self._state["record"][0]["steps"])
         try:
-            return OptimizerSpec.unpack(hyper).rate(steps)
-        except OverflowError:
+            _, packed = hyperparameters.read(self._control, self._memory.control.address)
+            return OptimizerSpec.unpack(packed[-1]).rate(steps)
+        except (ValueError, ArithmeticError, IndexError):  # shared memory may hold anything
             return None
 
     def _means(self) -> dict[str, float]:

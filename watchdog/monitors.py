@@ -7,7 +7,6 @@ depend on any of them.
 
 from __future__ import annotations
 
-import json
 import selectors
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from gadei_ps.errors import in_words
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
 from gadei_ps.machine.child import Child
-from gadei_ps.watchdog.durations import MONITORS_END_S, MONITORS_KILL_S
+from gadei_ps.watchdog.durations import MONITORS_KILL_S
 
 RESTART_S = 5.0  # between two starts of a process; twice as long after each that ends at once
 MOST_RESTART_S = 300.0
@@ -30,12 +29,13 @@ def commands(config: JobConfig) -> dict[str, list[str]]:
         found["metrics"] = process.module_command(
             "gadei_ps.monitoring.web", config.name, config.metrics.listen
         )
-    if places := config.curves.places():
-        found["curves"] = process.module_command(
+    for name, place in config.curves.places().items():
+        found[f"curves.{name}"] = process.module_command(
             "gadei_ps.monitoring.curves",
             config.name,
             str(config.history_file()),
-            json.dumps(places),
+            name,
+            place,
             repr(time.time()),
         )
     return found
@@ -54,10 +54,16 @@ class Monitors:
         for one in self._all:
             one.look(now)
 
-    def end(self) -> None:
-        """End all; what they have not written after MONITORS_END_S is lost."""
+    def finish(self) -> None:
+        """Let all write the rest, and end."""
         for one in self._all:
-            one.end()
+            one.wait(0.0)
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until all have ended; kill those that are there after `timeout_s`."""
+        until = time.monotonic() + timeout_s
+        for one in self._all:
+            one.end(max(0.0, until - time.monotonic()))
 
 
 class _Monitor:
@@ -90,7 +96,11 @@ class _Monitor:
     def _ended(self, _: int) -> None:
         self._child = None
 
-    def end(self) -> None:
-        if self._child is not None:
-            self._child.end(MONITORS_END_S, MONITORS_KILL_S)
+    def wait(self, timeout_s: float) -> bool:
+        return self._child is None or self._child.wait(timeout_s)
+
+    def end(self, timeout_s: float) -> None:
+        if not self.wait(timeout_s) and self._child is not None:
+            self._log.warning(f"{self._what}: killed before all was written")
+            self._child.end(0.0, MONITORS_KILL_S)
             self._child = None

@@ -119,8 +119,8 @@ def changed(
     or the job would make no checkpoints any more.
     """
     new = from_mapping(mapping, "job file")
-    if not new.curves.places():  # the running job's may come from a command line
-        new = new.model_copy(update={"curves": old.curves})
+    # Curves change at the next start: the running job's may come from its command line.
+    new = new.model_copy(update={"curves": old.curves})
     new.optimizer.specs(script.settings)
     before, after = (dict(_flat(one, script)) for one in (old, new))
     names = [name for name in before | after if before.get(name) != after.get(name)]

@@ -35,7 +35,7 @@ from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import initial_model, limits
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.dead import clear_dead
-from gadei_ps.watchdog.durations import LEAVE_TIMEOUT_S
+from gadei_ps.watchdog.durations import LEAVE_TIMEOUT_S, MONITORS_END_S, STOP_END_S
 from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.learners import JobLearners
@@ -321,6 +321,7 @@ class Supervisor:
             self._poll(BUSY_TICK_S if busy else TICK_S)
             now = time.monotonic()
             self._roster.free_rows()
+            self._history.begin(now)
             if self._requests is not None:
                 self._requests.tick(now)
             if self.signalled and not self._stopping.begun:
@@ -462,7 +463,7 @@ class Supervisor:
             self._learners.close()
         self._checkpoints.close()
         self._history.close(self._stopping.finished, self._servers.take_failovers())
-        self._monitors.end()  # after the last line of the history
+        self._monitors.finish()  # after the last line of the history
         self._servers.close(leave=self._leave)
         if self._requests is not None:
             self._requests.close(self._failed)
@@ -472,6 +473,9 @@ class Supervisor:
         # Memory without names cannot be adopted.
         if made and (not self._stays or self.memory.names_lost()):
             self.memory.remove()
+        self._notify.more_time(MONITORS_END_S + STOP_END_S)
+        self._notify.watchdog()
+        self._monitors.end(0.0 if self._leave else MONITORS_END_S)
         return made
 
 

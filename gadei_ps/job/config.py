@@ -375,9 +375,17 @@ def load(path: Path) -> JobConfig:
 
 
 def _absolute(field: str, text: str, parent: Path, where: str) -> str:
-    """Return the absolute path of a directory relative to `parent`; a URI stays as it is."""
-    if field == "mlflow" and "://" in text:
-        return text
+    """Return the absolute path of a directory relative to `parent`; a URI stays as it is.
+
+    Raises UsageError.
+    """
+    if field == "mlflow":
+        if re.match("databricks(:|$)", text):  # it has other names of experiments
+            raise UsageError(f"{where}: Databricks is not supported; give a server or a directory")
+        if "://" in text or text.startswith("file:/"):
+            return text
+        if text.startswith("file:"):
+            raise UsageError(f"{where}: {text!r} is relative; give the directory without 'file:'")
     try:
         return str((parent / Path(text).expanduser()).absolute())
     except RuntimeError:  # it begins with ~USER

@@ -69,6 +69,13 @@ class Child:
         """Kill it; its end is reported as any other."""
         process.send_signal(self._process, signal.SIGKILL)
 
+    def wait(self, timeout_s: float) -> bool:
+        """Close its input and wait for its end, which is reported; False if it lives on."""
+        self._lines.close_sending()
+        if self._pidfd >= 0 and process.gone(self._pidfd, timeout_s):
+            self._ended()
+        return self._pidfd < 0
+
     def end(self, grace_s: float, kill_s: float) -> None:
         """End it without reports: close its input, kill it after `grace_s`, wait `kill_s` for that.
 

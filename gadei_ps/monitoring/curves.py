@@ -1,6 +1,6 @@
 """Curves of a job for TensorBoard, MLflow and Weights & Biases, made of its history.
 
-The watchdog starts one process that writes them, and starts it again if it dies. Each begins with
+The watchdog starts a process for each program, and starts it again if it dies. Each begins with
 the first line of the history, and replaces what was written before: so nothing is lost or twice,
 whatever was killed. A step is a version of the weights. A run is named JOB-DATE-TIME, after the
 first point of the history: a job that begins from zero has another one.
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
+import posixpath
 import select
 import sys
 import threading
@@ -72,7 +72,7 @@ class _MLflow:
         from mlflow.entities import Metric
 
         artifacts = None
-        if "://" not in where:
+        if where.startswith("/"):
             Path(where).mkdir(parents=True, exist_ok=True)
             artifacts = (Path(where) / "artifacts").as_uri()  # not in the current directory
             where = f"sqlite:///{where}/mlflow.db"
@@ -88,7 +88,7 @@ class _MLflow:
 
     def write(self, line: Line, values: Mapping[str, float], event: str) -> None:
         at = int(1000 * line["time"]), line["version"]
-        self._waiting += [self._metric(tag, value, *at) for tag, value in values.items()]
+        self._waiting += [self._metric(_path(tag), value, *at) for tag, value in values.items()]
 
     def flush(self) -> None:
         while self._waiting:
@@ -97,6 +97,11 @@ class _MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
+
+
+def _path(tag: str) -> str:
+    """Return a name that MLflow accepts: it refuses `a//b`, `a/` and `a/../b`."""
+    return posixpath.normpath(f"/{tag}").lstrip("/") or "_"
 
 
 class _WandB:
@@ -130,14 +135,20 @@ SINKS: Final[dict[str, Callable[[str, str, str], Sink]]] = {
 
 
 def tagged(line: Line) -> dict[str, float]:
-    """Return the values of a line by their tags."""
+    """Return the values of a line by their tags.
+
+    The job's own values come before reported ones, except the learning rate, which a script that
+    has its own schedule knows better.
+    """
     names = POINT if "samples" in line else ()
-    found = {name: float(line[name]) for name in names if line.get(name) is not None}
+    own = {name: float(line[name]) for name in names if line.get(name) is not None}
     if not line.get("samples"):  # no learner reports them
-        found.pop("samples_per_s", None)
-    found |= scalars(line)
-    found.pop("epoch", None)  # it counts, as the steps do
-    return {TAGS.get(name, name): value for name, value in found.items()}
+        own.pop("samples_per_s", None)
+    given = scalars(line)
+    given.pop("epoch", None)  # it counts, as the steps do
+    if "learning_rate" in given:
+        own.pop("learning_rate", None)
+    return {TAGS.get(name, name): value for name, value in (*given.items(), *own.items())}
 
 
 def current(lines: Iterable[Line]) -> list[Line]:
@@ -152,24 +163,25 @@ def current(lines: Iterable[Line]) -> list[Line]:
 
 
 class Writer:
-    """Writes the curves of one job."""
+    """Writes the curves of one job for one program."""
 
-    def __init__(self, job: str, history: Path, places: Mapping[str, str], begun: float) -> None:
-        """places: by the names of SINKS. begun: time of the watchdog's start (s since 1970)."""
-        self._job, self._history, self._places, self._begun = job, history, places, begun
+    def __init__(self, job: str, history: Path, program: str, place: str, begun: float) -> None:
+        """program: one of SINKS. begun: time of the watchdog's start (s since 1970)."""
+        self._job, self._history, self._begun = job, history, begun
+        self._program, self._place = program, place
         self._follower = Follower(history)
-        self._sinks: list[Sink] = []
+        self._sink: Sink | None = None
+        self._seen: tuple[int, ...] = ()
+        """The state of the history that the last look found without a line of this job."""
 
     def write(self) -> bool:
         """Write the lines that have come; return whether there are any."""
-        lines = current(self._follower.read()) if self._sinks else self._open()
-        for one in lines:
-            values = tagged(one)
-            event = "" if "samples" in one or "measured" in one else event_text(one)
-            for sink in self._sinks:
-                sink.write(one, values, event)
-        for sink in self._sinks:
-            sink.flush()
+        lines = current(self._follower.read()) if self._sink else self._open()
+        if self._sink is not None:
+            for one in lines:
+                event = "" if "samples" in one or "measured" in one else event_text(one)
+                self._sink.write(one, tagged(one), event)
+            self._sink.flush()
         return bool(lines)
 
     def _open(self) -> list[Line]:
@@ -177,6 +189,14 @@ class Writer:
 
         Before this watchdog's first line, the history may be that of a job before.
         """
+        try:
+            status = self._history.stat()
+        except OSError:
+            return []
+        seen = status.st_ino, status.st_size, status.st_mtime_ns
+        if seen == self._seen:
+            return []
+        self._seen = seen
         self._follower = Follower(self._history)
         lines: list[Line] = []
         while part := self._follower.read():
@@ -187,13 +207,13 @@ class Writer:
         name = time.strftime(f"{self._job}-%Y%m%d-%H%M%S", time.localtime(begun))
         restored = [f"{name}-{one['version']}" for one in lines if one.get("event") == "restored"]
         version = [name, *restored][-1]
-        self._sinks = [SINKS[one](where, name, version) for one, where in self._places.items()]
+        self._sink = SINKS[self._program](self._place, name, version)
         return current(lines)
 
     def close(self) -> None:
         """End the run for now."""
-        for sink in self._sinks:
-            sink.close()
+        if self._sink is not None:
+            self._sink.close()
 
 
 def _follow(writer: Writer) -> None:
@@ -206,12 +226,12 @@ def _follow(writer: Writer) -> None:
 
 
 def main() -> None:
-    """`python -m gadei_ps.monitoring.curves JOB HISTORY PLACES TIME`: started by the watchdog.
+    """`python -m gadei_ps.monitoring.curves JOB HISTORY PROGRAM PLACE TIME`: see Writer.
 
-    It ends with its standard input, once all lines are written. It prints a problem in one line;
-    the libraries print to nowhere. PLACES, as JSON, and TIME: see Writer.
+    The watchdog starts it. It ends with its standard input, once all lines are written. It prints a
+    problem in one line; the libraries print to nowhere.
     """
-    job, history, places, begun = sys.argv[1:]
+    job, history, program, place, begun = sys.argv[1:]
     watchdog, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -227,9 +247,8 @@ def main() -> None:
     # A thread of a library that dies, as on a full disk, would keep the others waiting for ever.
     threading.excepthook = lambda thread: fail(thread.exc_value)
     try:
-        writer = Writer(job, Path(history), json.loads(places), float(begun))
-        for name in json.loads(places):  # before the first line comes
-            importlib.import_module(LIBRARIES[name])
+        writer = Writer(job, Path(history), program, place, float(begun))
+        importlib.import_module(LIBRARIES[program])  # before the first line comes
         _follow(writer)
     except Exception as error:  # of whichever library
         fail(error)

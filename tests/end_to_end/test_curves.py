@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import psutil
 import pytest
 from saved_jobs import again, die
 from shell import Cli
-from support import daemon, eventually, gone, quick, status
+from support import PATIENCE_S, daemon, eventually, gone, quick, status
 
 from gadei_ps.commands import change, history, jobs
+from gadei_ps.commands import daemon as command_daemon
 from gadei_ps.job import config
 from gadei_ps.learners.client import Client
 from gadei_ps.monitoring import curves
@@ -178,6 +180,31 @@ def test_a_checkpoint_hides_what_came_after_it(cli: Cli, job_name: str) -> None:
     assert shown(newest)["loss/train"] == told(job_name)
 
 
+SHORT = """
+import numpy as np
+from gadei_ps.learners.client import Client
+
+with Client(tensors={"w": np.zeros(8, np.float32)}) as client:
+    client.push({"w": np.ones(8, np.float32)}, loss=2.0, samples=3)
+    client.wait_applied()
+"""
+
+
+def test_a_short_run_has_them(cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a process that loads its library longer than the job runs."""
+    monkeypatch.delitem(quick.PROGRAMS, "gadei_ps.monitoring.curves")  # as users start it
+    for module, limit in (
+        (points, "HISTORY_END_S"),
+        (supervisor, "MONITORS_END_S"),
+        (command_daemon, "END_TIMEOUT_S"),
+    ):
+        monkeypatch.setattr(module, limit, PATIENCE_S)
+    (cli.directory / "short.py").write_text(SHORT)
+    done = cli("run", job_name, "--tensorboard", "runs", "--", sys.executable, "short.py")
+    assert done.code == 0, done.err
+    assert shown(run_of(cli.directory / "runs"))["loss/train"] == told(job_name) == [(1, 2.0)]
+
+
 def test_a_library_that_is_missing(
     cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +231,9 @@ def test_training_does_not_depend_on_them(
     (cli.directory / "runs").write_text("not a directory")
     service = cli.serve(job_name, FILE)
     with Client(job_name) as client:
-        eventually(lambda: push(client) or "curves: " in service.err, what=lambda: service.err)
+        eventually(
+            lambda: push(client) or "curves.tensorboard: " in service.err, what=lambda: service.err
+        )
         push(client)
     assert "FileExistsError" in service.err or "NotADirectoryError" in service.err
     assert "training continues" in service.err

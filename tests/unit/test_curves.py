@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import selectors
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from support import config
 
 from gadei_ps.commands.run import with_overrides
 from gadei_ps.errors import UsageError
-from gadei_ps.job.config import load
+from gadei_ps.job import sync_change
+from gadei_ps.job.config import LIBRARIES, load
 from gadei_ps.monitoring import curves
 from gadei_ps.monitoring.curves import Writer, tagged
+from gadei_ps.monitoring.following import Follower
 from gadei_ps.storage.history_file import line
+from gadei_ps.watchdog import monitors, settings
+from gadei_ps.watchdog.durations import MOST_MONITORS
+from gadei_ps.watchdog.monitors import Monitors
+from gadei_ps.watchdog.script import Script
 
 POINT = {"samples": 3, "samples_per_s": 1.5, "loss": 2.0, "staleness": None, "learners": 2}
 
@@ -60,7 +68,7 @@ def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def writer(history: Path, begun: float = 0.0) -> Writer:
-    return Writer("no-such-job", history, {"tensorboard": "runs"}, begun)
+    return Writer("no-such-job", history, "tensorboard", "runs", begun)
 
 
 def test_names() -> None:
@@ -70,6 +78,15 @@ def test_names() -> None:
     assert tagged({"measured": measured}) == {"accuracy": 0.5, "loss/held_out": 0.25}
     assert tagged({"event": "attach", "learners": 1}) == {}
     assert tagged(lines(1)[0] | {"reported": {"f1": 1}})["f1"] == 1.0
+
+
+def test_a_reported_value_with_the_name_of_the_jobs_own() -> None:
+    """Keep the job's own, except the learning rate."""
+    given = {"loss/train": 7, "samples_per_second": 8, "learning_rate": 9, "loss/held_out": 0.5}
+    found = tagged(lines(1)[0] | {"learning_rate": 0.1, "reported": given})
+    assert (found["loss/train"], found["samples_per_second"]) == (2.0, 1.5)
+    assert (found["learning_rate"], found["loss/held_out"]) == (9.0, 0.5)
+    assert tagged(lines(1)[0] | {"learning_rate": 0.1})["learning_rate"] == 0.1
 
 
 def test_a_run_begins_with_its_first_point(history: Path) -> None:
@@ -96,6 +113,23 @@ def test_it_waits_for_the_history_of_its_job(history: Path) -> None:
     assert not one.write() and not Recorded.made
     write(history, *lines(3, 4, begin=2001.0))
     assert one.write() and Recorded.made[0].versions == [3, 4]
+
+
+def test_it_reads_an_old_history_once(history: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+
+    def follower(path: Path) -> Follower:
+        reads.append(path)
+        return Follower(path)
+
+    one = writer(history, 2000.0)
+    monkeypatch.setattr(curves, "Follower", follower)
+    write(history, *lines(5, 9))
+    assert not any(one.write() for _ in range(3))
+    assert len(reads) == 1
+    with history.open("ab") as file:
+        file.write(line(lines(3, begin=2001.0)[0]))
+    assert one.write() and len(reads) == 2
 
 
 def test_another_process_writes_all_of_it_again(history: Path) -> None:
@@ -156,6 +190,11 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = [named["metrics"] for name, given, named in client.calls if name == "log_batch"]
     assert [len(one) for one in sent] == [1000, 500]
     assert sent[0][0] == ("loss/train", 2.0, 1500, 0)
+    names = ("a//b", "top/", "a/../b", "a/..", "a/./b", "a/../../b", "loss/train")
+    sink.write({"time": 1.5, "version": 1}, dict.fromkeys(names, 1.0), "")
+    sink.flush()
+    sent = client.calls[-1][2]["metrics"]
+    assert [one[0] for one in sent] == ["a/b", "top", "b", "_", "a/b", "b", "loss/train"]
     sink.close()
     assert client.calls[-1] == ("set_terminated", ("new",), {})
 
@@ -208,6 +247,75 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text('[curves]\nwandb = "~no-such-user/w"\n')
     with pytest.raises(UsageError, match=r"demo.toml: curves.wandb: '~no-such-user/w' names"):
         load(file)
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        ("databricks", "Databricks is not supported"),
+        ("databricks://profile", "Databricks is not supported"),
+        ("file:mlruns", "'file:mlruns' is relative"),
+        ("file:/tmp/mlruns", ""),
+        ("file:///tmp/mlruns", ""),
+    ],
+)
+def test_uris_of_mlflow(place: str, problem: str) -> None:
+    wanted = config("demo", history=True)
+    if problem:
+        with pytest.raises(UsageError, match=f"--mlflow: {problem}"):
+            with_overrides(wanted, {"mlflow": place}, "test")
+    else:
+        assert with_overrides(wanted, {"mlflow": place}, "test").curves.mlflow == place
+
+
+def test_a_reload_keeps_the_curves_of_the_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept any [curves] in the file: those that run may come from a command line, too."""
+    monkeypatch.setattr(sync_change, "requested", lambda _: 0)
+    monkeypatch.setattr(sync_change, "text", lambda *_: "asp")
+    running = config("demo", history=True, curves={"tensorboard": "/a", "mlflow": "/b"})
+    tables: list[dict[str, str]] = [{}, {"tensorboard": "/a"}, {"wandb": "/c"}]
+    for table in tables:
+        made = config("demo", history=True, curves=table, hang_s=7.0)
+        mapping = made.model_dump(exclude_unset=True)
+        new, changed = settings.changed(mock.Mock(), running, mapping, Script())
+        assert new.curves == running.curves and changed == {"hang_s": 7.0}
+
+
+def started(program: str, warnings: list[str], selector: selectors.BaseSelector) -> Monitors:
+    logged = SimpleNamespace(warning=warnings.append)
+    with mock.patch.object(monitors, "commands", lambda _: {"curves.x": ["sh", "-c", program]}):
+        made = Monitors(config("demo"), selector, logged)
+    made.look(1.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("program", "wait_s", "warning"),
+    [
+        ("cat; exit", 60.0, []),
+        ("cat; echo no server; exit 1", 60.0, ["curves.x: no server; training continues"]),
+        ("exec sleep 1000", 0.0, ["curves.x: killed before all was written"]),
+    ],
+)
+def test_the_end_of_a_job_waits_for_them(program: str, wait_s: float, warning: list[str]) -> None:
+    warnings: list[str] = []
+    with selectors.DefaultSelector() as selector:
+        made = started(program, warnings, selector)
+        made.finish()
+        made.end(wait_s)
+        assert not selector.get_map()
+    assert warnings == warning
+
+
+def test_one_process_for_each_program() -> None:
+    """A program that fails stops no other."""
+    made = config("demo", history=True, curves={"tensorboard": "/a", "mlflow": "/b"})
+    found = monitors.commands(made)
+    assert [(name, one[-3:-1]) for name, one in found.items()] == [
+        ("curves.tensorboard", ["tensorboard", "/a"]),
+        ("curves.mlflow", ["mlflow", "/b"]),
+    ]
+    assert len(LIBRARIES) + 1 == MOST_MONITORS
 
 
 def test_they_need_a_history() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from gadei_ps.errors import ControlError
 from gadei_ps.job.control import LENGTH, memory_file, pack
 from gadei_ps.job.faults import Processes, Target
 from gadei_ps.job.replies import JobStatus
+from gadei_ps.kernels.optimizers import PACKED, Kind, OptimizerSpec, Schedule
 from gadei_ps.learners import attach
 from gadei_ps.learners.attach import Place
 from gadei_ps.machine import log, process
@@ -262,6 +264,41 @@ def test_no_word_makes_the_status_unreadable(memory: JobMemory) -> None:
                 assert found["learners"][0]["pid"] == os.getpid() or name == "pid", name
             struct[name] = before
     assert read() == told
+
+
+def test_no_word_ends_the_history(memory: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each word of the optimizer's settings with extreme values, and a row that is half changed."""
+    monkeypatch.setattr(History, "_flush", lambda *_: None)
+    assert memory.state
+    control, record = memory.control.view(CONTROL), memory.state.view(STATE)["record"][0]
+    packed = OptimizerSpec(
+        Kind.ADAM, schedule=Schedule.STEP, step_size=3, warmup_steps=2, step_gamma=1e38
+    ).pack()
+    with selectors.DefaultSelector() as selector:
+        history = History(memory, selector, log.get())
+        history.tick(0.0)
+
+        def rate() -> object:
+            control["version"] += 1
+            history._waiting.clear()
+            history._point(0.0)
+            return json.loads(history._waiting[-1])["learning_rate"]
+
+        control["groups"], control["hyper"][0] = 1, packed
+        assert rate() == 0.005
+        for index, value in itertools.product(range(PACKED), [*EXTREMES["f"], 0.5, 0.0]):
+            control["hyper"][0] = packed
+            control["hyper"][0][index] = value
+            rate()
+        control["hyper"][0] = packed
+        for struct, name in ((control, "groups"), (record, "steps")):
+            before = struct[name].copy()
+            limits = np.iinfo(struct.dtype[name].base)
+            for number in (limits.min, limits.max):
+                struct[name] = number
+                rate()
+            struct[name] = before
+        assert rate() == 0.005
 
 
 def test_learners_that_a_signal_can_hit(memory: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
