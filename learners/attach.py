@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import GadeiError, JobFailed, SegmentError, UsageError, in_words
+from gadei_ps.errors import (
+    GadeiError,
+    JobFailed,
+    JobNotFound,
+    SegmentError,
+    UsageError,
+    in_words,
+)
 from gadei_ps.job.control import (
+    RECONNECT_S,
     Attach,
     Detach,
     LastingConnection,
@@ -160,6 +171,27 @@ def to_the_script() -> int:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("gadei_ps.", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def connected(path: str, patience_s: float = 10.0) -> LastingConnection:
+    """Connect to the watchdog of the command that has started this learner, or to its next one.
+
+    That command replaces a watchdog that dies, while the servers go on. Raises JobNotFound if none
+    comes in time, or at once without a server, and ControlError.
+    """
+    from gadei_ps.job.faults import Processes
+
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return LastingConnection(path)
+        except JobNotFound:
+            with contextlib.suppress(GadeiError, OSError):
+                job = Processes(Path(path).stem)
+                if (job.server() or job.standby()) and time.monotonic() < until:
+                    time.sleep(RECONNECT_S)
+                    continue
+            raise
 
 
 def attach(

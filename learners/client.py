@@ -61,7 +61,16 @@ from gadei_ps.job.control import (
 )
 from gadei_ps.kernels.optimizers import slots
 from gadei_ps.learners import exit_hook
-from gadei_ps.learners.attach import Arrays, Place, attach, detach, listener, number, offer
+from gadei_ps.learners.attach import (
+    Arrays,
+    Place,
+    attach,
+    connected,
+    detach,
+    listener,
+    number,
+    offer,
+)
 from gadei_ps.learners.batches import Batch, Unanswered, check_integer, epoch_order
 from gadei_ps.learners.gradients import (
     NONE,
@@ -225,12 +234,13 @@ class Client:
             raise UsageError(f"name={name!r}: give a text, which status shows")
         exit_hook.install()
         settings = client_settings(optimizer, tensors, others)
+        is_launched = job is None and number() >= 0
         try:
-            self._connection = LastingConnection(target)
+            self._connection = connected(str(target)) if is_launched else LastingConnection(target)
         except JobNotFound as error:
             from gadei_ps.job.diagnosis import explained  # only for this, and not small
 
-            if (why := explained(error)) is error and job is None and number() >= 0:
+            if (why := explained(error)) is error and is_launched:
                 ended = Path(str(target)).stem
                 raise JobStopped(f"job {ended!r} ended before this learner joined it") from None
             raise why from None

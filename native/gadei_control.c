@@ -6,6 +6,7 @@
 
 #include <assert.h>
 #include <errno.h>
+#include <limits.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -127,12 +128,6 @@ static int open_control(gadei_learner *learner)
     getsockopt(learner->socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes);
     learner->owner = peer.uid;
     return GADEI_OK;
-}
-
-int ps_connect(gadei_learner *learner, const char *job)
-{
-    int result = find_job(learner, job);
-    return result ? result : open_control(learner);
 }
 
 /* -- requests ---------------------------------------------------------------------------------- */
@@ -259,6 +254,35 @@ static int reconnect(gadei_learner *learner, uint64_t until)
         nanosleep(&nap, NULL);
     }
     return 0;
+}
+
+/* Whether the job's memory is there, of which only a watchdog may be missing. */
+static int is_in_memory(const gadei_learner *learner)
+{
+    const char *slash = strrchr(learner->path, '/'), *dot = strrchr(learner->path, '.');
+    char control[PATH_MAX];
+    if (!slash || !dot || dot < slash)
+        return 0;
+    snprintf(control, sizeof control, "/dev/shm/gadei-ps.%u.%.*s.control", (unsigned)geteuid(),
+             (int)(dot - slash - 1), slash + 1);
+    return !access(control, F_OK);
+}
+
+/* The command that has started this learner replaces a watchdog that dies: the next one is awaited
+ * while the job is in memory. */
+int ps_connect(gadei_learner *learner, const char *job)
+{
+    int result = find_job(learner, job);
+    if (result || !(result = open_control(learner)))
+        return result;
+    int is_launched = (!job || !*job) && getenv("GADEI_PS_LEARNER");
+    if (learner->socket >= 0)
+        close(learner->socket);
+    learner->socket = -1;
+    const uint64_t until = ps_now_ns() + ANSWER_NS;
+    while (result && is_launched && is_in_memory(learner) && ps_now_ns() < until)
+        result = !reconnect(learner, ps_now_ns() + 10 * RECONNECT_NS);
+    return result ? GADEI_ERROR : GADEI_OK;
 }
 
 int ps_request(gadei_learner *learner, const char *json, struct json_field *fields, size_t count,

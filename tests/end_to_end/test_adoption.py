@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -40,7 +41,9 @@ from support.supervised import (
 )
 
 from gadei_ps.errors import JobStopped
-from gadei_ps.job import recorded
+from gadei_ps.job import paths, recorded
+from gadei_ps.job.in_process import JOB_VARIABLE
+from gadei_ps.learners.attach import LEARNER_VARIABLE
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, presence, segment, shm
 from gadei_ps.storage.checkpoint import newest
@@ -88,6 +91,22 @@ def test_a_job_is_adopted(cli: Cli, job_name: str) -> None:
         client.push(gradient_of(np.ones(VALUES, np.float32)))
         client.wait_applied()
         assert client.current_version == 7
+
+
+def test_a_launched_learner_waits_for_the_next_watchdog(
+    cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog = cli.serve(job_name, TOML)
+    monkeypatch.setenv(JOB_VARIABLE, str(paths.socket_path(job_name)))
+    monkeypatch.setenv(LEARNER_VARIABLE, "0")
+    watchdog.signal(signal.SIGKILL)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(Client)
+        again(cli, job_name)
+        with joining.result() as client:
+            client.push(gradient_of(np.ones(VALUES, np.float32)))
+            client.wait_applied()
+            assert client.current_version == 1
 
 
 def test_another_configuration_is_refused(cli: Cli, job_name: str) -> None:

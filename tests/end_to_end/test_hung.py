@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from support import (
     Stopped,
@@ -23,6 +22,7 @@ from support import (
     live_weights,
     status,
 )
+from support.processes import stop
 from support.supervised import (
     TENSORS,
     TIMEOUT_S,
@@ -82,8 +82,7 @@ def test_a_server_that_cannot_be_killed(
         server = status(job_name)["server_pid"]
         frozen.write_text(str(server))
         try:
-            os.kill(server, signal.SIGSTOP)
-            eventually(lambda: psutil.Process(server).status() == psutil.STATUS_STOPPED)
+            stop(server)
             client.push({"w": np.ones(VALUES)})
             stuck = eventually(lambda: status(job_name)["server_stuck"])
             why = f"the active server, process {server}, hung for {TIMEOUT_S} s, and SIGKILL does"

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import support
 from clients.drivers import ERROR, FAILED, SMALL
+from shell import Cli
 from support.hostile import NOBODY
+from support.supervised import again
 
 from gadei_ps.job import paths
 from gadei_ps.job.config import load
@@ -37,6 +39,19 @@ def test_the_example_learns(programs: Any, job: Callable[..., Any]) -> None:
     running.gone()
     assert running.status()["gradients_applied"] == 500
     assert running.status()["samples"] == 500 * 32
+
+
+def test_a_launched_program_waits_for_the_next_watchdog(
+    programs: Any, cli: Cli, job_name: str
+) -> None:
+    program = programs.build(EXAMPLE / "least_squares.c")
+    text = (EXAMPLE / "least_squares.toml").read_text().replace('name = "least_squares"\n', "")
+    cli.serve(job_name, text).signal(signal.SIGKILL)
+    variables = {"GADEI_PS_JOB": str(paths.socket_path(job_name)), "GADEI_PS_LEARNER": "0"}
+    with subprocess.Popen([program], env=os.environ | variables, stderr=subprocess.PIPE) as started:
+        again(cli, job_name)
+        _, error = started.communicate(timeout=60)
+    assert started.returncode == 0, error
 
 
 def test_the_header_in_cpp_and_old_c(programs: Any, small: Any) -> None:

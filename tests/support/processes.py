@@ -108,6 +108,13 @@ class Child:
         return self._process.exitcode
 
 
+def stop(pid: int) -> None:
+    """Send SIGSTOP; none of its threads runs any more when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    eventually(lambda: all(b") T" in (task / "stat").read_bytes() for task in tasks.iterdir()))
+
+
 class Stopped:
     """A process that does not run meanwhile, none of its threads."""
 
@@ -115,9 +122,7 @@ class Stopped:
         self._process = psutil.Process(pid)
 
     def __enter__(self) -> None:
-        self._process.suspend()
-        tasks = Path(f"/proc/{self._process.pid}/task")
-        eventually(lambda: all(b") T" in (task / "stat").read_bytes() for task in tasks.iterdir()))
+        stop(self._process.pid)
 
     def __exit__(self, *exc: object) -> None:
         self._process.resume()

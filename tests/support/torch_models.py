@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from gadei_ps.job.faults import Processes
 from gadei_ps.learners.torch import Optimizer
 from support.jobs import status
+from support.processes import Stopped
+from support.waiting import eventually
 
 STEPS = 50
 
@@ -56,9 +57,9 @@ def data(steps: int = STEPS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def close_late(optimizer: Optimizer, model: nn.Module, job: str) -> None:
     """A step with a gradient of ones, which the server applies once close() waits for it."""
-    server = status(job)["server_pid"]
-    os.kill(server, signal.SIGSTOP)
-    try:
+    row = Processes(job).control["roster"][optimizer.client.row]
+    eventually(lambda: int(row["grant"]), what="its turn, for which step() waits")
+    with Stopped(status(job)["server_pid"]):
         optimizer.zero_grad()
         sum(parameter.sum() for parameter in model.parameters()).backward()
         optimizer.step()
@@ -66,8 +67,6 @@ def close_late(optimizer: Optimizer, model: nn.Module, job: str) -> None:
         closing.start()
         closing.join(0.5)
         assert closing.is_alive()
-    finally:
-        os.kill(server, signal.SIGCONT)
     closing.join()
 
 
