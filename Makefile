@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents --overwrite
 
-WORKERS ?= 4  # of pytest; most tests wait for processes, so more than the cores
+WORKERS ?= 3  # of pytest; most tests wait for processes, so more than the cores
 
 # In two parts: tests fork their own process, so those that make it large have processes of their own.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not systemd"
