@@ -244,14 +244,15 @@ def test_the_tutorial(run: Run, nodes: Nodes) -> None:
     assert ended.code == 0, ended.err
     found = here(f"{STARTING}\n{ended.err}".replace(run.name, "demo"))
     ((_, shown),) = started.commands
-    # On a busy machine a replica is silent for a while: there may be more lines.
-    lines = "".join(f"{line}\n...\n" for line in here(shown).splitlines())
-    assert tutorials.fits(lines, found), found
+    # When the command looks, a replica may train already, be silent, or end before the other one.
+    wanted, printed = (set(tutorials.masked(text)) for text in (here(shown), found))
+    assert wanted <= printed, found
 
 
 def here(text: str) -> str:
-    """Return a text without addresses of this host and directories of logs."""
-    return re.sub(r"\b127(\.\d+){3}\b|(?<= log )/\S*/", "", text)
+    """Return a text without addresses of this host, and with replicas that train already."""
+    text = re.sub(r"\b127(\.\d+){3}\b", "", text)
+    return re.sub(r": (starting|training)(, log \S+)?$", ": training", text, flags=re.M)
 
 
 def test_learners_that_end(run: Run, nodes: Nodes) -> None:

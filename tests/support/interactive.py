@@ -120,7 +120,11 @@ class Kernel:
                 interrupt_at = ""
                 self._manager.interrupt_kernel()
 
-        self._client.execute_interactive(cell, timeout=PATIENCE_S, output_hook=hear)
+        # Otherwise the kernel may drop the next cell, too, if this one ends with an error.
+        reply = self._client.execute_interactive(
+            cell, timeout=PATIENCE_S, output_hook=hear, stop_on_error=False
+        )
+        assert reply["content"]["status"] != "aborted"
         return said
 
     def kill(self) -> None:
