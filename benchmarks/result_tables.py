@@ -47,6 +47,7 @@ WHY = {
     ("learners", "200"): "learners and server share two cores",
     ("start", "gadei-ps run, empty cache"): "compiling the kernels",
     ("worker_groups", "one machine"): "eight learners, four servers and Ray share two cores",
+    ("idle_agent", "alone"): "the rounds spread by more than the loss",
 }
 """Limiting factor of a figure, by the result file and the contender or quantity."""
 
