@@ -70,20 +70,6 @@ def decode(data: Bytes, wire: Wire, out: Floats) -> None:
         _from_int8(data, out)
 
 
-def cut_out(data: Bytes, values: int, wire: Wire, here: slice) -> list[Bytes]:
-    """Return the bytes of an encoded array of `values` values that encode these values, in order.
-
-    here: begins at a whole chunk, and ends at one or at the end.
-    """
-    if wire is not Wire.INT8:
-        each = size(1, wire)
-        return [data[each * here.start : each * here.stop]]
-    chunks = -(-values // CHUNK)
-    scales = slice(SCALE_BYTES * (here.start // CHUNK), SCALE_BYTES * -(-here.stop // CHUNK))
-    steps = slice(SCALE_BYTES * chunks + here.start, SCALE_BYTES * chunks + here.stop)
-    return [data[scales], data[steps]]
-
-
 class Feedback:
     """A sender that adds to what it sends next what rounding has left out (error feedback).
 
