@@ -3,7 +3,7 @@
 The entry of a server in the control segment has `pid`, `state` and `confirmed`; `lease_pid` is the
 active server. Three processes store these words: the watchdog enters a server and clears its entry,
 the server sets `state` and `confirmed`, and the next active server sets `lease_pid`. A reader may
-look between two stores, so the table has these combinations, too. The leases decide which server
+look between two stores, so the table also has these combinations. The leases decide which server
 serves; these words report it.
 """
 
