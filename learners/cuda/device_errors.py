@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import cupy
-from cupy.cuda import runtime
+from cupy.cuda import driver, runtime
 
 from gadei_ps.errors import DeviceError
 from gadei_ps.machine.cuda import first_line
+
+FAILURES = (runtime.CUDARuntimeError, driver.CUDADriverError)
+OUT_OF_MEMORY = 2  # of the runtime and of the driver
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an error means that the device lacks memory."""
+    if isinstance(error, FAILURES):
+        return bool(error.status == OUT_OF_MEMORY)
+    return isinstance(error, cupy.cuda.memory.OutOfMemoryError)
 
 
 class Guard:
@@ -20,23 +30,35 @@ class Guard:
         self._device = cupy.cuda.Device(index)
 
     def __enter__(self) -> None:
-        self._device.__enter__()
+        try:
+            self._device.__enter__()
+        except FAILURES as error:
+            raise self._failure(error) from None
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
-        self._device.__exit__(kind, error, trace)
-        if isinstance(error, cupy.cuda.memory.OutOfMemoryError):
-            raise self._too_small(error) from None
-        if isinstance(error, runtime.CUDARuntimeError):
-            raise DeviceError(f"GPU {self._index} has failed ({first_line(error)})") from None
+        try:
+            self._device.__exit__(kind, error, trace)
+        except FAILURES as failure:  # CUDA cannot leave a device that has failed
+            error = error or failure
+        if is_full(error) or isinstance(error, FAILURES):
+            raise self._failure(error) from None
+
+    def _failure(self, error: Exception) -> DeviceError:
+        if is_full(error):
+            return self._too_small(error)
+        return DeviceError(f"GPU {self._index} has failed ({first_line(error)})")
 
     def _too_small(self, error: Exception) -> DeviceError:
-        with self._device:
-            free, total = runtime.memGetInfo()
+        try:
+            with self._device:
+                free, total = runtime.memGetInfo()
+            there = f"and {mib(free)} of {mib(total)} are free"
+        except FAILURES:
+            there = "and there is no room for CUDA's own context, which needs some hundred MiB"
         return DeviceError(
             f"GPU {self._index} is out of memory: a learner needs {mib(4 * self._model_bytes)} "
-            f"for weights and gradients of {mib(self._model_bytes)}, twice each, and "
-            f"{mib(free)} of {mib(total)} are free ({first_line(error)}); end other processes on "
-            "it, or use --device host"
+            f"for weights and gradients of {mib(self._model_bytes)}, twice each, {there} "
+            f"({first_line(error)}); end other processes on it, or use --device host"
         )
 
 

@@ -9,6 +9,7 @@ import cupy
 import numpy as np
 
 from gadei_ps.errors import DeviceError
+from gadei_ps.learners.cuda.device_errors import is_full
 from gadei_ps.machine.cuda import first_line
 from gadei_ps.memory.layout import WireType
 from gadei_ps.memory.weights import Model
@@ -89,7 +90,8 @@ class Launch:
 
 
 class Kernels:
-    """Compiled for the current device. Raises DeviceError if that cannot be done."""
+    """Compiled for the current device. Raises DeviceError if that cannot be done, and CUDA's error
+    if memory is lacking."""
 
     def __init__(self, index: int) -> None:
         try:
@@ -98,6 +100,8 @@ class Kernels:
             self._module = cupy.RawModule(code=source, options=("-std=c++17",))
             self._module.compile()
         except (OSError, RuntimeError, cupy.cuda.compiler.CompileException) as error:
+            if is_full(error):
+                raise
             raise DeviceError(
                 f"GPU {index}: cannot compile the kernels ({first_line(error)})"
             ) from None

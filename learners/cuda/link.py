@@ -52,6 +52,8 @@ class CudaLink:
         self._writes = -1  # client.writes before the last pull
         self._cleanup = contextlib.ExitStack()
         with self._guard, contextlib.ExitStack() as undo:
+            # Makes the context, so that a full device does not fail as if it could not register.
+            runtime.memGetInfo()
             self._source = _register_weights(client, index, undo)
             _register_slots(client, index, undo)
             compiled = Kernels(index)

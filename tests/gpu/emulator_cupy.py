@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from emulator_device import READ_ONLY, CudaError, Device, Event, OutOfMemory, Stream, zeros
+from emulator_device import (
+    READ_ONLY,
+    CudaError,
+    Device,
+    DriverError,
+    Event,
+    OutOfMemory,
+    Stream,
+    zeros,
+)
 from emulator_kernels import compiled
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
@@ -43,7 +52,12 @@ def _runtime(device: Device) -> types.ModuleType:
     def stream(handle: int) -> Any:
         return device.handles[handle]
 
+    def mem_get_info() -> tuple[int, int]:
+        device.need_context()
+        return device.total - device.used, device.total
+
     def host_register(at: int, size: int, flags: int) -> None:
+        device.need_context()
         for begin, (room, _) in device.registered.items():
             if begin < at + size and at < begin + room:
                 raise CudaError("cudaErrorHostMemoryAlreadyRegistered")
@@ -117,7 +131,7 @@ def _runtime(device: Device) -> types.ModuleType:
         getDevice=lambda: 0,
         deviceGetAttribute=lambda attribute, index: int(device.read_only_supported),
         deviceSynchronize=device_synchronize,
-        memGetInfo=lambda: (device.total - device.used, device.total),
+        memGetInfo=mem_get_info,
         hostRegister=host_register,
         hostUnregister=host_unregister,
         pointerGetAttributes=lambda at: types.SimpleNamespace(devicePointer=at),
@@ -144,10 +158,13 @@ def _driver(device: Device, library: Callable[[], ctypes.CDLL]) -> types.ModuleT
         size = getattr(library(), f"size_{name}")()
         argument = ctypes.create_string_buffer(ctypes.string_at(at, size), size)
         launch = getattr(library(), f"launch_{name}")
-        device.handles[handle].add(lambda: launch(blocks, threads, argument))
+        try:
+            device.handles[handle].add(lambda: launch(blocks, threads, argument))
+        except CudaError as error:
+            raise DriverError(str(error)) from None
 
     module = types.ModuleType("cupy.cuda.driver")
-    module.__dict__.update(launchKernel=launch_kernel)
+    module.__dict__.update(CUDADriverError=DriverError, launchKernel=launch_kernel)
     return module
 
 
@@ -224,7 +241,7 @@ def modules(device: Device) -> dict[str, types.ModuleType]:
             self.id = index
 
         def __exit__(self, *exc: object) -> None:
-            return None
+            device.check()  # it makes another device the current one
 
     cuda.__dict__.update(
         nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),

@@ -15,10 +15,22 @@ import numpy as np
 
 READ_ONLY = 8
 DAWDLE_S = 0.002
+CONTEXT_BYTES = 1 << 16  # a GPU's are some hundred MiB
+OUT_OF_MEMORY, UNKNOWN = 2, 999
 
 
 class CudaError(RuntimeError):
-    pass
+    """An error of CUDA's runtime."""
+
+    def __init__(self, message: str, status: int = UNKNOWN) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class DriverError(RuntimeError):
+    """An error of CUDA's driver, another class, as with CuPy."""
+
+    status = UNKNOWN
 
 
 class OutOfMemory(MemoryError):
@@ -36,6 +48,7 @@ class Device:
         self.allocated: dict[int, int] = {}
         self.registered: dict[int, tuple[int, int]] = {}
         self.failure: BaseException | None = None
+        self.has_context = False
         self.waiting: set[int] = set()
         """Make handles of the streams that wait for an event."""
         self.handles: dict[int, Any] = {}
@@ -47,6 +60,13 @@ class Device:
     def check(self) -> None:
         if self.failure is not None:
             raise CudaError(f"cudaErrorUnknown: {self.failure!r}")
+
+    def need_context(self) -> None:
+        """Make this process's context at the first call that needs one."""
+        self.check()
+        if not self.has_context and self.total - self.used < CONTEXT_BYTES:
+            raise CudaError("cudaErrorMemoryAllocation: out of memory", OUT_OF_MEMORY)
+        self.has_context = True
 
     def on_device(self, at: int, size: int) -> bool:
         return self.foreign or any(

@@ -154,6 +154,14 @@ def test_a_gpu_that_is_too_small(device: emulator.Device, job_name: str) -> None
         assert client.current_version == 2
 
 
+def test_a_gpu_without_room_for_a_context(device: emulator.Device, job_name: str) -> None:
+    """Not even how much is free can be read then."""
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        device.total = 0
+        with pytest.raises(DeviceError, match=r"out of memory: .*0\.3 MiB .*CUDA's own context"):
+            devices.choose("cuda").link(client)
+
+
 def test_links_give_their_memory_back(device: emulator.Device, job_name: str) -> None:
     """Both a link that is closed and one that could not be made; the client continues."""
     with daemon(job_name), Client(job_name, tensors=tensors()) as client:
@@ -338,6 +346,8 @@ def test_a_gpu_that_fails_ends_waits(device: emulator.Device, job_name: str) -> 
             client.wait_turn()
         with pytest.raises(DeviceError, match="GPU 0 has failed"):
             link.push(ones(), 0)
+        with pytest.raises(DeviceError, match="GPU 0 has failed"):
+            link.pulled()
         link.abandon()
         device.failure = None
         device.registered.clear()  # a context that has failed takes them with it
