@@ -3,6 +3,9 @@
 #include <cstdlib>
 #include <ucontext.h>
 #include <vector>
+#ifdef __x86_64__
+#include <xmmintrin.h>
+#endif
 
 #define __global__
 #define __device__
@@ -13,6 +16,33 @@ struct uint4 { unsigned x, y, z, w; };
 struct uint2 { unsigned x, y; };
 struct index3 { unsigned x; };
 static thread_local index3 threadIdx, blockIdx, blockDim, gridDim;
+
+/* CuPy's option -ftz=true: subnormal numbers are zero, both read and computed. */
+#ifdef __x86_64__
+enum { FLUSH = 0x8040 };
+static unsigned arithmetic() { return _mm_getcsr(); }
+static void set_arithmetic(unsigned to) { _mm_setcsr(to); }
+#else
+enum { FLUSH = 0 };
+static unsigned arithmetic() { return 0; }
+static void set_arithmetic(unsigned) {}
+#endif
+
+/* The instructions that keep them. Volatile: between the two changes. */
+[[maybe_unused]] static float plus(float a, float b)
+{
+    volatile float first = a, second = b, sum;
+    const unsigned before = arithmetic();
+    set_arithmetic(before & ~FLUSH);
+    sum = first + second;
+    set_arithmetic(before);
+    return sum;
+}
+
+[[maybe_unused]] static float minus(float a, float b)
+{
+    return plus(a, __builtin_copysignf(b, __builtin_signbit(b) ? 1.0f : -1.0f));
+}
 
 struct fiber {
     ucontext_t context;
@@ -38,6 +68,8 @@ static void launch(unsigned blocks, unsigned threads, void (*which)(const void *
 {
     if (fibers.size() < threads)
         fibers.resize(threads);
+    const unsigned before = arithmetic();
+    set_arithmetic(before | FLUSH); /* the fibers take it over */
     kernel = which;
     argument = with;
     gridDim.x = blocks;
@@ -64,6 +96,7 @@ static void launch(unsigned blocks, unsigned threads, void (*which)(const void *
             }
         }
     }
+    set_arithmetic(before);
 }
 
 #define LAUNCHER(name, args)                                                                 \

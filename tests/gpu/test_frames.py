@@ -11,7 +11,7 @@ from typing import Any
 import emulator
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support import daemon
 
@@ -116,6 +116,12 @@ def gradients(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
+def subnormal() -> dict[str, Any]:
+    """Values that a device flushes to zero unless its instructions keep them."""
+    rows = Rows(np.array([3, 3], np.int64), np.full((2, 6), 3e-40, np.float32))
+    return {"long": np.full(9_003, 1e-40, np.float32), "table": rows}
+
+
 def on_device(gradient: Any, to_device: Callable[[np.ndarray], Any]) -> Any:
     if isinstance(gradient, Rows):
         return Rows(to_device(gradient.indices), to_device(gradient.values))
@@ -140,6 +146,7 @@ def test_as_the_host(
     @settings(
         max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
     )
+    @example([subnormal(), subnormal()])
     @given(st.lists(gradients(), min_size=1, max_size=3))
     def check(given: list[dict[str, Any]]) -> None:
         for one in given:
