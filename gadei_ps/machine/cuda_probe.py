@@ -6,6 +6,7 @@ hang or crash a process that uses it. Failures that Python sees are returned as 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -21,6 +22,7 @@ BYTES = 64 << 20  # of one copy
 COPIES = 16  # in each direction, for each figure
 REGISTERED_BYTES = 1 << 20
 TO_DEVICE, TO_HOST = 0, 1
+WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 PINNED, READ_ONLY = 1 | 2, 8  # flags of cudaHostRegister: portable and mapped
 
 
@@ -112,7 +114,11 @@ def _device(index: int) -> dict[str, Any]:
         with cuda.Device(index):
             _measure(report, "memory_free", lambda: runtime.memGetInfo()[0])
             _measure(report, "memory_total", lambda: runtime.memGetInfo()[1])
-            _measure(report, "registers", _registers)
+            _measure(report, "registers", lambda: _registers(WRITABLE, PINNED))
+            if report.get("registers_read_only"):
+                with contextlib.suppress(runtime.CUDARuntimeError):
+                    report["registers_read_only"] = False  # learners then pin a writable mapping
+                    report["registers_read_only"] = _registers(mmap.PROT_READ, PINNED | READ_ONLY)
             bandwidths: dict[str, Any] = {"errors": report["errors"]}
             _measure(bandwidths, "bandwidth", _bandwidths)
             report |= bandwidths.get("bandwidth", {})
@@ -121,28 +127,17 @@ def _device(index: int) -> dict[str, Any]:
     return report
 
 
-def _registers() -> bool:
-    """Return whether a learner's mappings can be pinned in place. Raises CUDA's error if not.
-
-    The mappings are those of a learner: shared memory that is writable, and shared memory that is
-    read-only if the GPU registers such.
-    """
+def _registers(protection: int, flags: int) -> bool:
+    """Pin shared memory that is mapped like a learner's. Returns True, or raises CUDA's error."""
     from cupy.cuda import runtime
 
-    reads = runtime.deviceGetAttribute(
-        runtime.cudaDevAttrHostRegisterReadOnlySupported, runtime.getDevice()
-    )
     fd = os.memfd_create("gadei-ps-probe")
     try:
         os.ftruncate(fd, REGISTERED_BYTES)
-        ways = [(mmap.PROT_READ | mmap.PROT_WRITE, PINNED)]
-        if reads:
-            ways.append((mmap.PROT_READ, PINNED | READ_ONLY))
-        for protection, flags in ways:
-            memory = mmap.mmap(fd, REGISTERED_BYTES, mmap.MAP_SHARED, protection)
-            address = np.frombuffer(memory, np.uint8).ctypes.data
-            runtime.hostRegister(address, REGISTERED_BYTES, flags)
-            runtime.hostUnregister(address)
+        memory = mmap.mmap(fd, REGISTERED_BYTES, mmap.MAP_SHARED, protection)
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        runtime.hostRegister(address, REGISTERED_BYTES, flags)
+        runtime.hostUnregister(address)
     finally:
         os.close(fd)
     return True

@@ -322,22 +322,26 @@ def _release(index: int, registered: contextlib.ExitStack) -> None:
 
 def _register_weights(client: Client, index: int, undo: contextlib.ExitStack) -> int:
     """Register the weights; return their address for device `index`. Raises DeviceError."""
-    mapping: Segment = client.place.weights
-    flags = PORTABLE | MAPPED
+    known: Segment = client.place.weights
     attribute = runtime.cudaDevAttrHostRegisterReadOnlySupported
     if runtime.deviceGetAttribute(attribute, index):
-        flags |= READ_ONLY
-    else:  # the driver needs a mapping that can be written; nothing else uses this one
-        job_id = mapping.header["job_id"].tobytes()
-        mapping = segment.attach(
-            mapping.name,
-            SegmentKind.WEIGHTS,
-            writable=True,
-            job_id=job_id,
-            owner=mapping.owner,
-        )
+        with contextlib.suppress(DeviceError):  # not every driver that names it can do it
+            return _register_values(known, READ_ONLY, index, undo)
+    # The driver needs a mapping that can be written; nothing else uses this one.
+    mapping = segment.attach(
+        known.name,
+        SegmentKind.WEIGHTS,
+        writable=True,
+        job_id=known.header["job_id"].tobytes(),
+        owner=known.owner,
+    )
+    return _register_values(mapping, 0, index, undo)
+
+
+def _register_values(mapping: Segment, flags: int, index: int, undo: contextlib.ExitStack) -> int:
     at = mapping.address + int(mapping.view(layout.WEIGHTS)["data_at"])
-    _register(at, mapping.address + mapping.size - at, flags, mapping, index, undo)
+    size = mapping.address + mapping.size - at
+    _register(at, size, PORTABLE | MAPPED | flags, mapping, index, undo)
     return int(runtime.pointerGetAttributes(at).devicePointer)
 
 

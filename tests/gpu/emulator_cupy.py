@@ -63,6 +63,8 @@ def _runtime(device: Device) -> types.ModuleType:
                 raise CudaError("cudaErrorHostMemoryAlreadyRegistered")
         if flags & READ_ONLY and not device.read_only_supported:
             raise CudaError("cudaErrorNotSupported")
+        if flags & READ_ONLY and not device.read_only_works:
+            raise CudaError("cudaErrorInvalidValue: read-only memory")
         if not flags & READ_ONLY and not _is_writable(at):
             raise CudaError("cudaErrorInvalidValue: read-only memory")
         device.registered[at] = size, flags
@@ -154,6 +156,8 @@ def _wait(device: Device, reached: threading.Event) -> None:
 def _driver(device: Device, library: Callable[[], ctypes.CDLL]) -> types.ModuleType:
     def launch_kernel(name: str, *rest: int) -> None:
         blocks, _, _, threads, _, _, _, handle, parameters, _ = rest
+        if not blocks:
+            raise DriverError("CUDA_ERROR_INVALID_VALUE: no blocks")
         at = ctypes.c_uint64.from_address(parameters).value
         size = getattr(library(), f"size_{name}")()
         argument = ctypes.create_string_buffer(ctypes.string_at(at, size), size)

@@ -44,6 +44,7 @@ class Device:
         self.total = 1 << 30
         self.used = 0
         self.read_only_supported = True
+        self.read_only_works = True
         self.foreign = False  # whether arrays of other libraries count as the device's
         self.allocated: dict[int, int] = {}
         self.registered: dict[int, tuple[int, int]] = {}

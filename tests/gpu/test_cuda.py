@@ -116,16 +116,16 @@ def test_no_compiler(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -
 # -- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize(("supported", "works"), [(True, True), (True, False), (False, False)])
 def test_weights_are_registered_to_be_read(
-    device: emulator.Device, supported: bool, job_name: str
+    device: emulator.Device, supported: bool, works: bool, job_name: str
 ) -> None:
-    """A GPU that cannot do that gets a mapping that can be written."""
-    device.read_only_supported = supported
+    """A GPU that cannot do that, whatever it reports, gets a mapping that can be written."""
+    device.read_only_supported, device.read_only_works = supported, works
     with daemon(job_name), Client(job_name, tensors=tensors()) as client:
         link = devices.choose("cuda").link(client)
         registered = sorted(flags for _, flags in device.registered.values() if flags)
-        assert registered == ([3, 11] if supported else [3, 3])
+        assert registered == ([3, 11] if works else [3, 3])
         link.push(ones(), 0)
         link.flush()
         client.wait_applied()

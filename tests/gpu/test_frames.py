@@ -117,7 +117,7 @@ def gradients(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def subnormal() -> dict[str, Any]:
-    """Values that a device flushes to zero unless its instructions keep them."""
+    """Return values that a device flushes to zero unless its instructions keep them."""
     rows = Rows(np.array([3, 3], np.int64), np.full((2, 6), 3e-40, np.float32))
     return {"long": np.full(9_003, 1e-40, np.float32), "table": rows}
 

@@ -5,6 +5,7 @@ The emulated cases compute on the CPU, and all that comes and goes takes the way
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import emulator
@@ -15,6 +16,9 @@ from torch import nn
 from gadei_ps.learners.torch import Optimizer
 from gadei_ps.learners.torch import gpu_backend as gpu_backend
 from gadei_ps.machine.cuda import missing as cuda_missing
+
+# Results are compared with the CPU's; by default cuDNN's recurrent layers may compute in TF32.
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 
 def need_cuda() -> None:
