@@ -118,6 +118,14 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Train so many steps on mini-batches of `size`, and measure the parts of the host's time."""
+
+    size: int
+    steps: int
+
+
+@dataclass(frozen=True)
 class Evaluate:
     """Measure the accuracy on these sentences."""
 
@@ -155,7 +163,7 @@ class Peer:
         self._network: torch.nn.Module = self.model
         self._texts, self._device = texts, torch.device(plan.device)
         self._number, self._stride = plan.rank, plan.count
-        self._optimizer = plan.optimizer
+        self.optimizer = plan.optimizer
         if plan.kind in REDUCED:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             distributed.init_process_group(
@@ -166,21 +174,21 @@ class Peer:
             )
             # Gradients stay in the buckets: this saves a copy of the embedding.
             self._network = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        if self._optimizer is None and plan.kind != LIMIT:
-            self._optimizer = optimizer_of(self.model, plan.update, plan.lr)
+        if self.optimizer is None and plan.kind != LIMIT:
+            self.optimizer = optimizer_of(self.model, plan.update, plan.lr)
 
     def step(self, size: int) -> int:
         """Train on one mini-batch. Returns bytes pushed: none."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             self.model.zero_grad()
         else:
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
         rows = self._texts.rows(self._number, size)
         self._number += self._stride
         loss = loss_of(self._network, self._texts, rows, self._device)
         loss.backward()  # type: ignore[no-untyped-call]
-        if self._optimizer is not None:
-            self._optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
         return 0
 
     def finish(self) -> None:
@@ -205,29 +213,29 @@ class Learner:
         """Attach."""
         self.model = plan.network(plan.kind, texts).to(plan.device)
         self._texts, self._device = texts, torch.device(plan.device)
-        self._optimizer = Optimizer(self.model, plan.job)
-        self._batches: Iterator[Any] = self._optimizer.batches(len(texts), 1, FOR_EVER, SEED)
+        self.optimizer = Optimizer(self.model, plan.job)
+        self._batches: Iterator[Any] = self.optimizer.batches(len(texts), 1, FOR_EVER, SEED)
 
     def step(self, size: int) -> int:
         """Train on one mini-batch. Returns the bytes of the gradient, 0 if known later."""
         batch = next(self._batches)
         rows = self._texts.rows(batch.epoch * len(self._texts) + batch.index, size)
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         loss = loss_of(self.model, self._texts, rows, self._device)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.report(loss=loss, samples=len(rows))
-        self._optimizer.step()
+        self.optimizer.report(loss=loss, samples=len(rows))
+        self.optimizer.step()
         if self._device.type != "cpu":
             return 0
-        return int(self._optimizer.client.last_frame["payload_bytes"][0])
+        return int(self.optimizer.client.last_frame["payload_bytes"][0])
 
     def finish(self) -> None:
         """Wait until all pushed gradients are applied."""
-        self._optimizer.client.wait_applied(timeout_s=60.0)
+        self.optimizer.client.wait_applied(timeout_s=60.0)
 
     def close(self) -> None:
         """Detach."""
-        self._optimizer.client.detach()
+        self.optimizer.client.detach()
 
 
 def loss_of(
@@ -252,10 +260,24 @@ def run(trainer: Peer | Learner, what: Run) -> Done:
     return Done(steps, steps * what.size, time.perf_counter() - begin, payload)
 
 
-def answer(trainer: Peer | Learner, request: Run | Evaluate) -> Done | float:
+def profile(trainer: Peer | Learner, what: Profile) -> list[dict[str, Any]]:
+    """Train for a number of steps; return the parts of the time, see gpu.step_profile."""
+    from gadei_ps.benchmarks.gpu.step_profile import StepParts
+
+    optimizer = trainer.optimizer
+    if optimizer is None:
+        return []
+    with StepParts(optimizer, trainer.model) as parts:
+        run(trainer, Run(what.size, 0.0, what.steps))
+    return parts.rows(what.steps)
+
+
+def answer(trainer: Peer | Learner, request: Run | Evaluate | Profile) -> Any:
     """Carry out a request."""
     if isinstance(request, Run):
         return run(trainer, request)
+    if isinstance(request, Profile):
+        return profile(trainer, request)
     assert isinstance(trainer.model, SentenceClassifier)
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())  # the other members sleep

@@ -17,7 +17,7 @@ import torch
 from torch import multiprocessing  # shares the memory of tensors
 
 from gadei_ps.benchmarks import nlc_member
-from gadei_ps.benchmarks.nlc_member import Done, Evaluate, Plan, Run, SharedTexts
+from gadei_ps.benchmarks.nlc_member import Done, Evaluate, Plan, Profile, Run, SharedTexts
 from gadei_ps.benchmarks.nlc_texts import Texts
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import from_mapping
@@ -54,10 +54,12 @@ class Team:
         method: Literal["forkserver", "spawn"] = "forkserver",
         devices: Sequence[str] = ("cpu",),
         network: nlc_member.Network = nlc_member.fresh,
+        answer_s: float = ANSWER_S,
     ) -> None:
         """update: the optimizer, as jobs name it. devices: torch's names, for the members in turn.
+        answer_s: see ANSWER_S.
 
-        A member on a GPU must be spawned, because CUDA does not work after a fork.
+        Members on a GPU cannot be forked from a process that has used CUDA.
         """
         self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
@@ -66,6 +68,7 @@ class Team:
         self.daemon: Daemon | None = None
         self._update, self._lr = update, lr
         self._devices, self._network = devices, network
+        self._answer_s = answer_s
         self._shared: torch.nn.Module | None = None
         self._members: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -131,16 +134,16 @@ class Team:
             self._members.append(member)
             theirs.close()
 
-    def ready(self) -> None:
+    def ready(self, timeout_s: float = READY_S) -> None:
         """Wait until each member is ready to train."""
         for rank in range(self.count):
-            self._receive(rank, READY_S)
+            self._receive(rank, timeout_s)
 
     def run(self, size: int, seconds: float, steps: int = 0) -> list[Done]:
         """Let all members train. If steps are given, `seconds` is only an estimate."""
         for pipe in self._pipes:
             pipe.send(Run(size, seconds, steps))
-        return [self._receive(rank, seconds + ANSWER_S) for rank in range(self.count)]
+        return [self._receive(rank, seconds + self._answer_s) for rank in range(self.count)]
 
     def go_on(self, size: int, seconds: float) -> list[Done]:
         """Let all members train for about `seconds`.
@@ -163,10 +166,19 @@ class Team:
         self.go_on(size, warm_up_s)
         return self.go_on(size, seconds)
 
+    def profile(self, size: int, steps: int) -> list[dict[str, Any]]:
+        """Let all members train so many steps; return where the first one's time goes."""
+        for pipe in self._pipes:
+            pipe.send(Profile(size, steps))
+        found: list[list[dict[str, Any]]] = [
+            self._receive(rank, self._answer_s) for rank in range(self.count)
+        ]
+        return found[0]
+
     def accuracy(self, held_out: Texts) -> float:
         """Return the accuracy of the first member on these sentences."""
         self._pipes[0].send(Evaluate(held_out))
-        accuracy: float = self._receive(0, ANSWER_S)
+        accuracy: float = self._receive(0, self._answer_s)
         return accuracy
 
     @property

@@ -1,10 +1,13 @@
 """Command line of the benchmarks of learners on a GPU.
 
-    python -m gadei_ps.benchmarks.gpu [--quick] [--device cuda|host] [--out DIR] [NAME]...
+    python -m gadei_ps.benchmarks.gpu [--quick] [--device cuda|host] [--seconds N] [--out DIR]
+        [NAME]...
 
-Each part runs in a process of its own and writes benchmarks/results/gpu-NAME.json. `--quick`: small
-sizes, to see that the program works. `--device host`: the same small sizes on the CPU, to try all
-that is not CUDA's. Figures of these two mean little; they are written to --out only.
+Each part runs in a process of its own and writes benchmarks/results/gpu-NAME.json, again after
+each measurement, so that a part that fails or is ended leaves what it has. A part leaves out what
+it has no time for. `--seconds`: time of each part, instead of its own. `--quick`: small sizes, to
+see that the program works. `--device host`: the same small sizes on the CPU, to try all that is
+not CUDA's. Figures of these two mean little; they are written to --out only.
 """
 
 from __future__ import annotations
@@ -16,27 +19,30 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.common import Report
-from gadei_ps.errors import GadeiError, UsageError
-from gadei_ps.machine import interrupts, process
+from gadei_ps.benchmarks.gpu import sizes
+from gadei_ps.errors import DeviceError, GadeiError, UsageError
+from gadei_ps.machine import cuda, interrupts, process
+from gadei_ps.machine.cuda import first_line
 
 PARTS = {
+    "overhead": "what a step takes besides forward and backward",
     "bandwidth": "push and pull against copies of pinned memory",
     "learners": "samples per second of several learners on one GPU, against torch's ways",
-    "overhead": "what a step takes besides forward and backward",
     "vision": "convolutional networks against plain torch, and a learner on each GPU",
     "timeline": "how much of push and pull overlaps with the computation",
     "server_on_gpu": "an experiment: the update on the GPU instead of the host",
 }
 PACKAGE = "gadei_ps.benchmarks.gpu"
 PLOTS = suite.RESULTS.parents[1] / "docs" / "plots"
-PART_S = 480.0
-"""Longer than a part takes; what hangs is ended."""
-END_S = 30.0
+GRACE_S = 30.0
+"""Seconds that a part may take beyond its time, before it is ended."""
+END_S = 15.0
 SHM = Path("/dev/shm")
 
 
@@ -44,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {PACKAGE}")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--seconds", type=float, help="time of each part")
     parser.add_argument("--out", type=Path, help="where results go, instead of the checkout")
     parser.add_argument("--commit", help="the commit that results name; by default git's HEAD")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -67,9 +74,7 @@ def main() -> None:
 
 def _all(options: argparse.Namespace) -> list[str]:
     """Run each part in a process of its own; return those that have failed."""
-    from gadei_ps.benchmarks.gpu import target
-
-    if why := target.why_not(options.device):
+    if options.device == "cuda" and (why := cuda.missing()):
         print(f"{PACKAGE}: {why}", file=sys.stderr)
         sys.exit(1)
     _directory(options)
@@ -80,19 +85,34 @@ def _all(options: argparse.Namespace) -> list[str]:
     for name in options.parts or PARTS:
         print(f"{name} ...", flush=True)
         begin = time.monotonic()
-        if _run(process.module_command(PACKAGE, "--here", *_flags(options), name)):
+        flags = [*_how(options), *_where(options)]
+        limit_s = _seconds(options, name) + GRACE_S
+        if _run(process.module_command(PACKAGE, "--here", *flags, name), limit_s):
             failed.append(name)
         print(f"  {time.monotonic() - begin:.0f} s", flush=True)
     return failed
 
 
-def _flags(options: argparse.Namespace) -> list[str]:
-    """Return this command's options, for the process of a part."""
+def _how(options: argparse.Namespace) -> list[str]:
+    """Return the options that results depend on."""
     flags = ["--device", options.device] + ["--quick"] * options.quick
+    return flags if options.seconds is None else [*flags, "--seconds", f"{options.seconds:g}"]
+
+
+def _where(options: argparse.Namespace) -> list[str]:
+    """Return the other options for the process of a part."""
+    flags = []
     for name in ("out", "commit"):
         if (value := getattr(options, name)) is not None:
             flags += [f"--{name}", str(value)]
     return flags
+
+
+def _seconds(options: argparse.Namespace, part: str) -> float:
+    """Return the time of a part (s)."""
+    if options.seconds is not None:
+        return float(options.seconds)
+    return float(sizes.of(options.device, quick=options.quick)[part]["seconds"])
 
 
 def _directory(options: argparse.Namespace) -> Path | None:
@@ -108,15 +128,15 @@ def _directory(options: argparse.Namespace) -> Path | None:
     return directory
 
 
-def _run(command: list[str]) -> int:
+def _run(command: list[str], limit_s: float) -> int:
     """Return a part's exit code. The part and all that it has started end in every case."""
     with _no_litter():
         # If this process is killed, the part gets SIGTERM and cleans up.
         child = process.spawn(command, how=15)
         try:
-            return child.wait(PART_S)
+            return child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            print(f"  ended: it takes longer than {PART_S:.0f} s", file=sys.stderr)
+            print(f"  ended: it takes longer than {limit_s:.0f} s", file=sys.stderr)
             return 1
         finally:
             if child.poll() is None:
@@ -146,29 +166,48 @@ def _no_litter() -> Iterator[None]:
 
 
 def _part(options: argparse.Namespace) -> list[str]:
-    """One part, in this process."""
-    from gadei_ps.benchmarks.gpu.target import Target, facts
+    """One part, in this process. Writes its result after each measurement."""
+    until = time.monotonic() + _seconds(options, options.parts[0])
+    from gadei_ps.benchmarks.gpu.target import Target, facts, why_not
 
     (name,) = options.parts
-    target = Target(options.device, options.quick)
-    report: Report = importlib.import_module(f"{PACKAGE}.{name}").measure(target)
+    if why := why_not(options.device):
+        raise DeviceError(why)
+    target = Target(options.device, options.quick, until)
+    directory = _directory(options)
+    common = {
+        "commit": options.commit or suite.commit(),
+        "gpu": facts(target),
+        "quick": options.quick or not target.on_gpu,
+    }
+    command = " ".join([f"python -m {PACKAGE}", *_how(options), name])
+
+    def write(report: Report) -> None:
+        if directory is not None and report.rows:  # else earlier ones stay
+            suite.write(suite.result_of(f"gpu-{name}", report, command) | common, directory)
+
+    report, failed = Report([]), []
+    try:
+        for report in importlib.import_module(f"{PACKAGE}.{name}").measure(target):
+            write(report)
+    except Exception as error:  # CUDA's are of any class, and what was measured counts
+        traceback.print_exc()
+        report.notes.append(f"ends early: {type(error).__name__}: {first_line(error)}")
+        failed.append(name)
+    write(report)
     print(suite.shown(report), flush=True)
-    command = [f"python -m {PACKAGE}", *_flags(options)[: 2 + options.quick], name]
-    result = suite.result_of(f"gpu-{name}", report, " ".join(command))
-    result["commit"] = options.commit or result["commit"]
-    result |= {"gpu": facts(target), "quick": options.quick or not target.on_gpu}
-    if directory := _directory(options):
-        print(suite.write(result, directory))
+    if directory is not None:
+        print(directory / f"gpu-{name}.json")
         _draw(directory, directory if options.out else PLOTS, f"gpu-{name}")
-    return []
+    return failed
 
 
 def _draw(results: Path, directory: Path, name: str) -> None:
     """Draw the plot of a result, if it has one and matplotlib is installed."""
     try:
         from gadei_ps.benchmarks import plots
-    except ImportError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
+    except ImportError as error:
+        print(f"no plot: {error}", file=sys.stderr)
         return
     for path in plots.draw(results, directory, [name]):
         print(path)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
-from gadei_ps.benchmarks.gpu.target import Target, job
+from gadei_ps.benchmarks.gpu.target import Target, job, noted
 from gadei_ps.benchmarks.scale import SHARE, free_bytes
 from gadei_ps.learners import host
 from gadei_ps.learners.client import Client
@@ -235,19 +235,29 @@ def mover(target: Target, client: Client) -> Iterator[Mover]:
         link.runtime = runtime
 
 
-def measure(target: Target) -> Report:
+def measure(target: Target) -> Iterator[Report]:
     """Measure each size with its own job."""
     size = target.sizes("bandwidth")
-    report = Report(["MB", "way", f"{LIMIT} GB/s", "transfer", "end to end", "/limit", "wanted"])
+    report = Report(["MB", "way", f"{LIMIT} GB/s", "transfer", "end to end", "/limit", "target"])
+    taken, before = 0.0, 1  # seconds and bytes of the size before
     for count in size["bytes"]:
         if SEGMENTS * count > SHARE * free_bytes():
             report.notes.append(f"{count / 1e6:g} MB: not measured: too little shared memory")
             continue
+        if target.left() < taken * max(1.0, count / before):
+            report.notes.append(f"{count / 1e6:g} MB: not measured: no time")
+            continue
+        begin = time.monotonic()
         tensors = [{"name": "w", "shape": [count // 4]}]
-        with job("bandwidth", tensors=tensors) as name, Client(name) as client:  # noqa: SIM117
-            with mover(target, client) as moves:
-                _compare(report, target, moves, count, size)
-    return report
+        with (
+            noted(report, f"{count / 1e6:g} MB"),
+            job("bandwidth", tensors=tensors) as name,
+            Client(name) as client,
+            mover(target, client) as moves,
+        ):
+            _compare(report, target, moves, count, size)
+        yield report
+        taken, before = time.monotonic() - begin, count
 
 
 def _compare(

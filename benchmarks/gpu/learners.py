@@ -8,29 +8,38 @@ only the words of a batch.
 
 A block is measured in a process of its own, within a time. The first block has no NVIDIA
 Multi-Process Service; the second has it, and only the contenders with several processes. If there
-are several GPUs, a third block gives each learner one of its own.
+are several GPUs, a third block gives each learner one of its own. Rows with a part have the host's
+time of a part of the step, in one process of each contender.
 
-ratio: gadei-ps over the contender with as many learners, or over gadei-ps with one.
+ratio: gadei-ps over the contender with as many learners, or over gadei-ps with one; at the fastest
+number of learners, over the fastest peer.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import statistics
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from gadei_ps.benchmarks.common import Report, ratios_of, summary
-from gadei_ps.benchmarks.gpu import mps
-from gadei_ps.benchmarks.gpu.target import Target
+from gadei_ps.benchmarks.gpu import mps, step_profile
+from gadei_ps.benchmarks.gpu.target import Target, noted
 from gadei_ps.benchmarks.nlc_member import OURS
 from gadei_ps.errors import DeviceError
 from gadei_ps.machine import process
 
 WITHOUT, WITH, SPREAD = "without MPS", "with MPS", "a GPU each"
-GRACE_S = 40.0
-"""Seconds that a block may take beyond its time, to start and to end its processes."""
+GRACE_S = 20.0
+"""Seconds that a block may take beyond its time, to end its processes."""
+END_S = 10.0
+FASTEST = "the fastest peer"
 LSTM, CLASSIFIER = "LSTM", "sentence classifier"
 LSTM_REACH = 1.7
 LSTM_LEARNERS = 4
@@ -41,36 +50,44 @@ Figures = list[dict[str, Any]]
 """Rows of contenders: who, learners, network, set, mini_batch, values (samples/s)."""
 
 
-def measure(target: Target) -> Report:
+def measure(target: Target) -> Iterator[Report]:
     """Run the blocks, each in a process of its own."""
-    size = target.sizes("learners")
     report = Report(["block", "network", "set", "batch", "contender", "learners", "samples/s",
                      "ours/it"])  # fmt: skip
     report.notes.append(f"{mps.CONTROL} of others runs: {'yes' if mps.running() else 'no'}")
-    for block in (WITHOUT, WITH, SPREAD):
-        if block == SPREAD and target.count() < 2:
-            continue
-        budget_s = size["budget_s"].get(block, size["budget_s"][WITH])
-        try:
-            if block == WITH and target.on_gpu:
-                with mps.started() as env:
-                    found, notes = _in_process(target, block, budget_s, env)
-            elif block == WITH:
-                raise DeviceError("only for GPUs")
-            else:
-                found, notes = _in_process(target, block, budget_s, {})
-        except DeviceError as error:
-            report.notes.append(f"{block}: not measured: {error}")
-            continue
-        report.notes += [f"{block}: {note}" for note in notes]
-        _tell(report, block, found)
-    return report
+    blocks = [WITHOUT, WITH, SPREAD]
+    if target.count() < 2:
+        blocks.remove(SPREAD)
+    if why := mps.missing() if target.on_gpu else "only for GPUs":
+        report.notes.append(f"{WITH}: not measured: {why}")
+        blocks.remove(WITH)
+    for number, block in enumerate(blocks):
+        budget_s = (target.left() - END_S) / (len(blocks) - number)
+        with noted(report, block), ExitStack() as stack:
+            env = stack.enter_context(mps.started()) if block == WITH else {}
+            for one in _in_process(target, block, budget_s, env):
+                if "note" in one:
+                    report.notes.append(f"{block}: {one['note']}")
+                elif "profile" in one:
+                    _profile(report, block, one)
+                else:
+                    _tell(report, block, one["figures"])
+                yield report
+        yield report
+
+
+def _profile(report: Report, block: str, found: dict[str, Any]) -> None:
+    """Report where the host's time of a step goes."""
+    facts = {key: value for key, value in found.items() if key != "profile"} | {"block": block}
+    report.rows += [{**facts, **row} for row in found["profile"]]
+    title = f"{block}, {found['network']}, {found['contender']} with {found['learners']}"
+    step_profile.show(title, found["profile"])
 
 
 def _in_process(
     target: Target, block: str, budget_s: float, env: dict[str, str]
-) -> tuple[Figures, list[str]]:
-    """Return the figures and notes of learners_block. Raises DeviceError if it fails."""
+) -> Iterator[dict[str, Any]]:
+    """Yield what learners_block measures, as it does. Raises DeviceError if it fails."""
     order = json.dumps([target.device, target.quick, block, budget_s])
     child = process.spawn(
         process.module_command("gadei_ps.benchmarks.gpu.learners_block", order),
@@ -79,26 +96,42 @@ def _in_process(
         how=signal.SIGTERM,
     )
     try:
-        out, _ = child.communicate(timeout=budget_s + GRACE_S)
-    except subprocess.TimeoutExpired:
-        raise DeviceError(f"takes longer than {budget_s + GRACE_S:.0f} s") from None
+        yield from _lines(child, time.monotonic() + budget_s + GRACE_S)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(END_S)
     finally:
         if child.poll() is None:
             child.terminate()
             try:
-                child.wait(GRACE_S)
+                child.wait(END_S)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-    try:
-        found = json.loads(out.decode().strip().rpartition("\n")[2])
-    except ValueError:
-        raise DeviceError(f"the process ends with exit code {child.returncode}") from None
-    return found["figures"], found["notes"]
+
+
+def _lines(child: subprocess.Popen[bytes], until: float) -> Iterator[dict[str, Any]]:
+    """Yield the objects that a process writes as lines, up to {"end"}. Raises DeviceError."""
+    assert child.stdout is not None
+    rest = b""
+    while True:
+        wait_s = max(0.0, until - time.monotonic())
+        if not select.select([child.stdout], [], [], wait_s)[0]:
+            raise DeviceError("it takes too long")
+        part = os.read(child.stdout.fileno(), 65536)
+        if not part:
+            raise DeviceError(f"the process ends with exit code {child.wait()}")
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"{"):  # a library's
+                continue
+            found = json.loads(line)
+            if "end" in found:
+                return
+            yield found
 
 
 def _tell(report: Report, block: str, figures: Figures) -> None:
-    """Report the rows of a block, and the ratio of gadei-ps to each."""
+    """Report the rows of a mini-batch, and the ratio of gadei-ps to each."""
     ours = {_key(one): one for one in figures if one["contender"] == OURS}
     for one in figures:
         facts = {key: one[key] for key in ("contender", "learners", "network", "set", "mini_batch")}
@@ -113,6 +146,22 @@ def _tell(report: Report, block: str, figures: Figures) -> None:
             [block, one["network"], one["set"], str(one["mini_batch"]), one["contender"],
              str(one["learners"]), f"{row['median']:.0f}", shown]
         )  # fmt: skip
+    report.ratios += _fastest(block, figures)
+
+
+def _fastest(block: str, figures: Figures) -> Figures:
+    """The sentence classifier's fastest number of learners against the fastest of all peers."""
+    found = [one for one in figures if one["network"] == CLASSIFIER]
+    mine = [one for one in found if one["contender"] == OURS]
+    peers = [one for one in found if one["contender"] != OURS]
+    if not mine or not peers:
+        return []
+    best, peer = (max(each, key=lambda one: statistics.median(one["values"]))
+                  for each in (mine, peers))  # fmt: skip
+    facts = {key: best[key] for key in ("learners", "network", "set", "mini_batch")}
+    facts |= {"contender": FASTEST, "peer": f"{peer['contender']} with {peer['learners']}"}
+    reach = 1.0 if best["mini_batch"] <= LARGEST_SMALL else None
+    return [_ratio(facts | {"block": block}, best["values"], peer["values"], reach)]
 
 
 def _key(one: dict[str, Any], learners: int | None = None) -> tuple[Any, ...]:

@@ -1,24 +1,31 @@
 """A block of `learners`: python -m gadei_ps.benchmarks.gpu.learners_block [DEVICE, QUICK, BLOCK, S]
 
-Its argument is a JSON list; the last line of its output is a JSON object with the figures. It is a
-process of its own because a process decides at its first use of CUDA whether it uses the
-Multi-Process Service.
+Its argument is a JSON list. Each line of its output is a JSON object with what was just measured,
+or a note; the last one is {"end": true}. It is a process of its own because a process decides at
+its first use of CUDA whether it uses the Multi-Process Service.
+
+Learners on a GPU are forked from a process that has imported torch but has not used CUDA; if CUDA
+does not work in a learner that was started so, they are spawned, which takes seconds for each.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, Literal
+
+import torch
 
 from gadei_ps.benchmarks import nlc_member, nlc_team
 from gadei_ps.benchmarks.common import alternate
 from gadei_ps.benchmarks.gpu import networks, texts
-from gadei_ps.benchmarks.gpu.learners import CLASSIFIER, LSTM, SPREAD, WITHOUT
+from gadei_ps.benchmarks.gpu.learners import CLASSIFIER, LSTM, SPREAD, WITH, WITHOUT
 from gadei_ps.benchmarks.gpu.target import Target
 from gadei_ps.benchmarks.nlc_member import (
     DDP,
@@ -33,11 +40,15 @@ from gadei_ps.benchmarks.nlc_team import Team
 from gadei_ps.benchmarks.nlc_texts import Texts
 from gadei_ps.errors import GadeiError
 from gadei_ps.machine import interrupts
+from gadei_ps.machine.cuda import first_line
 
 WARM_UP_S = 0.05
-LEAST_WINDOW_S, MOST_WINDOW_S = 0.1, 1.0
-SLACK = 1.3
+LEAST_WINDOW_S, MOST_WINDOW_S = 0.1, 0.5
+SLACK = 1.4
 """Factor by which a window may exceed its time: the last step, and messages to processes."""
+READY_S, ANSWER_S = 60.0, 20.0
+"""Longer than learners take to start and to answer; what hangs must not take all the time."""
+TRIAL_S = 40.0
 
 FAILURES = (RuntimeError, GadeiError, OSError)
 
@@ -45,36 +56,46 @@ Contender = tuple[str, int]
 """A contender and its number of learners."""
 
 
+Found = dict[str, Any]
+"""A line of the output."""
+
+
 class Block:
     """Measures some networks on some sentences within a time."""
 
-    def __init__(self, target: Target, name: str, budget_s: float) -> None:
+    def __init__(self, target: Target, name: str) -> None:
         self._target, self._name = target, name
         self._size = target.sizes("learners")
-        self._until = time.monotonic() + budget_s
-        self.figures: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self._taken = 0.0  # seconds, by the cell before
+        self._notes: list[str] = []
+        self._method: Literal["forkserver", "spawn"] = "forkserver"
 
-    def run(self) -> None:
-        """Measure as many of the networks and sentences as there is time for, in order."""
-        sets, notes = texts.found(self._target)
-        self.notes += notes
+    def run(self) -> Iterator[Found]:
+        """Measure as many of the networks as there is time for, in order."""
+        sentences = texts.first(self._target)
         lstm = functools.partial(networks.lstm, hidden=self._size["hidden"])
-        cells: list[tuple[str, nlc_member.Network, Texts]] = [
-            (CLASSIFIER, nlc_member.fresh, sets[0]),
-            (LSTM, lstm, sets[0]),
-            *((CLASSIFIER, nlc_member.fresh, one) for one in reversed(sets[1:])),
+        cells: list[tuple[str, nlc_member.Network]] = [
+            (CLASSIFIER, nlc_member.fresh),
+            (LSTM, lstm),
         ]
-        for number, (name, network, sentences) in enumerate(cells):
-            rest_s = self._until - time.monotonic()
-            # Processes of a cell take a while to start, however little there is to measure.
-            if number and rest_s < self._taken:
-                self.notes.append(f"{name} on {sentences.name}: not measured: no time")
-                continue
-            begin = time.monotonic()
-            self._cell(name, network, sentences, begin + rest_s / min(3, len(cells) - number))
-            self._taken = time.monotonic() - begin
+        if self._name == WITH:  # what it is for
+            cells.reverse()
+        with ExitStack() as stack:
+            stack.callback(nlc_team._stop_fork_server)
+            if self._target.on_gpu and not _forks():
+                self._method = "spawn"
+                self._notes.append("learners are spawned: CUDA does not work in forked ones")
+            for number, (name, network) in enumerate(cells):
+                begin = time.monotonic()
+                until = begin + self._target.left() / (len(cells) - number)
+                with suppress(_Lost):
+                    yield from self._cell(name, network, sentences, until)
+                self._notes.append(f"{name}: {time.monotonic() - begin:.0f} s")
+                yield from self._noted()
+
+    def _noted(self) -> Iterator[Found]:
+        """Yield the notes since the last call."""
+        notes, self._notes = self._notes, []
+        yield from ({"note": note} for note in notes)
 
     def _contenders(self) -> list[Contender]:
         """Return the contenders of the block."""
@@ -91,31 +112,53 @@ class Block:
         devices = [self._target.torch_device]
         if self._name == SPREAD:
             devices = [f"cuda:{number}" for number in range(count)]
-        method: Literal["forkserver", "spawn"] = "spawn" if self._target.on_gpu else "forkserver"
-        return Team(kind, count, sentences, method=method, devices=devices, network=network)
+        return Team(
+            kind,
+            count,
+            sentences,
+            method=self._method,
+            devices=devices,
+            network=network,
+            answer_s=ANSWER_S,
+        )
 
-    def _cell(self, name: str, network: nlc_member.Network, sentences: Texts, until: float) -> None:
-        """Measure one network on one set: all processes live at once, and take turns."""
+    def _cell(
+        self, name: str, network: nlc_member.Network, sentences: Texts, until: float
+    ) -> Iterator[Found]:
+        """Measure one network: all processes live at once, and take turns."""
+        teams: dict[Contender, Team] = {}
+        facts = {"network": name, "set": sentences.name}
         with ExitStack() as stack:
-            stack.callback(nlc_team._stop_fork_server)
-            teams: dict[Contender, Team] = {}
             for contender in self._contenders():
                 with suppress(_Lost):
                     teams[contender] = self._team(contender, network, sentences)
                     enter = functools.partial(stack.enter_context, teams[contender])
                     self._try(teams, contender, enter)
+            begin = time.monotonic()
             for contender in list(teams):
                 with suppress(_Lost):
-                    self._try(teams, contender, teams[contender].ready)
-            for number, batch in enumerate(self._size["batches"]):
-                each_s = (until - time.monotonic()) / (len(self._size["batches"]) - number)
+                    ready_s = max(1.0, begin + READY_S - time.monotonic())
+                    ready = functools.partial(teams[contender].ready, ready_s)
+                    self._try(teams, contender, ready)
+            batches = list(self._size["batches"])
+            while batches and teams:
+                batch = batches[0]
                 windows = len(teams) * (self._size["rounds"] + 1)
-                seconds = each_s / windows / SLACK - WARM_UP_S
-                if seconds < LEAST_WINDOW_S / 2 or not teams:
-                    self.notes.append(f"{name} on {sentences.name}: no time from {batch} on")
+                left = until - time.monotonic()
+                # As many sizes as there is time for, at least the first.
+                fitting = int(left / (windows * SLACK * (LEAST_WINDOW_S + WARM_UP_S)))
+                if fitting < 1 and len(batches) < len(self._size["batches"]):
                     break
+                each_s = left / min(len(batches), max(1, fitting))
+                seconds = each_s / windows / SLACK - WARM_UP_S
                 seconds = min(MOST_WINDOW_S, max(LEAST_WINDOW_S, seconds))
-                self._row(name, sentences.name, batch, teams, seconds)
+                yield from self._row({**facts, "mini_batch": batch}, batch, teams, seconds)
+                if batch == self._size["batches"][0]:
+                    yield from self._profiles({**facts, "mini_batch": batch}, batch, teams)
+                yield from self._noted()
+                del batches[0]
+            if batches:
+                self._notes.append(f"{name}: no time for mini-batches {sorted(batches)}")
             for team in teams.values():
                 team.dismiss()
 
@@ -126,15 +169,15 @@ class Block:
         try:
             return call()
         except FAILURES as error:
-            if contender[0] == OURS:
-                raise
-            self.notes.append(f"{contender[0]} with {contender[1]}: not measured: {error}")
-            del teams[contender]
+            traceback.print_exc()
+            kind, count = contender
+            self._notes.append(f"{kind} with {count}: not measured: {first_line(error)}")
+            teams.pop(contender)._end(0.0)
             raise _Lost from None
 
     def _row(
-        self, name: str, sentences: str, batch: int, teams: dict[Contender, Team], seconds: float
-    ) -> None:
+        self, facts: Found, batch: int, teams: dict[Contender, Team], seconds: float
+    ) -> Iterator[Found]:
         """Measure one size of mini-batch, again from the start if a contender fails."""
         while teams:
             contenders: Mapping[str, Callable[[], float]] = {
@@ -148,17 +191,12 @@ class Block:
                 break
         else:
             return
-        for (kind, count), values in zip(teams, found.values(), strict=True):
-            self.figures.append(
-                {
-                    "contender": kind,
-                    "learners": count,
-                    "network": name,
-                    "set": sentences,
-                    "mini_batch": batch,
-                    "values": values,
-                }
-            )
+        yield {
+            "figures": [
+                {"contender": kind, "learners": count, **facts, "values": values}
+                for (kind, count), values in zip(teams, found.values(), strict=True)
+            ]
+        }
 
     def _window(
         self, teams: dict[Contender, Team], contender: Contender, batch: int, seconds: float
@@ -166,23 +204,51 @@ class Block:
         train = functools.partial(teams[contender].train, batch, seconds, WARM_UP_S)
         return nlc_team.rate(self._try(teams, contender, train))
 
+    def _profiles(self, facts: Found, batch: int, teams: dict[Contender, Team]) -> Iterator[Found]:
+        """Profile the host's part of a step, in the first process of each contender."""
+        for contender in list(teams):
+            kind, count = contender
+            call = functools.partial(teams[contender].profile, batch, self._size["profiled"])
+            with suppress(_Lost):
+                rows = self._try(teams, contender, call)
+                yield {"contender": kind, "learners": count, **facts, "profile": rows}
+
 
 class _Lost(Exception):
     """A contender has failed."""
+
+
+def _forks() -> bool:
+    """Return whether CUDA works in a process that is forked from the fork server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*nlc_team.PRELOAD, "gadei_ps.benchmarks.gpu.step_profile"])
+    child = context.Process(target=_use_cuda)
+    child.start()
+    child.join(TRIAL_S)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+    return child.exitcode == 0
+
+
+def _use_cuda() -> None:
+    torch.zeros(1, device="cuda").cpu()
 
 
 def main() -> None:
     """Measure the block of the argument."""
     device, quick, name, budget_s = json.loads(sys.argv[1])
     interrupts.install()
-    block = Block(Target(device, quick), name, budget_s)
+    found: Iterator[Found] = Block(Target(device, quick, time.monotonic() + budget_s), name).run()
     try:
-        block.run()
+        for one in found:
+            print(json.dumps(one), flush=True)
     except FAILURES as error:
-        block.notes.append(f"ends early: {error}")
+        traceback.print_exc()
+        print(json.dumps({"note": f"ends early: {first_line(error)}"}), flush=True)
     except interrupts.Interrupted:
         sys.exit(1)
-    print("\n" + json.dumps({"figures": block.figures, "notes": block.notes}))
+    print(json.dumps({"end": True}), flush=True)
 
 
 if __name__ == "__main__":

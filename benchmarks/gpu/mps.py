@@ -25,11 +25,25 @@ CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 READY_S = 10.0
 END_S = 10.0
+CHECK_S = 25.0
 
 
 def running() -> bool:
     """Return whether a service that others have started runs on this machine."""
     return any(one.info["name"] in (CONTROL, CONTROL[:15]) for one in psutil.process_iter(["name"]))
+
+
+def missing() -> str:
+    """Explain why the service cannot be started; empty if it may."""
+    return "" if _tool() else f"{CONTROL} is not installed"
+
+
+def _tool() -> str:
+    """Return the path of the service's program; empty if it is missing."""
+    tool = shutil.which(CONTROL)
+    if tool is None and (beside := shutil.which(gpus.TOOL)):
+        tool = shutil.which(CONTROL, path=str(Path(beside).resolve().parent))
+    return tool or ""
 
 
 @contextlib.contextmanager
@@ -38,9 +52,9 @@ def started() -> Iterator[dict[str, str]]:
 
     Raises DeviceError if the service is missing or CUDA does not work with it.
     """
-    tool = shutil.which(CONTROL)
-    if tool is None:
-        raise DeviceError(f"{CONTROL} is not installed")
+    if why := missing():
+        raise DeviceError(why)
+    tool = _tool()
     with tempfile.TemporaryDirectory(prefix="gps-mps-", ignore_cleanup_errors=True) as scratch:
         variables = {PIPES: f"{scratch}/pipe", LOGS: f"{scratch}/log"}
         for path in variables.values():
@@ -56,7 +70,7 @@ def started() -> Iterator[dict[str, str]]:
         )
         try:
             _wait_ready(child, Path(variables[PIPES]))
-            if why := gpus.missing(gpus.visible(), env):
+            if why := gpus.missing(gpus.visible(), env, gpus.CHECK, CHECK_S):
                 raise DeviceError(f"CUDA does not work with {CONTROL}: {why}")
             yield variables
         finally:

@@ -41,7 +41,8 @@ class Lstm(nn.Module):
         """Return logits, float32 (B, classes), of word numbers (B, L)."""
         outputs, _ = self.lstm(embedding(tokens, self.embedding, PADDING, sparse=self.sparse))
         last = (tokens != PADDING).sum(1).clamp(min=1) - 1
-        logits: torch.Tensor = self.output(outputs[torch.arange(len(tokens)), last])
+        rows = torch.arange(len(tokens), device=tokens.device)  # on the CPU it would wait for a GPU
+        logits: torch.Tensor = self.output(outputs[rows, last])
         return logits
 
 

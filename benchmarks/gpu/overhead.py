@@ -9,6 +9,8 @@ the end of optimizer.step(). The second part is the figure, measured in two ways
 
 A third figure is the host's time in step(). The peer is step() of torch's SGD, on a copy of the
 model; the target is 30 µs of the GPU's time.
+
+Rows with a part have the time of a part of the step with one sample, on the host or the GPU.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from gadei_ps.benchmarks import nlc_member
 from gadei_ps.benchmarks.common import Report, summary
-from gadei_ps.benchmarks.gpu import networks, texts
-from gadei_ps.benchmarks.gpu.target import Target, job
+from gadei_ps.benchmarks.gpu import networks, step_profile, texts
+from gadei_ps.benchmarks.gpu.target import Target, job, noted
+from gadei_ps.benchmarks.nlc_texts import Texts
 from gadei_ps.learners.torch import Optimizer
 from gadei_ps.learners.torch.gpu_backend import GpuBackend
 
@@ -39,56 +42,104 @@ Found = tuple[list[float], list[float], list[float], list[bool]]
 """Times of each step (s): of the stream before step() and in it, and of the host in step(); and
 whether newer weights arrived in it, which it then copies to the network's."""
 
+Inputs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Mini-batches with their labels."""
+
 Step = Callable[[int], torch.Tensor]
 """The loss of a mini-batch, given by its number."""
 
 
-def measure(target: Target) -> Report:
+def measure(target: Target) -> Iterator[Report]:
     """Measure each network with a job of its own."""
     size = target.sizes("overhead")
-    report = Report(["network", "MB", "of", "gadei-ps us", "torch SGD us", "reached"])
-    for name, network, step in _networks(target, size):
-        count = sum(one.numel() for one in network.parameters())
-        twin = copy.deepcopy(network)
-        found = {TORCH: _parts(target, twin, torch.optim.SGD(twin.parameters(), 1e-6), step, size)}
-        with job("overhead") as running:
-            optimizer = Optimizer(network, running)
-            found[OURS] = _parts(target, network, optimizer, step, size)
-            optimizer.close()
-        _tell(report, name, 4 * count, found)
-    return report
+    report = Report(["network", "MB", "of", "gadei-ps us", "torch SGD us", "target met"])
+    sentences = texts.first(target)
+    report.notes.append(f"sentences of {sentences.name}")
+    taken = 0.0  # by the network before
+    for name, make, inputs in _networks(target, size, sentences):
+        if target.left() < taken:
+            report.notes.append(f"{name}: not measured: no time")
+            continue
+        begin = time.monotonic()
+        with noted(report, name):
+            yield from _of(report, target, name, make().to(target.torch_device), inputs)
+        taken = time.monotonic() - begin
+
+
+def _of(
+    report: Report,
+    target: Target,
+    name: str,
+    network: torch.nn.Module,
+    inputs: Callable[[int], Inputs],
+) -> Iterator[Report]:
+    """Measure one network. inputs: makes those of a mini-batch."""
+    size = target.sizes("overhead")
+    facts = {"network": name, "bytes": 4 * sum(one.numel() for one in network.parameters())}
+    step, single = (_on(inputs(batch)) for batch in (size["mini_batch"], 1))
+    twin = copy.deepcopy(network)
+    plain = torch.optim.SGD(twin.parameters(), 1e-6)
+    found = {TORCH: _parts(target, twin, plain, step, size)}
+    with job("overhead") as running:
+        optimizer = Optimizer(network, running)
+        found[OURS] = _parts(target, network, optimizer, step, size)
+        _tell(report, facts, found)
+        yield report
+        _profile(report, target, {"contender": OURS, **facts}, optimizer, network, single(network))
+        optimizer.close()
+    _profile(report, target, {"contender": TORCH, **facts}, plain, twin, single(twin))
+    yield report
+
+
+def _profile(
+    report: Report,
+    target: Target,
+    facts: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    network: torch.nn.Module,
+    loss_of: Step,
+) -> None:
+    """Report where the time of a step with one sample goes."""
+    steps = target.sizes("overhead")["profiled"]
+    try:
+        rows = step_profile.of_steps(target, optimizer, network, loss_of, steps)
+    except (RuntimeError, OSError, ValueError) as error:  # CUPTI may be missing
+        report.notes.append(f"{facts['contender']}, {facts['network']}: no profile: {error}")
+        return
+    report.rows += [{**facts, "mini_batch": 1, **row} for row in rows]
+    step_profile.show(f"{facts['contender']}, {facts['network']}, mini-batch 1", rows)
 
 
 def _networks(
-    target: Target, size: dict[str, Any]
-) -> list[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], Step]]]:
-    """Each network, with a function that makes the loss of a network like it."""
-    device, batch = torch.device(target.torch_device), size["mini_batch"]
-    sentences = texts.first(target)
-    mini_batches = [
-        (
-            torch.from_numpy(sentences.encoded.batch(rows)).to(device),
-            torch.from_numpy(sentences.labels[rows]).to(device),
-        )
-        for rows in (sentences.rows(number, batch) for number in range(INPUTS))
-    ]
+    target: Target, size: dict[str, Any], sentences: Texts
+) -> list[tuple[str, Callable[[], torch.nn.Module], Callable[[int], Inputs]]]:
+    """Each network's name, with functions that make it, and its inputs for a mini-batch."""
+    device = torch.device(target.torch_device)
     sizes = size["mlp"]
-    vectors = [
-        (torch.randn(batch, sizes[0], device=device), torch.randint(sizes[-1], (batch,)).to(device))
-        for _ in range(INPUTS)
-    ]
     hidden = target.sizes("learners")["hidden"]
     kind = nlc_member.OURS
+
+    def numbers(batch: int) -> Inputs:
+        return [
+            (
+                torch.from_numpy(sentences.encoded.batch(rows)).to(device),
+                torch.from_numpy(sentences.labels[rows]).to(device),
+            )
+            for rows in (sentences.rows(number, batch) for number in range(INPUTS))
+        ]
+
+    def vectors(batch: int) -> Inputs:
+        labels = [torch.randint(sizes[-1], (batch,)).to(device) for _ in range(INPUTS)]
+        return [(torch.randn(batch, sizes[0], device=device), one) for one in labels]
+
     return [
-        ("sentence classifier", nlc_member.fresh(kind, sentences).to(device), _on(mini_batches)),
-        ("LSTM", networks.lstm(kind, sentences, hidden).to(device), _on(mini_batches)),
-        ("perceptron", networks.mlp(sizes).to(device), _on(vectors)),
+        ("sentence classifier", lambda: nlc_member.fresh(kind, sentences), numbers),
+        ("LSTM", lambda: networks.lstm(kind, sentences, hidden), numbers),
+        ("perceptron", lambda: networks.mlp(sizes), vectors),
     ]
 
 
-def _on(
-    inputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> Callable[[torch.nn.Module], Step]:
+def _on(inputs: Inputs) -> Callable[[torch.nn.Module], Step]:
     return lambda network: lambda number: networks.loss_of(network, *inputs[number % len(inputs)])
 
 
@@ -151,11 +202,11 @@ def _run(
 
 
 def _tell(
-    report: Report, name: str, count: int, found: dict[str, dict[str, dict[str, list[float]]]]
+    report: Report, network: dict[str, Any], found: dict[str, dict[str, dict[str, list[float]]]]
 ) -> None:
-    """Report one network. count: bytes of it."""
+    """Report one network. network: its name and bytes."""
     for of in (BUSY, TRAINING, HOST):
-        facts = {"network": name, "bytes": count, "of": of}
+        facts = {**network, "of": of}
         medians = {}
         for who, ways in found.items():
             row = {"contender": who, **facts, **summary(ways[of]["step"], "s")}
@@ -178,4 +229,5 @@ def _tell(
             report.ratios.append(limit | {"best_ratio": best, "reach": 1.0, "reached": reached})
         cells = [f"{medians[who] * 1e6:.1f}" for who in (OURS, TORCH)]
         shown = "" if reached is None else "yes" if reached else "no"
-        report.lines.append([name, f"{count / 1e6:.1f}", of, *cells, shown])
+        size = f"{network['bytes'] / 1e6:.1f}"
+        report.lines.append([network["network"], size, of, *cells, shown])

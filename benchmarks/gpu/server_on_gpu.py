@@ -17,20 +17,23 @@ staleness, and it knows no optimizer except SGD and no second GPU.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.gang import Failed, Gang
-from gadei_ps.benchmarks.gpu.target import Target, job
+from gadei_ps.benchmarks.gpu.target import Target, job, noted, started
 from gadei_ps.benchmarks.scale import SHARE, free_bytes
 
 PROCESS = "gadei_ps.benchmarks.gpu.server_on_gpu_process"
-START_S = 90.0
-RUN_S = 90.0
+START_S = 60.0
+RUN_S = 20.0
 LEAST_TIMES = 5
 HOST, DEVICE = "gadei-ps, on the host", "prototype, on the GPU"
 SEGMENTS = 2.5
@@ -40,28 +43,47 @@ Seconds = Callable[[int], float]
 """Takes a number of gradients of each learner. Returns the seconds that they take."""
 
 
-def measure(target: Target) -> Report:
+def measure(target: Target) -> Iterator[Report]:
     """Measure each number of learners at each size, both ways in turns."""
     size = target.sizes("server_on_gpu")
     report = Report(["MB", "learners", "of", HOST, DEVICE, "prototype/host"])
     if not target.on_gpu:
         report.notes.append(f"{DEVICE}: not measured: it needs a GPU")
+    taken = 0.0  # by the number of learners before
     for learners in size["learners"]:
+        if target.left() < taken / 2:
+            report.notes.append(f"{learners} learners: not measured: no time")
+            continue
+        begin = time.monotonic()
         with ExitStack() as stack:
-            gangs = {HOST: stack.enter_context(_gang(target, learners, None))}
+            makers = {HOST: functools.partial(_gang, target, learners, None)}
             if target.on_gpu:
                 scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gadei-ps-ipc-"))
-                try:
-                    path = Path(scratch) / "counters"
-                    gangs[DEVICE] = stack.enter_context(_gang(target, learners, path))
-                except Failed as error:
-                    report.notes.append(f"{DEVICE} with {learners}: not measured: {error}")
-            for count in size["bytes"]:
-                if SEGMENTS * (1 + learners) * count > SHARE * free_bytes():
-                    report.notes.append(f"{count / 1e6:g} MB with {learners}: too little memory")
-                    continue
-                _at(report, gangs, count, learners, size)
-    return report
+                path = Path(scratch) / "counters"
+                makers[DEVICE] = functools.partial(_gang, target, learners, path)
+            gangs = started(report, stack, makers)
+            yield from _sizes(report, target, gangs, learners, size)
+        taken = time.monotonic() - begin
+
+
+def _sizes(
+    report: Report, target: Target, gangs: dict[str, Gang], learners: int, size: dict[str, Any]
+) -> Iterator[Report]:
+    """Measure each size of the model, as long as there is time for one as large as the last."""
+    taken = 0.0
+    for count in size["bytes"]:
+        what = f"{count / 1e6:g} MB with {learners}"
+        if SEGMENTS * (1 + learners) * count > SHARE * free_bytes():
+            report.notes.append(f"{what}: not measured: too little memory")
+            continue
+        if target.left() < taken or HOST not in gangs:
+            report.notes.append(f"{what}: not measured: no time, or no learners")
+            continue
+        begin = time.monotonic()
+        with noted(report, what):
+            _at(report, gangs, count, learners, size)
+        yield report
+        taken = time.monotonic() - begin
 
 
 def _gang(target: Target, learners: int, counters: Path | None) -> Gang:
@@ -77,26 +99,39 @@ def _at(
     report: Report, gangs: dict[str, Gang], count: int, learners: int, size: dict[str, Any]
 ) -> None:
     """Measure one size of the model. count: bytes."""
-    tensors = [{"name": "w", "shape": [count // 4]}]
-    with job(f"on-gpu-{learners}", tensors=tensors) as name:
+    what = f"{DEVICE}, {count / 1e6:g} MB with {learners}"
+    with job(f"on-gpu-{learners}", tensors=[{"name": "w", "shape": [count // 4]}]) as name:
         gangs[HOST].ask({"job": name}, timeout_s=RUN_S)
         contenders = {HOST: _rate(gangs[HOST], size["call_s"], learners)}
         if DEVICE in gangs:
-            try:
+            with _or_without(report, gangs, what):
                 (owner,) = gangs[DEVICE].ask({"bytes": count}, first=1, timeout_s=RUN_S)
                 gangs[DEVICE].ask({"open": owner}, timeout_s=RUN_S)
-                contenders[DEVICE] = _rate(gangs[DEVICE], size["call_s"], learners)
-                contenders[DEVICE]()
-            except Failed as error:
-                contenders.pop(DEVICE, None)
-                report.notes.append(f"{DEVICE} with {learners} at {count / 1e6:g} MB: {error}")
-                gangs.pop(DEVICE).close()
-        figures = alternate(contenders, size["rounds"])
+                rate = _rate(gangs[DEVICE], size["call_s"], learners)
+                rate()
+                contenders[DEVICE] = rate
+        figures: dict[str, list[float]] = {}
+        with _or_without(report, gangs, what):
+            figures = alternate(contenders, size["rounds"])
+        if not figures:  # the prototype has failed in the middle
+            figures = alternate({HOST: contenders[HOST]}, size["rounds"])
         gangs[HOST].ask({"job": None}, timeout_s=RUN_S)
-    if DEVICE in gangs:
-        gangs[DEVICE].ask({"close": True}, timeout_s=RUN_S)
-        gangs[DEVICE].ask({"free": True}, first=1, timeout_s=RUN_S)
     _tell(report, figures, {"bytes": count, "learners": learners})
+    if DEVICE in gangs:
+        with _or_without(report, gangs, f"{what}: the end"):
+            gangs[DEVICE].ask({"close": True}, timeout_s=RUN_S)
+            gangs[DEVICE].ask({"free": True}, first=1, timeout_s=RUN_S)
+
+
+@contextlib.contextmanager
+def _or_without(report: Report, gangs: dict[str, Gang], what: str) -> Iterator[None]:
+    """End the prototype if it fails: the host's way is measured without it."""
+    try:
+        yield
+    except Failed as error:
+        report.notes.append(f"{what}: {error}")
+        if DEVICE in gangs:
+            gangs.pop(DEVICE).close()
 
 
 def _rate(gang: Gang, call_s: float, learners: int) -> Callable[[], float]:

@@ -7,57 +7,96 @@ from typing import Any
 from gadei_ps.benchmarks.sizes import MB
 
 FULL: dict[str, dict[str, Any]] = {
+    "overhead": {
+        "seconds": 35.0,
+        "steps": 300,
+        "mini_batch": 8,
+        "mlp": [2500, 1250, 2500],
+        "profiled": 50,
+    },
     "bandwidth": {
-        "bytes": [1 * MB, 5 * MB, 25 * MB, 100 * MB, 250 * MB, 1000 * MB],
-        "rounds": 7,
+        "seconds": 25.0,
+        "bytes": [25 * MB, 1 * MB, 250 * MB, 100 * MB, 5 * MB, 1000 * MB],
+        "rounds": 5,
         "call_s": 0.05,
     },
     "learners": {
-        "texts": ["mr", "banking77"],
+        "seconds": 150.0,
+        "texts": ["mr", "trec6", "banking77"],
         "learners": [1, 2, 4, 8],
         "peers": 4,
-        "batches": [1, 2, 4, 8, 16, 32, 64, 128],
+        "batches": [1, 8, 32, 4, 16, 2, 64, 128],
         "rounds": 3,
         "hidden": 512,
-        "budget_s": {"without MPS": 220.0, "with MPS": 160.0},
+        "profiled": 50,
     },
-    "overhead": {"steps": 300, "mini_batch": 8, "mlp": [2500, 1250, 2500]},
     "vision": {
-        "images": 50_000,
+        "seconds": 60.0,
+        "images": 5_000,
         "models": [
-            {"model": "vgg", "mini_batch": 32},
-            {"model": "vgg", "mini_batch": 128},
             {"model": "alexnet", "mini_batch": 128},
+            {"model": "vgg", "mini_batch": 128},
+            {"model": "vgg", "mini_batch": 32},
         ],
-        "rounds": 5,
-        "window_s": 1.5,
+        "rounds": 4,
+        "window_s": 1.0,
     },
-    "timeline": {"models": [("mlp", 256), ("vgg", 64)], "steps": 10, "mlp": [2500, 1250, 2500]},
+    "timeline": {
+        "seconds": 25.0,
+        "models": [("mlp", 1024), ("vgg", 64)],
+        "steps": 10,
+        "mlp": [2500, 1250, 2500],
+    },
     "server_on_gpu": {
-        "bytes": [1 * MB, 5 * MB, 25 * MB, 100 * MB],
-        "learners": [1, 2, 4],
-        "rounds": 5,
-        "call_s": 0.4,
+        "seconds": 40.0,
+        "bytes": [25 * MB, 5 * MB, 100 * MB, 1 * MB],
+        "learners": [4, 1, 2],
+        "rounds": 4,
+        "call_s": 0.2,
     },
 }
+"""Sizes in the order of their importance: a part leaves out the last ones if there is no time.
+
+seconds: time of the whole part, with its imports.
+"""
+
 QUICK: dict[str, dict[str, Any]] = {
-    "bandwidth": {"bytes": [1 * MB], "rounds": 1, "call_s": 0.002},
+    "overhead": {
+        "seconds": 90.0,
+        "steps": 4,
+        "mini_batch": 2,
+        "mlp": [20, 10, 20],
+        "profiled": 3,
+    },
+    "bandwidth": {"seconds": 90.0, "bytes": [1 * MB], "rounds": 1, "call_s": 0.002},
     "learners": {
+        "seconds": 180.0,
         "texts": [],
         "learners": [1, 2],
         "peers": 2,
         "batches": [1, 4],
         "rounds": 1,
         "hidden": 16,
-        "budget_s": {"without MPS": 90.0, "with MPS": 90.0},
+        "profiled": 3,
     },
-    "overhead": {"steps": 4, "mini_batch": 2, "mlp": [20, 10, 20]},
     "vision": {
+        "seconds": 90.0,
         "images": 64,
         "models": [{"model": "vgg", "mini_batch": 2}],
         "rounds": 1,
         "window_s": 0.05,
     },
-    "timeline": {"models": [("mlp", 4)], "steps": 2, "mlp": [20, 10, 20]},
-    "server_on_gpu": {"bytes": [1 * MB], "learners": [1, 2], "rounds": 1, "call_s": 0.02},
+    "timeline": {"seconds": 90.0, "models": [("mlp", 4)], "steps": 2, "mlp": [20, 10, 20]},
+    "server_on_gpu": {
+        "seconds": 90.0,
+        "bytes": [1 * MB],
+        "learners": [1, 2],
+        "rounds": 1,
+        "call_s": 0.02,
+    },
 }
+
+
+def of(device: str, *, quick: bool) -> dict[str, dict[str, Any]]:
+    """Return the sizes of all parts; on the host always the quick ones."""
+    return QUICK if quick or device == "host" else FULL

@@ -6,32 +6,47 @@ Times of a GPU are those of its stream, by events; on the host they are the cloc
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gadei_ps.benchmarks.gpu.sizes import FULL, QUICK
+from gadei_ps.benchmarks.common import Report
+from gadei_ps.benchmarks.gang import Failed, Gang
+from gadei_ps.benchmarks.gpu import sizes
 from gadei_ps.commands.daemon import Daemon
+from gadei_ps.errors import GadeiError
 from gadei_ps.job.config import from_mapping
 from gadei_ps.learners import devices
 from gadei_ps.learners.device_interface import Device
 from gadei_ps.machine import gpus
+from gadei_ps.machine.cuda import first_line
 from gadei_ps.machine.cuda import missing as cuda_missing
 
+FAILURES = (RuntimeError, OSError, ValueError, AttributeError, GadeiError, Failed)
+"""Errors of one contender or size; CuPy's and torch's are RuntimeErrors."""
 SPIN_CYCLES_PER_S = 2e9
 """Approximate clock of a GPU, by which torch's waiting kernel counts (cycles/s)."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """device: cuda or host. quick: tiny sizes, which the host always has."""
+    """device: cuda or host. quick: tiny sizes, which the host always has. until: end of the part's
+    time, by time.monotonic()."""
 
     device: str
     quick: bool
+    until: float = math.inf
+
+    def left(self) -> float:
+        """Return the rest of the part's time (s)."""
+        return self.until - time.monotonic()
 
     @property
     def on_gpu(self) -> bool:
@@ -45,7 +60,7 @@ class Target:
 
     def sizes(self, part: str) -> dict[str, Any]:
         """Return the sizes of a part."""
-        return (QUICK if self.quick or not self.on_gpu else FULL)[part]
+        return sizes.of(self.device, quick=self.quick)[part]
 
     def learner_device(self) -> Device:
         """The device of a learner without torch."""
@@ -78,6 +93,32 @@ class Target:
     def count(self) -> int:
         """The number of GPUs; on the host 1."""
         return torch.cuda.device_count() if self.on_gpu else 1
+
+
+@contextlib.contextmanager
+def noted(report: Report, what: str) -> Iterator[None]:
+    """Note the failure of a block, so that the part continues with what comes next."""
+    try:
+        yield
+    except FAILURES as error:
+        traceback.print_exc()
+        report.notes.append(f"{what}: not measured: {first_line(error)}")
+
+
+def started(
+    report: Report, stack: contextlib.ExitStack, makers: Mapping[str, Callable[[], Gang]]
+) -> dict[str, Gang]:
+    """Start gangs at once, because their imports take seconds, and note those that fail.
+
+    stack: ends them.
+    """
+    found = {}
+    with futures.ThreadPoolExecutor(len(makers)) as pool:
+        coming = {name: pool.submit(make) for name, make in makers.items()}
+    for name, future in coming.items():
+        with noted(report, name):
+            found[name] = stack.enter_context(future.result())
+    return found
 
 
 def why_not(device: str) -> str:

@@ -2,16 +2,15 @@
 
 Torch's profiler records some steps of one learner. Its events make three lanes: what the computing
 stream does, copies from the device (push), and copies to it on another stream (pull). The figure is
-the share of the transfers' time in which the GPU also computes; docs/plots shows the lanes.
+the share of the transfers' time in which the GPU also computes, without those that begin after the
+last step; docs/plots shows the lanes.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.gpu import networks
-from gadei_ps.benchmarks.gpu.target import Target, job
+from gadei_ps.benchmarks.gpu.step_profile import trace
+from gadei_ps.benchmarks.gpu.target import Target, job, noted
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.torch import Optimizer
 
@@ -29,6 +29,9 @@ COMPUTE, PUSH, PULL = "compute", "push", "pull"
 LANES = (COMPUTE, PUSH, PULL)
 SMALL_BYTES = 65536
 """A smaller copy has no gradient or weights: it is a loss, or what travels beside a gradient."""
+
+GAP_US = 5.0
+"""A shorter pause between two kernels is not drawn."""
 
 Span = tuple[float, float]
 """Begin and end, microseconds."""
@@ -59,11 +62,11 @@ def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
     return {name: sorted(spans) for name, spans in found.items()}
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time in as few spans as possible, sorted by begin."""
+def union(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """The same time in as few spans as possible, sorted by begin. gap: shorter ones are closed."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
+        if merged and begin <= merged[-1][1] + gap:
             merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
             merged.append((begin, end))
@@ -84,18 +87,26 @@ def overlap(transfers: Sequence[Span], compute: Sequence[Span]) -> float | None:
     return shared / whole
 
 
-def measure(target: Target) -> Report:
+def measure(target: Target) -> Iterator[Report]:
     """Measure each network with a job of its own."""
     size = target.sizes("timeline")
     report = Report(["network", "mini-batch", "of", "transfers", "overlap"])
+    taken = 0.0  # by the network before
     for name, mini_batch in size["models"]:
-        network, inputs, labels = _network(target, name, mini_batch, size)
-        with job("timeline") as running:
-            found = lanes(_trace(target, running, network, inputs, labels, size["steps"]))
-        _tell(report, name, mini_batch, found)
+        if target.left() < taken:
+            report.notes.append(f"{name}: not measured: no time")
+            continue
+        begin = time.monotonic()
+        with noted(report, name):
+            network, inputs, labels = _network(target, name, mini_batch, size)
+            with job("timeline") as running:
+                found = lanes(_trace(target, running, network, inputs, labels, size["steps"]))
+            _tell(report, name, mini_batch, found)
+        yield report
+        taken = time.monotonic() - begin
     if not any(row["transfers"] for row in report.rows):
         report.notes.append("no transfers: the host needs none")
-    return report
+    yield report
 
 
 def _network(
@@ -143,42 +154,31 @@ def _trace(
     with profile(activities=[activity]) as profiler:
         train(steps)
     optimizer.close()
-    events = _events(profiler)
+    events = trace(profiler)
     if target.on_gpu and not any(one.get("cat") == "kernel" for one in events):
         raise UsageError("torch's profiler has recorded no kernel: CUPTI may be missing")
     return events
 
 
-def _events(profiler: profile) -> list[dict[str, Any]]:
-    """The trace in the form that browsers show."""
-    with tempfile.TemporaryDirectory(prefix="gadei-ps-trace-") as scratch:
-        path = Path(scratch) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    return events
-
-
 def _tell(report: Report, name: str, mini_batch: int, found: dict[str, list[Span]]) -> None:
     """Report a row for each lane, with what a plot needs."""
-    known = {"network": name, "mini_batch": mini_batch}
+    known = {"contender": "gadei-ps", "network": name, "mini_batch": mini_batch}
     begin = min((span[0] for spans in found.values() for span in spans), default=0.0)
-    compute = found[COMPUTE]
+    compute = union(found[COMPUTE])
+    end = compute[-1][1] if compute else begin
     drawn = {
-        lane: [[round(a - begin, 1), round(b - begin, 1)] for a, b in union(spans)]
+        lane: [[round(a - begin, 1), round(b - begin, 1)] for a, b in union(spans, GAP_US)]
         for lane, spans in found.items()
     }
+    busy = sum(b - a for a, b in compute) / (end - compute[0][0]) if compute else None
     report.rows.append(
-        {"contender": "gadei-ps", **known, "of": COMPUTE, "transfers": 0, "overlap": None}
-        | summary([(end - begin) / 1e6 for begin, end in union(compute)] or [0.0])
+        {**known, "of": COMPUTE, "transfers": 0, "overlap": None, "busy": busy}
+        | summary([(b - a) / 1e6 for a, b in compute] or [0.0])
         | {"lanes_us": drawn}
     )
     for way, spans in ((PUSH, found[PUSH]), (PULL, found[PULL])):
-        share = overlap(spans, compute)
-        row = {"contender": "gadei-ps", **known, "of": way, "transfers": len(spans)}
-        report.rows.append(
-            row
-            | {"overlap": share}
-            | summary([(end - begin) / 1e6 for begin, end in spans] or [0.0])
-        )
+        share = overlap([one for one in spans if one[0] < end], compute)
+        row = {**known, "of": way, "transfers": len(spans), "overlap": share}
+        report.rows.append(row | summary([(b - a) / 1e6 for a, b in spans] or [0.0]))
         shown = "-" if share is None else f"{share:.0%}"
         report.lines.append([name, str(mini_batch), way, str(len(spans)), shown])

@@ -11,11 +11,13 @@ learners have one each, from one GPU to all of them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import tarfile
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,17 @@ from numpy.typing import NDArray
 
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
 from gadei_ps.benchmarks.gang import Gang
-from gadei_ps.benchmarks.gpu.target import Target, job
+from gadei_ps.benchmarks.gpu import step_profile
+from gadei_ps.benchmarks.gpu.target import Target, job, noted, started
 from gadei_ps.benchmarks.nlc_texts import VARIABLE, data_directory
 from gadei_ps.machine import gpus
 
 OURS, TORCH = "gadei-ps", "torch SGD"
 LEARNER = "gadei_ps.benchmarks.gpu.vision_learner"
-START_S = 120.0
-STEPS_S = 120.0
+START_S = 60.0
+STEPS_S = 40.0
+PROFILED = 10
+"""Steps for the profile of each contender."""
 SIDE = 32
 LINEAR = 0.9
 """The goal for a learner on each GPU: this share of as many times one learner's speed."""
@@ -77,22 +82,43 @@ def _decoder() -> Callable[[bytes], Pixels] | None:
         return None
 
 
-def measure(target: Target) -> Report:
+def measure(target: Target) -> Iterator[Report]:
     """Measure each network on one GPU, then on several if there are."""
     size = target.sizes("vision")
     report = Report(["network", "mini-batch", "GPUs", OURS, TORCH, "ratio"])
     pixels, notes = images(size["images"])
     report.notes += [*notes, "precision is torch's default, in both"]
     entries = gpus.visible() if target.on_gpu else ("",)
-    with tempfile.TemporaryDirectory(prefix="gadei-ps-images-") as scratch:
+    taken = 0.0  # by the network before
+    with tempfile.TemporaryDirectory(prefix="gadei-ps-images-") as scratch, ExitStack() as stack:
         path = Path(scratch) / "images.npy"
         np.save(path, pixels)
+        gangs: dict[str, Gang] = {}
         for one in size["models"]:
+            what = f"{one['model']} with {one['mini_batch']}"
+            if target.left() < taken:
+                report.notes.append(f"{what}: not measured: no time")
+                continue
+            begin = time.monotonic()
             setup = {**one, "images": str(path), "device": target.device, "quick": target.quick}
-            _beside_torch(report, setup, entries[0], size)
+            if not gangs:
+                makers = {who: functools.partial(_gang, entries[:1]) for who in (OURS, TORCH)}
+                gangs = started(report, stack, makers)
+                if len(gangs) < len(makers):
+                    break
+            compared = len(report.ratios)
+            with noted(report, what):
+                _beside_torch(report, setup, gangs, size)
+            if len(report.ratios) == compared:  # a process has failed
+                for gang in gangs.values():
+                    gang.close()
+                gangs.clear()
+            yield report
             for count in range(2, len(entries) + 1):
-                _on_several(report, setup, entries[:count], size)
-    return report
+                with noted(report, f"{what} on {count} GPUs"):
+                    _on_several(report, setup, entries[:count], size)
+                yield report
+            taken = time.monotonic() - begin
 
 
 def _gang(entries: tuple[str, ...]) -> Gang:
@@ -110,20 +136,29 @@ def _rate(gang: Gang, setup: dict[str, Any], learners: int, window_s: float) -> 
     return lambda: samples / gang.seconds({"steps": steps}, timeout_s=STEPS_S)
 
 
-def _beside_torch(report: Report, setup: dict[str, Any], entry: str, size: dict[str, Any]) -> None:
+def _beside_torch(
+    report: Report, setup: dict[str, Any], gangs: dict[str, Gang], size: dict[str, Any]
+) -> None:
     """Measure one learner and one process of torch, on the same GPU, in turns."""
-    with ExitStack() as stack:
-        name = stack.enter_context(job("vision"))
+    facts = {"model": setup["model"], "mini_batch": setup["mini_batch"], "gpus": 1}
+    with job("vision") as name:
         contenders = {}
         for who, of in ((OURS, name), (TORCH, None)):
-            gang = stack.enter_context(_gang((entry,)))
-            (answer,) = gang.ask({**setup, "job": of}, timeout_s=STEPS_S)
-            contenders[who] = _rate(gang, setup, 1, size["window_s"])
+            (answer,) = gangs[who].ask({**setup, "job": of}, timeout_s=STEPS_S)
+            contenders[who] = _rate(gangs[who], setup, 1, size["window_s"])
+        facts["bytes"] = answer["bytes"]
         figures = alternate(contenders, size["rounds"])
-    facts = {"model": setup["model"], "mini_batch": setup["mini_batch"], "gpus": 1}
-    facts["bytes"] = answer["bytes"]
+        profiles = {
+            who: gangs[who].ask({"profiled": PROFILED}, timeout_s=STEPS_S)[0]["rows"]
+            for who in contenders
+        }
+        for gang in gangs.values():
+            gang.ask({"close": True}, timeout_s=STEPS_S)
     for who, values in figures.items():
         report.rows.append({"contender": who, **facts} | summary(values, "samples/s", larger=True))
+    for who, rows in profiles.items():
+        report.rows += [{"contender": who, **facts, **row} for row in rows]
+        step_profile.show(f"{who}, {setup['model']}, mini-batch {setup['mini_batch']}", rows)
     found = ratios_of(figures[OURS], figures[TORCH], larger=True)
     reached = {"reach": 1.0, "reached": found["ratio"] >= 1.0}
     report.ratios.append({"contender": TORCH, **facts, **found, **reached})

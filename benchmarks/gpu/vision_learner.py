@@ -2,7 +2,8 @@
 
 GPU: its name in CUDA_VISIBLE_DEVICES; if empty, the process sees what its launcher sees. Orders:
 {"model", "mini_batch", "images", "device", "quick", "job"}: make the network, for gadei-ps if there
-is a job, else for torch's SGD; {"steps"}: train so many.
+is a job, else for torch's SGD; {"steps"}: train so many; {"profiled"}: train so many, and
+return their profile; {"close"}: leave the job.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gadei_ps.benchmarks.gpu import networks
+from gadei_ps.benchmarks.gpu import networks, step_profile
 from gadei_ps.benchmarks.gpu.target import Target
 from gadei_ps.benchmarks.peers import LR, answer, orders
 from gadei_ps.learners.torch import Optimizer
@@ -56,11 +57,9 @@ class Trainer:
     def run(self, steps: int) -> dict[str, float]:
         """Train `steps` steps, until all of them are applied."""
         begin = time.perf_counter()
-        for _ in range(steps):
-            rows = torch.randint(len(self._images), (self._size,), device=self._images.device)
-            inputs = self._images[rows].float().div_(127.5).sub_(1)
+        for number in range(steps):
             self._optimizer.zero_grad()
-            loss = networks.loss_of(self._network, inputs, self._labels[rows])
+            loss = self._loss(number)
             loss.backward()  # type: ignore[no-untyped-call]
             if isinstance(self._optimizer, Optimizer):
                 self._optimizer.report(loss=loss, samples=self._size)
@@ -70,10 +69,22 @@ class Trainer:
             self._optimizer.client.wait_applied(timeout_s=60.0)
         return {"begin": begin, "end": time.perf_counter()}
 
+    def _loss(self, number: int) -> torch.Tensor:
+        """Return the loss of a random mini-batch."""
+        rows = torch.randint(len(self._images), (self._size,), device=self._images.device)
+        inputs = self._images[rows].float().div_(127.5).sub_(1)
+        return networks.loss_of(self._network, inputs, self._labels[rows])
+
+    def profile(self, steps: int) -> list[dict[str, Any]]:
+        """Return where the time of a step goes."""
+        return step_profile.of_steps(
+            self._target, self._optimizer, self._network, self._loss, steps
+        )
+
     def close(self) -> None:
-        """Leave the job."""
+        """Leave the job, and free the GPU's memory."""
         if isinstance(self._optimizer, Optimizer):
-            self._optimizer.client.detach()
+            self._optimizer.close()
 
 
 def main() -> None:
@@ -86,9 +97,18 @@ def main() -> None:
         if "model" in order:
             trainer = Trainer(order)
             answer({"bytes": trainer.bytes})
-        else:
-            assert trainer is not None
+            continue
+        assert trainer is not None
+        if "steps" in order:
             answer(trainer.run(order["steps"]))
+        elif "profiled" in order:
+            answer({"rows": trainer.profile(order["profiled"])})
+        else:
+            trainer.close()
+            trainer = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            answer({})
     if trainer is not None:
         trainer.close()
 

@@ -194,6 +194,7 @@ def missing(
     found: Sequence[str],
     environ: Mapping[str, str] = os.environ,
     command: Sequence[str] = CHECK,
+    timeout_s: float = CHECK_TIMEOUT_S,
 ) -> str:
     """Explain in one line why learners with this environment cannot use CUDA; empty if they can.
 
@@ -206,7 +207,7 @@ def missing(
     if not cuda.has_cupy():
         return cuda.missing()
     try:
-        return str(probe(command, CHECK_TIMEOUT_S, environ)["missing"])
+        return str(probe(command, timeout_s, environ)["missing"])
     except DeviceError as error:
         return str(error)
 

@@ -43,7 +43,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_an_unknown_part(runtime_dir: Path) -> None:
     done = run("nonsense")
     assert done.returncode == 2
-    assert "unknown part 'nonsense': there are bandwidth, learners" in done.stderr
+    assert "unknown part 'nonsense': there are overhead, bandwidth, learners" in done.stderr
 
 
 def test_without_a_gpu(runtime_dir: Path) -> None:
