@@ -266,14 +266,20 @@ def _scale(result: Result, figure: Any) -> None:
 
 @_drawn("gpu-timeline")
 def _gpu_timeline(result: Result, figure: Any) -> None:
+    """Draw the lanes of the middle steps of each network: the first and the last ones differ."""
     rows = [row for row in result["rows"] if "lanes_us" in row]
     axes = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
+    figure.set_size_inches(8, 1 + 1.7 * len(rows))
     colours = {"compute": "tab:blue", "push": "tab:orange", "pull": "tab:green"}
     for axis, row in zip(axes, rows, strict=True):
         lanes = row["lanes_us"]
+        whole = max((end for spans in lanes.values() for _, end in spans), default=0.0)
+        first, last = 0.3 * whole, 0.7 * whole
         for place, (name, spans) in enumerate(reversed(lanes.items())):
-            widths = [(begin / 1e3, (end - begin) / 1e3) for begin, end in spans]
-            axis.broken_barh(widths, (place - 0.4, 0.8), color=colours[name])
+            cut = [(max(begin, first), min(end, last)) for begin, end in spans]
+            widths = [((a - first) / 1e3, (b - a) / 1e3) for a, b in cut if a < b]
+            axis.broken_barh(widths, (place - 0.4, 0.8), color=colours[name], linewidth=0)
+        axis.set_xlim(0, (last - first) / 1e3 or 1)
         axis.set_yticks(range(len(lanes)), list(reversed(lanes)))
         axis.set_title(f"{row['network']}, mini-batch {row['mini_batch']}")
     axes[-1].set_xlabel("time, ms")

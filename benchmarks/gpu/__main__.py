@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.common import Report
-from gadei_ps.benchmarks.gpu import sizes
+from gadei_ps.benchmarks.gpu import sizes, tables
 from gadei_ps.errors import DeviceError, GadeiError, UsageError
 from gadei_ps.machine import cuda, interrupts, process
 from gadei_ps.machine.cuda import first_line
@@ -199,6 +199,9 @@ def _part(options: argparse.Namespace) -> list[str]:
     if directory is not None:
         print(directory / f"gpu-{name}.json")
         _draw(directory, directory if options.out else PLOTS, f"gpu-{name}")
+        for table in tables.TABLES:
+            if table.result == f"gpu-{name}" and not options.out:
+                table.write()
     return failed
 
 

@@ -89,7 +89,7 @@ class Block:
                 until = begin + self._target.left() / (len(cells) - number)
                 with suppress(_Lost):
                     yield from self._cell(name, network, sentences, until)
-                self._notes.append(f"{name}: {time.monotonic() - begin:.0f} s")
+                print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
                 yield from self._noted()
 
     def _noted(self) -> Iterator[Found]:

@@ -13,7 +13,7 @@ import pytest
 from shell import program
 
 from gadei_ps.benchmarks.gpu import __main__ as suite
-from gadei_ps.benchmarks.gpu import bandwidth, learners, mps, sizes, timeline
+from gadei_ps.benchmarks.gpu import bandwidth, learners, mps, sizes, step_profile, tables, timeline
 from gadei_ps.benchmarks.nlc_member import HOGWILD, OURS, SINGLE
 from gadei_ps.errors import DeviceError
 from gadei_ps.machine import gpus
@@ -118,6 +118,16 @@ def test_lanes_of_a_trace(tmp_path: Path) -> None:
     assert timeline.union([(3, 4), (0, 2), (1, 3)]) == [(0, 4)]
 
 
+def test_profile_of_a_trace() -> None:
+    rows = step_profile.of_trace(TRACE, steps=2)
+    assert [(one["of"], one["part"]) for one in rows][:2] == [
+        (step_profile.ON_GPU, "gemm"),
+        (step_profile.ON_GPU, "Memcpy DtoH (Device -> Pinned)"),
+    ]
+    assert rows[0]["mean"] == pytest.approx(10e-6)
+    assert rows[0]["calls"] == 1
+
+
 # -- ratios --------------------------------------------------------------------------------------
 
 
@@ -150,6 +160,38 @@ def test_ratios_of_learners() -> None:
         (SINGLE, 0.5, 1.0, False),
         (HOGWILD, 2.0, 1.0, True),
     ]
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def lines_of(name: str, report: bandwidth.Report) -> list[str]:
+    (table,) = (one for one in tables.TABLES if one.result == f"gpu-{name}")
+    result = {"rows": report.rows, "ratios": report.ratios, "commit": "abc"}
+    result |= {"gpu": {"gpus": ["H100"], "driver": "580", "cupy": "14"}}
+    return table.lines(result | {"machine": {"torch": "2.11", "cores": 16, "cpu": "Xeon"}})
+
+
+def test_tables_of_learners_and_of_the_timeline() -> None:
+    report = bandwidth.Report([])
+    figures = [
+        figure(OURS, 1, learners.CLASSIFIER, [10, 10]),
+        figure(OURS, 4, learners.CLASSIFIER, [2000, 2000]),
+        figure(HOGWILD, 4, learners.CLASSIFIER, [1000, 1000]),
+    ]
+    learners._tell(report, learners.WITHOUT, figures)
+    report.rows.append({**figures[0], "block": learners.WITHOUT, "part": "forward"})
+    assert lines_of("learners", report) == [
+        "| network | block | mini-batch | gadei-ps, 1 | gadei-ps, 4 | Hogwild, 4 "
+        "| 4 learners / 1 | fastest / fastest peer |",
+        "| --- " * 8 + "|",
+        "| sentence classifier | without MPS | 1 | 10 | 2,000 | 1,000 | 200.00 | 2.00 |",
+        "",
+        "H100, driver 580, CuPy 14, PyTorch 2.11; 16 cores of Xeon; commit abc.",
+    ]
+    report = bandwidth.Report([])
+    timeline._tell(report, "vgg", 64, timeline.lanes(TRACE))
+    assert lines_of("timeline", report)[2] == "| vgg | 64 | 80% | 50% | 100% |"
 
 
 # -- what is around the measured code ------------------------------------------------------------

@@ -25,6 +25,7 @@ from gadei_ps.benchmarks import (
     virtual_tables,
 )
 from gadei_ps.benchmarks.failover import BOTH, CONTROL_ROW, NEXT, OURS, STANDBY
+from gadei_ps.benchmarks.gpu import tables as gpu_tables
 from gadei_ps.benchmarks.memory import BESIDES
 from gadei_ps.benchmarks.reproduce import __main__ as reproduction
 from gadei_ps.benchmarks.tables import Table
@@ -314,6 +315,7 @@ TABLES = (
     asynchrony_tables.TABLE,
     *group_tables.TABLES,
     *result_tables.TABLES,
+    *gpu_tables.TABLES,
 )
 
 
