@@ -26,7 +26,7 @@ import platformdirs
 
 from gadei_ps import homes
 from gadei_ps.commands import service_manager
-from gadei_ps.commands.doctor.memory import lingers, system_uid_max
+from gadei_ps.commands.doctor import lingers, system_uid_max
 from gadei_ps.commands.service_manager import Scope
 from gadei_ps.errors import UsageError
 from gadei_ps.job import config, paths

@@ -16,7 +16,6 @@ from shell import Cli, program
 
 from gadei_ps import _native
 from gadei_ps.commands import doctor
-from gadei_ps.commands.doctor import graphics, kernel, memory
 from gadei_ps.kernels import cache
 from gadei_ps.machine import gpus
 
@@ -33,10 +32,10 @@ def test_healthy_machine(cli: Cli) -> None:
 def test_a_lease_that_is_taken_without_news_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread's list of leases must not lead into memory that is unmapped."""
     page = mmap.mmap(-1, mmap.PAGESIZE)
-    monkeypatch.setattr(kernel.mmap, "mmap", lambda *_: page)
-    monkeypatch.setattr(kernel.threading.Thread, "start", lambda _: None)
-    monkeypatch.setattr(kernel.threading.Thread, "join", lambda _: None)
-    level, found, _ = kernel.robust_mutex()
+    monkeypatch.setattr(doctor.mmap, "mmap", lambda *_: page)
+    monkeypatch.setattr(doctor.threading.Thread, "start", lambda _: None)
+    monkeypatch.setattr(doctor.threading.Thread, "join", lambda _: None)
+    level, found, _ = doctor.robust_mutex()
     assert (level, "no news of it" in found) == ("error", True)
     assert _native.lease_take(_native.address(page), 0) == 0
     _native.lease_release(_native.address(page))
@@ -119,7 +118,7 @@ def test_no_place_for_compiled_code(why: str, cli: Cli, tmp_path: Path) -> None:
 )
 def test_remove_ipc(tmp_path: Path, files: dict[str, str], removes: bool) -> None:
     _write(tmp_path, files)
-    assert memory.removes_ipc(tmp_path) is removes
+    assert doctor.removes_ipc(tmp_path) is removes
 
 
 def _write(root: Path, files: dict[str, str]) -> None:
@@ -141,7 +140,7 @@ def _write(root: Path, files: dict[str, str]) -> None:
 )
 def test_system_users(tmp_path: Path, text: str | None, highest: int) -> None:
     _write(tmp_path, {} if text is None else {"etc/login.defs": text})
-    assert memory.system_uid_max(tmp_path) == highest
+    assert doctor.system_uid_max(tmp_path) == highest
 
 
 NOBODYS_UID = 54321
@@ -149,23 +148,23 @@ NOBODYS_UID = 54321
 
 def test_logind(tmp_path: Path) -> None:
     """Warn if logind removes memory of a user that is not a system user and does not linger."""
-    assert memory.logind(tmp_path, NOBODYS_UID)[:2] == (doctor.Level.OK, "no logind here")
+    assert doctor.logind(tmp_path, NOBODYS_UID)[:2] == (doctor.Level.OK, "no logind here")
     for name in ("system", "seats"):
         (tmp_path / "run/systemd" / name).mkdir(parents=True)
-    level, finding, remedy = memory.logind(tmp_path, NOBODYS_UID)
+    level, finding, remedy = doctor.logind(tmp_path, NOBODYS_UID)
     assert level == doctor.Level.WARNING
     assert "removes your segments" in finding
     assert f"loginctl enable-linger {NOBODYS_UID}" in remedy
-    assert "system users (root)" in memory.logind(tmp_path, 0)[1]
+    assert "system users (root)" in doctor.logind(tmp_path, 0)[1]
     lingers = {f"var/lib/systemd/linger/{NOBODYS_UID}": ""}
     _write(tmp_path, lingers)
-    assert "lingers" in memory.logind(tmp_path, NOBODYS_UID)[1]
+    assert "lingers" in doctor.logind(tmp_path, NOBODYS_UID)[1]
     (tmp_path / next(iter(lingers))).unlink()
     _write(tmp_path, {"etc/login.defs": f"SYS_UID_MAX {NOBODYS_UID}\n"})
-    assert memory.logind(tmp_path, NOBODYS_UID)[0] == doctor.Level.OK
+    assert doctor.logind(tmp_path, NOBODYS_UID)[0] == doctor.Level.OK
     (tmp_path / "etc/login.defs").unlink()
     _write(tmp_path, {"usr/lib/systemd/logind.conf.d/a.conf": "[Login]\nRemoveIPC=no\n"})
-    assert memory.logind(tmp_path, NOBODYS_UID)[1] == "RemoveIPC=no"
+    assert doctor.logind(tmp_path, NOBODYS_UID)[1] == "RemoveIPC=no"
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,7 @@ def test_gpus(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.CHECKS["GPU"]() == found
     monkeypatch.setenv(gpus.VISIBLE, "1")
     assert doctor.CHECKS["GPU"]()[1].endswith("; CUDA_VISIBLE_DEVICES=1")
-    assert graphics.without_cupy(support.PATIENCE_S) == (
+    assert doctor.without_cupy(support.PATIENCE_S) == (
         doctor.Level.WARNING,
         "CuPy not installed: learners compute on the host",
         "pip install 'gadei-ps[cuda12]'",
@@ -247,7 +246,7 @@ def test_no_gpu(nvidia_smi: Path) -> None:
     level, finding, remedy = doctor.CHECKS["GPU"]()
     assert (level, remedy) == (doctor.Level.OK, "")
     assert finding == "none found; learners compute on the host"
-    assert graphics.without_cupy(support.PATIENCE_S)[0] == doctor.Level.OK
+    assert doctor.without_cupy(support.PATIENCE_S)[0] == doctor.Level.OK
 
 
 @pytest.mark.parametrize(
@@ -260,7 +259,7 @@ def test_no_gpu(nvidia_smi: Path) -> None:
 def test_broken_driver(cli: Cli, nvidia_smi: Path, code: str, said: str) -> None:
     program(nvidia_smi, code)
     patience_s = 0.1 if "sleep" in code else support.PATIENCE_S
-    level, finding, remedy = graphics.gpu(patience_s)
+    level, finding, remedy = doctor.gpu(patience_s)
     assert level == doctor.Level.WARNING
     assert said in finding
     assert "--device host" in remedy
@@ -282,7 +281,7 @@ def test_broken_driver(cli: Cli, nvidia_smi: Path, code: str, said: str) -> None
     ],
 )
 def test_cupy_for_a_driver(driver: str, said: str) -> None:
-    assert graphics.cupy_for(driver) == said
+    assert doctor.cupy_for(driver) == said
 
 
 def probe(found: object) -> list[str]:
@@ -290,7 +289,7 @@ def probe(found: object) -> list[str]:
 
 
 def test_cuda(nvidia_smi: Path) -> None:
-    level, finding, remedy = graphics.cuda(probe(PROBED), support.PATIENCE_S)
+    level, finding, remedy = doctor.cuda(probe(PROBED), support.PATIENCE_S)
     assert (level, remedy) == (doctor.Level.OK, "")
     assert finding.startswith(
         "CuPy 14.2.0 with CUDA 13.0, driver for CUDA 13.1; GPU 0: 55.3 GB/s to it, 54.0 from it, "
@@ -309,7 +308,7 @@ def test_cuda(nvidia_smi: Path) -> None:
     ],
 )
 def test_cuda_with_faults(nvidia_smi: Path, changes: dict[str, Any], said: str) -> None:
-    level, finding, remedy = graphics.cuda(probe(PROBED | changes), support.PATIENCE_S)
+    level, finding, remedy = doctor.cuda(probe(PROBED | changes), support.PATIENCE_S)
     assert level == doctor.Level.WARNING
     assert said in finding
     assert remedy
@@ -318,7 +317,7 @@ def test_cuda_with_faults(nvidia_smi: Path, changes: dict[str, Any], said: str) 
 def test_cupy_without_a_gpu(nvidia_smi: Path) -> None:
     nvidia_smi.write_text("#!/bin/sh\necho No devices were found; exit 6")
     changes = {"missing": "no GPU", "driver": None, "devices": [], "errors": {"driver": "none"}}
-    level, finding, _ = graphics.cuda(probe(PROBED | changes), support.PATIENCE_S)
+    level, finding, _ = doctor.cuda(probe(PROBED | changes), support.PATIENCE_S)
     assert level == doctor.Level.OK
     assert finding == "CuPy 14.2.0 with CUDA 13.0; learners compute on the host: no GPU"
 
@@ -334,7 +333,7 @@ def test_cupy_without_a_gpu(nvidia_smi: Path) -> None:
 )
 def test_probe_that_fails(code: str, said: str) -> None:
     patience_s = 0.1 if "sleep" in code else support.PATIENCE_S
-    level, finding, remedy = graphics.cuda([sys.executable, "-c", code], patience_s)
+    level, finding, remedy = doctor.cuda([sys.executable, "-c", code], patience_s)
     assert level == doctor.Level.WARNING
     assert said in finding
     assert remedy
@@ -344,4 +343,4 @@ def test_memory_to_pin(tmp_path: Path) -> None:
     for part, size in (("weights", 100), ("ring.0", 30), ("ring.12", 7), ("state", 5000)):
         (tmp_path / f"gadei-ps.0.demo.{part}").write_bytes(bytes(size))
     (tmp_path / "weights").write_bytes(bytes(999))
-    assert graphics.to_pin(tmp_path) == 137
+    assert doctor.to_pin(tmp_path) == 137

@@ -13,8 +13,7 @@ import pytest
 from support.hostile import NOBODY
 
 from gadei_ps import homes
-from gadei_ps.commands import unit_files
-from gadei_ps.commands.doctor import packages
+from gadei_ps.commands import doctor, unit_files
 from gadei_ps.commands.service_manager import Scope
 from gadei_ps.errors import DirectoryMistake
 from gadei_ps.job import config, paths
@@ -184,13 +183,13 @@ def test_compiled_code_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home
     assert cache.base() == own, "the units' directory is not there, and is not made"
     unit.mkdir(parents=True)
     assert cache.base() == unit
-    assert str(cache.directory()) in packages.numba()[1], "doctor shows it"
+    assert str(cache.directory()) in doctor.numba()[1], "doctor shows it"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(home))
     assert cache.base() == home / "gadei-ps"
     monkeypatch.delenv("NUMBA_CACHE_DIR")
     os.chown(unit, NOBODY, NOBODY)
     assert cache.base() == own, "pickles of another user"
-    assert f"; the units use {unit}" in packages.numba()[1], "root's is not that of the jobs"
+    assert f"; the units use {unit}" in doctor.numba()[1], "root's is not that of the jobs"
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.commands import service_manager, unit_files
-from gadei_ps.commands.doctor import Level, packages
+from gadei_ps.commands import doctor, service_manager, unit_files
+from gadei_ps.commands.doctor import Level
 from gadei_ps.commands.service_manager import Scope
 from gadei_ps.errors import UsageError
 
@@ -29,10 +29,10 @@ def test_a_systemd_that_is_too_old(systemctl: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^systemd is 247, and the units .* need 248 or newer"):
         unit_files.install(Scope.USER, where=tmp_path)
     assert unit_files.install(Scope.USER, where=tmp_path, dry_run=True).units
-    assert packages.systemd()[0] == Level.WARNING
+    assert doctor.systemd()[0] == Level.WARNING
     (systemctl / "--version").write_text("systemd 248 (v248.13-r0)\n")
     assert unit_files.install(Scope.USER, where=tmp_path).units[0].written
-    assert packages.systemd() == (Level.OK, "systemd 248", "")
+    assert doctor.systemd() == (Level.OK, "systemd 248", "")
 
 
 def test_what_a_stopped_job_has_left_is_waited_for(
