@@ -18,17 +18,14 @@ from gadei_ps.cli import (
     exits,
     faults,
     groups,
-    history,
     jobs,
     machine,
     partition,
-    runtime_model,
+    research,
     serving,
-    sync,
     training,
     watching,
 )
-from gadei_ps.cli import simulate as simulation
 from gadei_ps.cli.switches import App
 from gadei_ps.machine import process
 
@@ -56,10 +53,10 @@ app.command(rich_help_panel=JOBS)(jobs.status)
 app.command(rich_help_panel=JOBS)(watching.top)
 app.command(rich_help_panel=JOBS)(watching.dashboard)
 app.command("ls", rich_help_panel=JOBS)(jobs.list_jobs)
-app.command(rich_help_panel=JOBS)(history.history)
-app.command(rich_help_panel=JOBS)(history.plot)
+app.command(rich_help_panel=JOBS)(watching.history)
+app.command(rich_help_panel=JOBS)(watching.plot)
 app.command(rich_help_panel=JOBS)(watching.metrics)
-app.command("set", rich_help_panel=JOBS)(sync.set_job)
+app.command("set", rich_help_panel=JOBS)(serving.set_job)
 app.command(rich_help_panel=JOBS)(serving.reload)
 app.command(rich_help_panel=JOBS)(jobs.stop)
 app.command(rich_help_panel=CHECKPOINTS)(checkpoints.checkpoint)
@@ -72,9 +69,9 @@ app.command(rich_help_panel=MACHINE)(machine.docs)
 app.command(rich_help_panel=MACHINE)(jobs.gc)
 app.command(context_settings=ANY, rich_help_panel=MACHINE)(machine.install_unit)
 app.command(context_settings=ANY, rich_help_panel=MACHINE)(machine.uninstall_unit)
-app.command(rich_help_panel=RESEARCH)(simulation.simulate)
-app.command(rich_help_panel=RESEARCH)(sync.trace)
-app.add_typer(runtime_model.app, name="runtime-model", rich_help_panel=RESEARCH)
+app.command(rich_help_panel=RESEARCH)(research.simulate)
+app.command(rich_help_panel=RESEARCH)(research.trace)
+app.add_typer(research.runtime_model, name="runtime-model", rich_help_panel=RESEARCH)
 app.command(rich_help_panel=RESEARCH)(machine.bench)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import Command, Json, Quiet, argument, option, print_result
-from gadei_ps.cli.simulate import ProblemName, moment
+from gadei_ps.cli.research import ProblemName, moment
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from gadei_ps.cli import results
 from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import (
     MODELS,
@@ -28,11 +27,13 @@ from gadei_ps.cli.options import (
     Verbose,
     WandB,
     argument,
+    check_file,
     limits,
     option,
     print_result,
     running_jobs,
     switch,
+    write_file,
 )
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.show.plain import plain, print_text
@@ -233,7 +234,7 @@ def _draw(job: str | None, file: Path) -> None:
     from gadei_ps.show import picture
     from gadei_ps.show.status import RATE_S, Rates, job_status, statuses
 
-    results.check("--svg", file, ".svg")
+    check_file("--svg", file, ".svg")
     if job is None:
         shown = statuses(jobs.statuses())
     else:
@@ -243,7 +244,7 @@ def _draw(job: str | None, file: Path) -> None:
         report = jobs.status(job)
         shown = job_status(report, rates.update(report["learners"]))
     made = picture.svg(shown, " ".join(("gadei-ps status", job or "")).rstrip())
-    results.write("--svg", file, made)
+    write_file("--svg", file, made)
     print_text(f"wrote {file}", sys.stdout)
 
 

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from gadei_ps.cli import results
-from gadei_ps.cli.options import Json, argument, option, print_result
+from gadei_ps.cli.options import Json, argument, check_file, option, print_result, write_file
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
 
@@ -76,8 +75,8 @@ def partition(
     """Profile layers and devices, and compute the pipeline stages of a virtual worker."""
     if importlib.util.find_spec("torch") is None:
         raise UsageError("partition needs PyTorch: pip install 'gadei-ps[torch]'")
-    results.check("--out", out)
-    results.check("--svg", svg, ".svg")
+    check_file("--out", out)
+    check_file("--svg", svg, ".svg")
     from rich.console import Group
 
     from gadei_ps.commands import partition as planner
@@ -89,9 +88,9 @@ def partition(
     told = made.model_dump()
     shown = view.plan(told, made.passes(view.drawn(made.in_flight)), process.cores())
     if out is not None:
-        results.write("--out", out, made.model_dump_json(indent=1) + "\n")
+        write_file("--out", out, made.model_dump_json(indent=1) + "\n")
     if svg is not None:
-        results.write(
+        write_file(
             "--svg", svg, picture.svg(Group(shown, "", call), f"gadei-ps partition {layers}")
         )
     print_result(as_json, told, lambda: shown)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import (
+    MODELS,
     Details,
+    JobArgument,
     Json,
     JsonLog,
     MLflow,
@@ -19,6 +21,7 @@ from gadei_ps.cli.options import (
     WandB,
     argument,
     option,
+    print_result,
     switch,
 )
 from gadei_ps.errors import GadeiError, UsageError
@@ -166,6 +169,50 @@ def reload(
         return 0
     changed = [f"{field} = {json.dumps(value)}" for field, value in result["changed"].items()]
     print_text(f"{result['job']}: {', '.join(changed) or 'nothing has changed'}", sys.stdout)
+    return 0
+
+
+def set_job(
+    job: JobArgument,
+    settings: Annotated[
+        list[str],
+        argument(
+            "FIELD=VALUE...",
+            "Fields of the optimizer, as lr=0.01 schedule=step step_size=1000; of a group of "
+            f"parameters, as groups.0.lr=0.01; or sync=MODEL, alone: {MODELS}",
+        ),
+    ],
+    timeout: Annotated[
+        float, option("S", "Seconds to wait until the change takes effect.", min=0.1)
+    ] = 60.0,
+    as_json: Json = False,
+) -> int:
+    """Change hyperparameters or the synchronization model of a running job.
+
+    Numbers change at once, between two gradients: lr, weight_decay, momentum, betas, alpha, eps,
+    clip_norm, staleness_aware, spike_compensation, schedule, warmup_steps, step_size, step_gamma,
+    total_steps, min_lr.
+    The model changes at the next barrier. Both are kept in the job's memory and its checkpoints.
+    """
+    from gadei_ps.commands import change
+    from gadei_ps.job import changes
+    from gadei_ps.show.optimizer_line import changed
+
+    models = [one.removeprefix("sync=") for one in settings if one.startswith("sync=")]
+    if not models:
+        values = changes.parse(settings)
+        result = change.set_optimizer(job, values, timeout)
+        print_result(as_json, result, lambda: f"{job}: {changed(result)}")
+        return 0
+    if len(settings) > 1:
+        raise UsageError("sync is changed at a barrier, the rest at once: give sync=MODEL alone")
+    result = change.set_sync(job, models[0], timeout)
+    if as_json:
+        print_json(result)
+    elif result["changed"]:
+        print_text(f"{job}: {result['before']} -> {result['sync']}", sys.stdout)
+    else:
+        print_text(f"{job}: already has {result['sync']}", sys.stdout)
     return 0
 
 

@@ -1,18 +1,30 @@
-"""Commands that show jobs live: in a terminal, in a browser, and to Prometheus."""
+"""Commands that show jobs: live in a terminal, in a browser and to Prometheus, and over time."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from gadei_ps.cli.exits import print_json
-from gadei_ps.cli.options import Json, argument, option, running_jobs, switch
+from gadei_ps.cli.options import (
+    Json,
+    argument,
+    check_file,
+    option,
+    print_result,
+    recorded_jobs,
+    running_jobs,
+    switch,
+    write_file,
+)
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
 
 if TYPE_CHECKING:
     from gadei_ps.dashboard.access import Access
+
 
 NEEDED = "dashboard needs starlette, uvicorn and jinja2: pip install 'gadei-ps[dashboard]'"
 
@@ -105,4 +117,60 @@ def metrics(
     shown = f"[{host}]" if ":" in host else host
     print_text(f"gadei-ps: metrics are at http://{shown}:{server.port}/metrics")
     web.run(server)
+    return 0
+
+
+HELP = "The job's name, even after it has ended; its job file, or the file of its history."
+RUNS = 20  # that are listed without --last
+
+
+def history(
+    job: Annotated[
+        str | None, argument("JOB", HELP, "list all runs", autocompletion=recorded_jobs)
+    ] = None,
+    last: Annotated[
+        int | None,
+        option(
+            "N",
+            "Only the last N lines of a job; without a job, only the newest N runs.",
+            f"all lines; {RUNS} runs",
+            min=1,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show loss, speed, staleness, learners and changes of a job over time, or list all runs."""
+    from gadei_ps.commands import history as saved
+    from gadei_ps.job.config import state_directory
+    from gadei_ps.show.history_view import render, runs
+
+    if job is None:
+        found = [one._asdict() for one in saved.runs()]
+        where = str(state_directory())
+        print_result(as_json, {"runs": found[:last]}, lambda: runs(found, where, last or RUNS))
+        return 0
+    result = saved.read(job, last)
+    print_result(as_json, result, lambda: render(result["lines"]))
+    return 0
+
+
+def plot(
+    job: Annotated[str, argument("JOB", HELP, autocompletion=recorded_jobs)],
+    out: Annotated[
+        Path | None, option("FILE.svg", "File for the picture.", "JOB-history.svg")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Draw loss and samples/s of a job over time and versions, as SVG; needs matplotlib."""
+    from gadei_ps.commands import history as saved
+    from gadei_ps.show import history_view as drawing
+
+    drawing.check_plot()
+    name = Path(job).name.removesuffix(".jsonl").removesuffix(".toml").removesuffix(".sock")
+    file = out or Path(f"{name}-history.svg")
+    check_file("--out", file, ".svg")
+    result = saved.read(job)
+    write_file("--out", file, drawing.plot(result["lines"], name))
+    lines = len(result["lines"])
+    print_result(as_json, {"job": job, "file": str(file), "lines": lines}, lambda: f"wrote {file}")
     return 0

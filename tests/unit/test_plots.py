@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from gadei_ps.benchmarks import plots, suite
 from gadei_ps.benchmarks.reproduce import order_statistics, part
 from gadei_ps.benchmarks.reproduce.__main__ import PARTS, redraw
-from gadei_ps.cli.simulate import ProblemName, simulate
+from gadei_ps.cli.research import ProblemName, simulate
 from gadei_ps.show import plot_style
 from gadei_ps.show.colours import SYNC, colours
 

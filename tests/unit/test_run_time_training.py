@@ -14,7 +14,7 @@ from support import trace_files
 from support.run_times import as_trace, one_thread, switching
 from typer.testing import CliRunner
 
-from gadei_ps.cli import runtime_model as cli_runtime_model
+from gadei_ps.cli import research
 from gadei_ps.errors import UsageError
 from gadei_ps.run_times import fitting
 from gadei_ps.sync import run_time_file
@@ -116,22 +116,22 @@ def test_command(tmp_path: Path) -> None:
     trace, model = tmp_path / "trace.csv", tmp_path / "model.safetensors"
     trace_files.write(trace, as_trace(switching(80, 1)))
     arguments = ["train", str(trace), "--out", str(model), "--epochs", "1"]
-    told = json.loads(run(cli_runtime_model.app, [*arguments, "--json"]).stdout)
+    told = json.loads(run(research.runtime_model, [*arguments, "--json"]).stdout)
     assert set(told) == {one.name for one in dataclasses.fields(fitting.TrainingResult)}
     assert (told["learners"], told["iterations"], told["out"]) == (6, 80, str(model))
-    shown = run(cli_runtime_model.app, arguments).stdout
+    shown = run(research.runtime_model, arguments).stdout
     assert "80 iterations of 6 learners" in shown
     assert f"cutoff:file={model}" in shown
     assert RunTimeModel.load(model).learners == 6
-    helped = run(cli_runtime_model.app, ["train", "--help"]).stdout
+    helped = run(research.runtime_model, ["train", "--help"]).stdout
     assert f"each of {fitting.BATCHES} mini-batches." in " ".join(helped.replace("│", " ").split())
-    assert cli_runtime_model.DEFAULT_EPOCHS == fitting.EPOCHS
-    refused = run(cli_runtime_model.app, ["train", str(tmp_path / "absent")])
+    assert research.DEFAULT_EPOCHS == fitting.EPOCHS
+    refused = run(research.runtime_model, ["train", str(tmp_path / "absent")])
     assert isinstance(refused.exception, UsageError)
 
 
 def test_command_without_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused = CliRunner().invoke(cli_runtime_model.app, ["train", str(tmp_path / "trace.csv")])
+    refused = CliRunner().invoke(research.runtime_model, ["train", str(tmp_path / "trace.csv")])
     assert isinstance(refused.exception, UsageError)
     assert "pip install 'gadei-ps[torch]'" in str(refused.exception)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gadei_ps.cli.simulate import ProblemName, simulate
+from gadei_ps.cli.research import ProblemName, simulate
 from gadei_ps.errors import UsageError
 from gadei_ps.simulate import oracle
 from gadei_ps.simulate.compare import compare, model, run
@@ -245,7 +245,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     file.write_text("iteration,learner,started,seconds,censored\n0,0,,1,0\n0,1,,3,0\n")
     script = (
         "import sys, typer; from gadei_ps.cli import exits; "
-        "from gadei_ps.cli.simulate import simulate; "
+        "from gadei_ps.cli.research import simulate; "
         "app = typer.Typer(); app.command()(simulate); "
         "sys.exit(exits.execute(app, sys.argv[1:]))"
     )

@@ -1,22 +1,35 @@
-"""The command `gadei-ps simulate`."""
+"""Commands for research: simulations, run times of learners, and a model of them."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import shlex
+import sys
+import time
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from gadei_ps.cli.exits import print_json
-from gadei_ps.cli.options import Json, argument, option
+from gadei_ps.cli.options import Json, argument, option, running_jobs
+from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gadei_ps.run_times.fitting import Progress, TrainingResult
     from gadei_ps.simulate.setting import Abandonment
+
 
 ITERATIONS = 100
 LEARNERS = 8
+EPOCH_LINE_S = 5.0  # at most one line of progress in this time
+DEFAULT_OUT = Path("runtime-model.safetensors")
+DEFAULT_EPOCHS = 30  # run_times.training.EPOCHS, whose module imports PyTorch
 
 
 class ProblemName(StrEnum):
@@ -194,3 +207,132 @@ def moment(option: str, text: str, who: str = "learner") -> tuple[int, float]:
         return int(learner), quantities.duration(moment)
     except UsageError as error:
         raise UsageError(f"{option} {text!r}: {error}") from None
+
+
+def trace(
+    job: Annotated[str, argument("JOB", "The job's name.", autocompletion=running_jobs)],
+    out: Annotated[
+        Path | None, option("FILE.csv", "File for the run times.", "JOB-trace.csv")
+    ] = None,
+    time_: Annotated[
+        str | None,
+        option(
+            "TIME",
+            "How long to record, such as 500ms, 60s or 2m.",
+            "until the job ends",
+            name="--for",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Record the run times of a job's learners, for simulate and runtime-model train.
+
+    The recording ends with the job, after --for, or at Ctrl-C.
+    """
+    from gadei_ps.commands import quantities
+    from gadei_ps.job import paths
+    from gadei_ps.run_times import run_time_recorder
+    from gadei_ps.show.counts import counted
+
+    seconds = None if time_ is None else quantities.duration(time_)
+    result = run_time_recorder.record(job, out or Path(f"{job}-trace.csv"), seconds, paths.owner())
+    if as_json:
+        print_json(result)
+        return 0
+    missed = f", {result['missed']:,} missed" if result["missed"] else ""
+    print_text(
+        f"{result['file']}: {counted(result['run_times'], 'run time')} of "
+        f"{counted(result['learners'], 'learner')} "
+        f"in {result['seconds']:.1f} s{missed}",
+        sys.stdout,
+    )
+    return 0
+
+
+# -- runtime-model --------------------------------------------------------------------------------
+
+HELP = "Train the model of learners' run times that --sync cutoff:file=FILE uses."
+runtime_model = App(help=HELP)
+
+
+@runtime_model.callback(help=HELP)
+def _group() -> None:
+    """Keep `train` a word of the command line: typer leaves out the name of a single command."""
+
+
+@runtime_model.command("train")
+def train_runtime_model(
+    trace: Annotated[Path, argument("TRACE", "Run times that gadei-ps trace has recorded (CSV).")],
+    out: Annotated[Path, option("FILE", "File that the model is written to.")] = DEFAULT_OUT,
+    epochs: Annotated[
+        int, option("N", "Number of epochs, each of 40 mini-batches.", min=1)
+    ] = DEFAULT_EPOCHS,
+    seed: Annotated[
+        int, option("N", "Seed for the first weights and the mini-batches.", min=0)
+    ] = 0,
+    as_json: Json = False,
+) -> int:
+    """Train a model of run times from a trace.
+
+    A few hundred iterations are enough. A trace in which no gradient was dropped gives the best
+    model.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("runtime-model train needs PyTorch: pip install 'gadei-ps[torch]'")
+    from gadei_ps.run_times import traces
+
+    # The file is read first, so that a mistake in it is reported before PyTorch is imported.
+    read = traces.read(trace)
+    from gadei_ps.run_times import fitting
+
+    result = fitting.train(
+        read,
+        out=out,
+        epochs=epochs,
+        seed=seed,
+        progress=None if as_json else _teller(),
+    )
+    if as_json:
+        print_json(asdict(result))
+    else:
+        from gadei_ps.show import tables
+
+        tables.show(_shown(result))
+    return 0
+
+
+def _teller() -> Progress:
+    """Print the progress of training on standard error, every few seconds."""
+    last = time.monotonic()
+
+    def tell(epoch: int, epochs: int, held_out: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= EPOCH_LINE_S:
+            last = time.monotonic()
+            text = f"epoch {epoch} of {epochs}, held-out ELBO {held_out:.3f} nats a run time"
+            print_text(text)
+
+    return tell
+
+
+def _shown(result: TrainingResult) -> Table:
+    from gadei_ps.show.counts import counted
+    from gadei_ps.show.tables import duration, facts
+
+    trace = f"{counted(result.iterations, 'iteration')} of {counted(result.learners, 'learner')}"
+    if result.missing:
+        trace += f", {counted(result.missing, 'run time')} missing"
+    if result.censored:
+        trace += f", {result.censored:,} known as lower bounds"
+    return facts(
+        {
+            "trace": trace,
+            "held-out ELBO": (
+                f"{result.held_out_elbo:.3f} nats a run time "
+                f"(epoch {result.best_epoch} of {result.epochs})"
+            ),
+            "time": duration(result.seconds),
+            "model": result.out,
+            "use": f"gadei-ps run ... --sync {shlex.quote(f'cutoff:file={result.out}')}",
+        }
+    )
