@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageError, in_words
 from gadei_ps.job import paths, recorded, service
 from gadei_ps.job.config import JobConfig
+from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import interrupts, log
 from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import Phase, Stop
 from gadei_ps.watchdog import supervisor
 from gadei_ps.watchdog.dead import clear_dead, end_servers
-from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.notify import Earlier, Notify
 from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.sockets import remove_dead

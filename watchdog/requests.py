@@ -38,6 +38,7 @@ from gadei_ps.job.control import (
     Status,
     StopJob,
 )
+from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import log
 from gadei_ps.memory import layout, owned, totals
 from gadei_ps.memory.layout import Phase, Work
@@ -50,7 +51,6 @@ from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.initial_load import Loading
 from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.launches import Launches
-from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.refusals import Refusals
 from gadei_ps.watchdog.roster import Roster

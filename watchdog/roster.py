@@ -29,8 +29,8 @@ from gadei_ps.memory import layout, owned, shm
 from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.counts import counted
-from gadei_ps.watchdog.hung import Hung, Sign, Standing, cpu_s
 from gadei_ps.watchdog.job_memory import JobMemory
+from gadei_ps.watchdog.liveness import Hung, Sign, Standing, cpu_s
 
 HUNG_LATE_S = 3.0  # far longer than the time between two calls of kill_hung
 RING_TIMEOUT_S = 5.0  # from the answer that gives a place until the learner has its ring mapped

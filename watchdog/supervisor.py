@@ -25,14 +25,16 @@ import numpy as np
 from gadei_ps import _native, sync
 from gadei_ps.errors import JobFailed, JobStopped, NotSaved, in_words
 from gadei_ps.job import paths, service, sync_change
-from gadei_ps.job.config import JobConfig
+from gadei_ps.job.config import JobConfig, StopAfterConfig
+from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import cgroups, log, process
 from gadei_ps.memory import layout, presence
 from gadei_ps.memory.layout import Kept, Phase, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
+from gadei_ps.memory.totals import total
 from gadei_ps.storage import checkpoint
-from gadei_ps.watchdog import initial_model, limits
+from gadei_ps.watchdog import initial_model
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.dead import clear_dead
 from gadei_ps.watchdog.durations import LEAVE_TIMEOUT_S, MONITORS_END_S, STOP_END_S
@@ -40,7 +42,6 @@ from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.learners import JobLearners
 from gadei_ps.watchdog.liveness import Start, progress
-from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.maker import Maker
 from gadei_ps.watchdog.making import First
 from gadei_ps.watchdog.monitors import Monitors
@@ -327,7 +328,7 @@ class Supervisor:
             if self.signalled and not self._stopping.begun:
                 self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
             state = self.memory.state.view(layout.STATE) if self.memory.state is not None else None
-            reason = limits.reached(self.memory.config.stop_after, self._control, state)
+            reason = _reached(self.memory.config.stop_after, self._control, state)
             if reason and not self._stopping.begun:
                 self._stopping.asked = True
                 self._stopping.begin(True, LIMIT_DRAIN_S, reason, finished=True)
@@ -485,3 +486,19 @@ def serve(config: JobConfig, options: Options | None = None, notify: Notify | No
         return Supervisor(config, options, notify).run()
     except JobStopped:
         return 0
+
+
+def _reached(limits: StopAfterConfig, control: np.void, state: np.void | None) -> str:
+    """Return the limit that the job has reached, for messages; empty if there is none.
+
+    control: CONTROL. state: STATE; None before it is there.
+    """
+    done = {
+        "gradients": total(control, "applied", state) if limits.gradients else 0,
+        "samples": total(control, "samples", state) if limits.samples else 0,
+        "epochs": int(control["epochs_done"]),
+    }
+    for what, limit in limits.model_dump().items():
+        if limit and done[what] >= limit:
+            return f"stop_after: {done[what]:,} of {limit:,} {what}"
+    return ""

@@ -1,4 +1,4 @@
-"""A file that a process keeps locked while it lives."""
+"""A file that a process keeps locked while it lives: for a job's name, its watchdog does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Self
 
-from gadei_ps.job import paths
+from gadei_ps.errors import JobInUse
+from gadei_ps.job import paths, service
 
 
 class LockFile:
@@ -61,3 +62,30 @@ class LockFile:
     def close(self) -> None:
         """Unlock the file, and leave it where it is."""
         os.close(self._fd)
+
+
+class NameLock(LockFile):
+    """The lock of a job's name.
+
+    Raises JobInUse if another watchdog holds it, ControlError if it cannot be made.
+    """
+
+    def __init__(self, job: str) -> None:
+        paths.check_own()
+        paths.check_socket(job)
+        self._job = job
+        try:
+            super().__init__(paths.lock_path(job))
+        except BlockingIOError:
+            raise JobInUse(
+                f"job {job!r} is running already; choose another name, or stop "
+                f"it: {service.command(job, f'stop {job}')}"
+            ) from None
+
+    def renew(self) -> None:
+        """Lock the file of this name now: the one that was locked was removed or replaced.
+
+        Raises JobInUse if another watchdog was quicker, ControlError if it cannot be a lock, or
+        OSError; the old lock stays then.
+        """
+        self.replace(NameLock(self._job))

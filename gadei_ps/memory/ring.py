@@ -7,6 +7,11 @@ under it, zeros take its place, and a word of the caller's is set.
 
 A ring whose name is lost or leads elsewhere is found by the descriptors that its other processes
 keep: a mapping holds one.
+
+The native table knows a guard by its address. But an address can be used again before a guard is
+ended: Python unmaps without the interpreter's lock, and notifies weak references only afterwards.
+So this module keeps the guards of this process too, and the end of an old one leaves a new one
+alone.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +29,14 @@ from pathlib import Path
 from gadei_ps import _native
 from gadei_ps.errors import SegmentError
 from gadei_ps.machine import ownership
-from gadei_ps.memory import guard as guards
 from gadei_ps.memory import layout, segment, shm
 from gadei_ps.memory.layout import RING
 from gadei_ps.memory.segment import Segment
 
 SLOTS_AT = layout.rounded(RING.itemsize, layout.PAGE)
+_guards: dict[int, _Guard] = {}
+"""Guards by the address of their mapping."""
+_turn = threading.RLock()  # the garbage collector may end a guard in the middle of a call
 
 
 @dataclass(frozen=True)
@@ -53,17 +62,52 @@ def sizes(payload_bytes: int, slots: int) -> Sizes:
     return Sizes(slots, layout.rounded(payload_bytes, layout.PAGE))
 
 
+@dataclass(eq=False)
+class _Guard:
+    mapping: weakref.ref[mmap.mmap]
+    address: int
+    size: int
+    word: int
+    value: int
+    owner: object
+
+    def begin(self) -> None:
+        with _turn:
+            old = _guards.pop(self.address, None)
+            if old is not None:
+                _native.unguard(self.address)
+            _native.guard(self.address, self.size, self.word, self.value)
+            _guards[self.address] = self
+
+    def end(self) -> None:
+        """Nothing happens if that has been done, or if another mapping is at this address now."""
+        with _turn:
+            if _guards.get(self.address) is self:
+                del _guards[self.address]
+                _native.unguard(self.address)
+
+
 def guard(ring: Segment, word: int, value: int, owner: object) -> None:
     """Store `value` (64 bits) at the address `word` if the memory of the ring is lost.
 
     owner: whose memory the word is; it lives as long as the mapping. Raises OSError.
     """
-    guards.guard(ring.memory, word, value, owner)
+    memory = ring.memory
+    made = _Guard(weakref.ref(memory), ring.address, len(memory), word, value, owner)
+    made.begin()
+    weakref.finalize(memory, made.end).atexit = False
 
 
 def close(ring: Segment) -> None:
     """Unmap a ring and end its guard; any thread. Nothing happens if an array of it is left."""
-    guards.close(ring.memory)
+    one = next((one for one in list(_guards.values()) if one.mapping() is ring.memory), None)
+    if one is not None:
+        one.end()
+    try:
+        ring.memory.close()
+    except BufferError:
+        if one is not None:
+            one.begin()
 
 
 def attach(name: str, size: int, inode: int, holders: Iterable[int] = ()) -> Segment:

@@ -37,11 +37,11 @@ from gadei_ps.cli import app, exits
 from gadei_ps.errors import GadeiError
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.job.diagnosis import locked
+from gadei_ps.job.lock_file import NameLock
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence, segment, shm
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.watchdog import supervisor
-from gadei_ps.watchdog.lock import NameLock
 from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.sockets import ControlServer
 

@@ -120,7 +120,7 @@ def results(root: Path) -> None:
 
 def watchdog(root: Path) -> None:
     """The files by which a watchdog is found."""
-    from gadei_ps.watchdog.lock import NameLock
+    from gadei_ps.job.lock_file import NameLock
     from gadei_ps.watchdog.sockets import ControlServer
 
     os.environ["GADEI_PS_RUNTIME_DIR"] = str(root / "run")

@@ -32,13 +32,13 @@ from gadei_ps.job import paths
 from gadei_ps.job.control import Connection
 from gadei_ps.job.diagnosis import diagnose
 from gadei_ps.job.faults import Processes
+from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import ownership
 from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.shm import SHM, segment_name
 from gadei_ps.watchdog.dead import clear_dead
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.lock import NameLock
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another's files")
 OTHERS = [pytest.param(name, id=name, marks=needs_root) for name in OF_OTHERS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gadei_ps.watchdog.hung import MOST, Hung, Sign, cpu_s
+from gadei_ps.watchdog.liveness import MOST, Hung, Sign, cpu_s
 
 LIMIT_S = 2.0
 STEP_S = 0.25  # exact in binary
