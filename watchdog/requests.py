@@ -7,9 +7,9 @@ another synchronization model, and the end.
 from __future__ import annotations
 
 import selectors
+from collections.abc import Callable
 from enum import IntEnum
-from functools import singledispatchmethod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -148,71 +148,28 @@ class Requests:
         self._sockets.shut_down()
 
     def _dispatch(self, client: Client, request: control.Request) -> Reply:
-        return self._handle(request, client)
+        if type(request) in CHANGES:
+            self._stopping.refuse()
+        return HANDLERS[type(request)](self, request, client)
 
-    @singledispatchmethod
-    def _handle(self, request: control.Request, client: Client) -> Reply:
-        """Handle a request by the method that is registered for its class."""
-        raise NotImplementedError(type(request))
-
-    @_handle.register
-    def _status(self, request: Status, client: Client) -> Reply:
-        return self.report()
-
-    @_handle.register
-    def _offer(self, request: Offer, client: Client) -> Reply:
-        return self._admission.offer(client, request)
-
-    @_handle.register
-    def _attach(self, request: Attach, client: Client) -> Reply:
-        return self._admission.attach(client, request)
-
-    @_handle.register
-    def _first_batch(self, request: FirstBatch, client: Client) -> Reply:
-        return self._admission.first_batch(client, request)
-
-    @_handle.register
     def _detach(self, request: Detach, client: Client) -> Reply:
         self._roster.detach(client.pid, request.row, request.generation)
         return {}
 
-    @_handle.register
     def _measured(self, request: Measured, client: Client) -> Reply:
         self._history.note(request.values)
         return {}
 
-    @_handle.register
     def _reported(self, request: Reported, client: Client) -> Reply:
         self._history.report(request.values)
         return {}
 
-    @_handle.register
-    def _launch(self, request: Launch, client: Client) -> Reply:
-        return self._launches.reserve(client.pid, request, self._roster.rows)
-
-    @_handle.register
     def _leave_out(self, request: LeaveOut, client: Client) -> Reply:
         """Exclude ended learners. A launcher's do not count if the job file has learners."""
         if self._memory.config.learners is None:
             self._batches.leave_out(request.number)
         return {}
 
-    @_handle.register
-    def _own(self, request: Own, client: Client) -> Reply:
-        self._stopping.refuse()
-        return self._batches.assign(request)
-
-    @_handle.register
-    def _set_work(self, request: SetWork, client: Client) -> Reply:
-        self._stopping.refuse()
-        return self._batches.set_work(request)
-
-    @_handle.register
-    def _load(self, request: Load, client: Client) -> Reply:
-        self._stopping.refuse()
-        return {"answer": self._loading.ask(request)}
-
-    @_handle.register
     def _stop(self, request: StopJob, client: Client) -> Reply:
         self._stopping.asked = True
         self._stopping.begin(
@@ -247,10 +204,8 @@ class Requests:
         _limit(report)
         return report
 
-    @_handle.register
     def _checkpoint(self, request: Checkpoint, client: Client) -> Reply:
         """The reply comes when the checkpoint is on the disk, or is not."""
-        self._stopping.refuse()
         if coming := self._admission.model_coming:
             raise CheckpointError(f"{coming}; there is nothing to save yet")
 
@@ -262,7 +217,6 @@ class Requests:
         self._checkpoints.ask(done)
         return None
 
-    @_handle.register
     def _copy(self, request: Copy, client: Client) -> Reply:
         """The reply comes when the copy is in the client's file, or is not."""
         if not client.fds:
@@ -279,13 +233,8 @@ class Requests:
         self._checkpoints.ask(done, client.fds.pop(0), slots=request.slots)
         return None
 
-    @_handle.register
     def _discard(self, request: Discard, client: Client) -> Reply:
-        """Raise ControlError if no checkpoint is newer: a stop must not lose anything.
-
-        Raises JobStopped if a stop that saves has begun.
-        """
-        self._stopping.refuse()
+        """Raise ControlError if no checkpoint is newer: a stop must not lose anything."""
         if not self._checkpoints.newer:
             raise ControlError("no checkpoint is newer than the memory: stop without --discard")
         self._stopping.discards = True
@@ -294,9 +243,7 @@ class Requests:
         self._stopping.waiting.append(client)
         return None
 
-    @_handle.register
     def _reload(self, request: Reload, client: Client) -> Reply:
-        self._stopping.refuse()
         memory = self._memory
         new, changed = settings.changed(
             memory.control, memory.config, request.config, memory.script
@@ -311,17 +258,13 @@ class Requests:
             self._log.info("the job file has changed", **changed)
         return {"changed": changed}
 
-    @_handle.register
     def _set_optimizer(self, request: SetOptimizer, client: Client) -> Reply:
-        self._stopping.refuse()
         changed = self._memory.change_settings(request.values)
         if changed:
             self._log.info("changing hyperparameters", **changed)
         return {"changed": changed}
 
-    @_handle.register
     def _set_sync(self, request: SetSync, client: Client) -> Reply:
-        self._stopping.refuse()
         job = self._memory.config.name
         attached = len(self._roster.rows)
         learners = (
@@ -358,6 +301,33 @@ class Requests:
         sync_change.request(memory, wanted)
         self._memory.ring_bells()
         return {"changes": True, "sync": str(wanted)}
+
+
+HANDLERS: Final[dict[type, Callable[[Requests, Any, Client], Reply]]] = {
+    Status: lambda ours, request, client: ours.report(),
+    Offer: lambda ours, request, client: ours._admission.offer(client, request),
+    Attach: lambda ours, request, client: ours._admission.attach(client, request),
+    FirstBatch: lambda ours, request, client: ours._admission.first_batch(client, request),
+    Launch: lambda ours, request, client: ours._launches.reserve(
+        client.pid, request, ours._roster.rows
+    ),
+    Own: lambda ours, request, client: ours._batches.assign(request),
+    SetWork: lambda ours, request, client: ours._batches.set_work(request),
+    Load: lambda ours, request, client: {"answer": ours._loading.ask(request)},
+    Detach: Requests._detach,
+    Measured: Requests._measured,
+    Reported: Requests._reported,
+    LeaveOut: Requests._leave_out,
+    StopJob: Requests._stop,
+    Checkpoint: Requests._checkpoint,
+    Copy: Requests._copy,
+    Discard: Requests._discard,
+    Reload: Requests._reload,
+    SetOptimizer: Requests._set_optimizer,
+    SetSync: Requests._set_sync,
+}
+CHANGES: Final = {Own, SetWork, Load, Checkpoint, Discard, Reload, SetOptimizer, SetSync}
+"""Requests that a job refuses once its stop has begun."""
 
 
 def job_status(memory: JobMemory) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from gadei_ps.job.control import (
     pack,
     parse_request,
 )
-from gadei_ps.watchdog.requests import Requests
+from gadei_ps.watchdog.requests import HANDLERS
 
 OFFER = Offer(tensors=[TensorOffer(name="w", shape=[2, 3])])
 MESSAGES = [
@@ -94,8 +94,7 @@ def test_every_request_is_tested() -> None:
 
 
 def test_every_request_has_a_handler() -> None:
-    handlers = Requests.__dict__["_handle"].dispatcher.registry.keys()
-    assert {type(message) for message in MESSAGES} == handlers - {object}
+    assert {type(message) for message in MESSAGES} == HANDLERS.keys()
 
 
 @given(st.binary(max_size=200))
