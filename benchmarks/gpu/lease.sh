@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Tests and measures everything on a machine with a GPU that can be had for some minutes only.
+#
+#   benchmarks/gpu/lease.sh DIR STEP...
+#
+# STEPs, in the order given: build, units (compile the server's kernels), probe (facts of the machine),
+# doctor, first (these three at once), tests, quick (the benchmarks with small sizes), together (these two
+# at once), faults, bench, bench:NAME:SECONDS. What fails or takes too long ends alone. DIR gets log.txt
+# and the results as they are made; a summary ends the log.
+#
+# PYTHON: an interpreter that has PyTorch and CuPy (python3). WHEELS: a folder with wheels of what it
+# lacks. COMMIT: what results name where there is no repository.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+out=$(realpath "$1")
+shift
+log=$out/log.txt
+work=$(mktemp -d /tmp/gpu-lease.XXXXXX)
+python=${PYTHON:-python3}
+bin=$(dirname "$("$python" -c 'import sys; print(sys.executable)')")
+python=$bin/python3
+commit=${COMMIT:-$(git rev-parse --short HEAD)}
+: > "$work/summary"
+export PYTHONUNBUFFERED=1 PATH=$PATH:/usr/local/nvidia/bin
+
+# step NAME SECONDS COMMAND...: its output goes to the log at its end, one line to the summary.
+step() {
+    local name=$1 limit=$2 begin=$SECONDS code
+    shift 2
+    timeout -k 5 "$limit" "$@" > "$work/$name" 2>&1
+    code=$?
+    { echo "=== $name: $*"; cat "$work/$name"; } >> "$log"
+    printf '%-22s rc %3d %4d s   at %4d s   %s\n' "$name" "$code" $((SECONDS - begin)) "$SECONDS" \
+        "$(grep -v '^ *$' "$work/$name" | tail -n 1 | cut -c 1-100)" | tee -a "$work/summary"
+    return "$code"
+}
+
+probe() {
+    step machine 20 bash -c 'nvidia-smi; df -h /dev/shm /tmp; nproc; free -g; uname -r; ulimit -l
+        lscpu | grep -E "Model name|L3|NUMA"; which gcc cc nvcc nvidia-cuda-mps-control; '"$python"' -V'
+    if [ -e "${PROBE:-}" ]; then step probe 60 "$python" "$PROBE"; fi
+}
+
+doctor() {
+    step doctor 60 "$bin/gadei-ps" doctor
+}
+
+build() {
+    if [ -n "${WHEELS:-}" ]; then
+        step wheels 60 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade "$WHEELS"/*.whl
+    fi
+    step build 120 make gpu-ready GPU_PYTHON="$python"
+}
+
+units() {
+    step units 120 "$python" -c 'from gadei_ps.server import units; units.load()'
+}
+
+tests() {
+    step tests 240 "$python" -m pytest -m gpu -rs -n 6 --dist loadfile -p no:cacheprovider \
+        --ignore tests/gpu/test_faults.py tests/gpu tests/conformance tests/cli/test_gpus.py
+}
+
+faults() {
+    step faults 150 "$python" -m pytest -m gpu -rs -n 3 -p no:cacheprovider tests/gpu/test_faults.py
+}
+
+bench() {  # NAME SECONDS FLAGS...
+    local name=$1 limit=$2
+    shift 2
+    step "$name${1:-}" "$limit" "$python" -m gadei_ps.benchmarks.gpu "$@" --commit "$commit" --out "$work/results" "$name"
+    if [ $# = 0 ]; then cp "$work/results/gpu-$name.json" "$out/" 2> /dev/null; fi
+}
+
+quick() {
+    for name in bandwidth overhead timeline vision server_on_gpu learners; do bench "$name" 100 --quick; done
+}
+
+for one in "$@"; do
+    case $one in
+        bench) for name in overhead bandwidth learners vision timeline server_on_gpu; do bench "$name" 300; done ;;
+        bench:*) IFS=: read -r _ name limit <<< "$one"; bench "$name" "$limit" ;;
+        first) units & probe & doctor; wait ;;
+        together) tests & quick; wait ;;
+        probe | build | doctor | units | tests | faults | quick) "$one" ;;
+        *) echo "$0: unknown step $one" >&2; exit 2 ;;
+    esac
+done
+{ echo "=== summary"; cat "$work/summary"; } | tee -a "$log"
+ls -la /dev/shm | tee -a "$log"
