@@ -19,7 +19,7 @@ from gadei_ps.benchmarks import suite
 from gadei_ps.benchmarks.tables import Table
 
 Row = dict[str, Any]
-MACHINE = re.compile(r"(EPYC|Xeon).*family (\d+), model (\d+)")
+MACHINE = re.compile(r"(EPYC|Xeon).*family (\d+), model (\d+)", re.I)
 UNPUBLISHED = {"table7", "table8"}
 SIZES = {"bytes": 1e6}  # shown in MB
 WHERE = ("set", "optimizer", "wire", "members", "learners", "mini_batch", "bytes")
@@ -68,7 +68,8 @@ def processor(result: Row) -> str:
     """Return the short name of the processor of a result, such as `Xeon 6/167`."""
     found = MACHINE.search(result["machine"]["cpu"])
     assert found, result["machine"]["cpu"]
-    return f"{found[1]} {found[2]}/{found[3]}"
+    name = {"epyc": "EPYC", "xeon": "Xeon"}[found[1].lower()]
+    return f"{name} {found[2]}/{found[3]}"
 
 
 def results() -> dict[str, Row]:

@@ -19,7 +19,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ OURS, TORCH = "gadei-ps", "torch SGD"
 REACH_S = 30e-6
 SPINS = 1.5  # of the host's time of a step, that the waiting kernel takes
 LEAST_SPIN_S = 500e-6
+PROFILE_S = 4.0  # of one network
 INPUTS = 16  # mini-batches, which lie on the device
 BUSY, TRAINING, HOST = "stream, busy", "stream, as it trains", "host"
 
@@ -49,6 +50,15 @@ Step = Callable[[int], torch.Tensor]
 """The loss of a mini-batch, given by its number."""
 
 
+class Network(NamedTuple):
+    """A network to measure."""
+
+    name: str
+    make: Callable[[], torch.nn.Module]
+    inputs: Callable[[int], Inputs]
+    """Makes the inputs for this size of mini-batch."""
+
+
 def measure(target: Target) -> Iterator[Report]:
     """Measure each network with a job of its own."""
     size = target.sizes("overhead")
@@ -56,27 +66,29 @@ def measure(target: Target) -> Iterator[Report]:
     sentences = texts.first(target)
     report.notes.append(f"sentences of {sentences.name}")
     taken = 0.0  # by the network before
-    for name, make, inputs in _networks(target, size, sentences):
+    measured = []
+    for network in _networks(target, size, sentences):
         if target.left() < taken:
-            report.notes.append(f"{name}: not measured: no time")
+            report.notes.append(f"{network.name}: not measured: no time")
             continue
         begin = time.monotonic()
-        with noted(report, name):
-            yield from _of(report, target, name, make().to(target.torch_device), inputs)
+        with noted(report, network.name):
+            yield from _of(report, target, network)
+            measured.append(network)
         taken = time.monotonic() - begin
+    for network in measured if target.on_gpu else []:
+        if target.left() > PROFILE_S:
+            with noted(report, f"{network.name}, profile"):  # CUPTI may be missing
+                _kernels(report, target, network)
+            yield report
 
 
-def _of(
-    report: Report,
-    target: Target,
-    name: str,
-    network: torch.nn.Module,
-    inputs: Callable[[int], Inputs],
-) -> Iterator[Report]:
-    """Measure one network. inputs: makes those of a mini-batch."""
+def _of(report: Report, target: Target, of: Network) -> Iterator[Report]:
+    """Measure one network."""
     size = target.sizes("overhead")
-    facts = {"network": name, "bytes": 4 * sum(one.numel() for one in network.parameters())}
-    step, single = (_on(inputs(batch)) for batch in (size["mini_batch"], 1))
+    network = of.make().to(target.torch_device)
+    facts = {"network": of.name, "bytes": _bytes(network)}
+    step, single = (_on(of.inputs(batch)) for batch in (size["mini_batch"], 1))
     twin = copy.deepcopy(network)
     plain = torch.optim.SGD(twin.parameters(), 1e-6)
     found = {TORCH: _parts(target, twin, plain, step, size)}
@@ -85,35 +97,39 @@ def _of(
         found[OURS] = _parts(target, network, optimizer, step, size)
         _tell(report, facts, found)
         yield report
-        _profile(report, target, {"contender": OURS, **facts}, optimizer, network, single(network))
+        for who, one, trained in ((OURS, optimizer, network), (TORCH, plain, twin)):
+            rows = step_profile.on_host(target, one, trained, single(trained), size["profiled"])
+            _profiled(report, {"contender": who, **facts}, rows)
         optimizer.close()
-    _profile(report, target, {"contender": TORCH, **facts}, plain, twin, single(twin))
     yield report
 
 
-def _profile(
-    report: Report,
-    target: Target,
-    facts: dict[str, Any],
-    optimizer: torch.optim.Optimizer,
-    network: torch.nn.Module,
-    loss_of: Step,
-) -> None:
-    """Report where the time of a step with one sample goes."""
-    steps = target.sizes("overhead")["profiled"]
-    try:
-        rows = step_profile.of_steps(target, optimizer, network, loss_of, steps)
-    except (RuntimeError, OSError, ValueError) as error:  # CUPTI may be missing
-        report.notes.append(f"{facts['contender']}, {facts['network']}: no profile: {error}")
-        return
+def _kernels(report: Report, target: Target, of: Network) -> None:
+    """Report the GPU's parts of a step."""
+    steps, single = target.sizes("overhead")["profiled"], _on(of.inputs(1))
+    network, twin = (of.make().to(target.torch_device) for _ in range(2))
+    facts = {"network": of.name, "bytes": _bytes(network)}
+    with job("overhead") as running:
+        optimizer = Optimizer(network, running)
+        rows = step_profile.on_gpu(target, optimizer, single(network), steps)
+        _profiled(report, {"contender": OURS, **facts}, rows)
+        optimizer.close()
+    plain = torch.optim.SGD(twin.parameters(), 1e-6)
+    rows = step_profile.on_gpu(target, plain, single(twin), steps)
+    _profiled(report, {"contender": TORCH, **facts}, rows)
+
+
+def _bytes(network: torch.nn.Module) -> int:
+    return 4 * sum(one.numel() for one in network.parameters())
+
+
+def _profiled(report: Report, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Report the parts of a step with one sample."""
     report.rows += [{**facts, "mini_batch": 1, **row} for row in rows]
     step_profile.show(f"{facts['contender']}, {facts['network']}, mini-batch 1", rows)
 
 
-def _networks(
-    target: Target, size: dict[str, Any], sentences: Texts
-) -> list[tuple[str, Callable[[], torch.nn.Module], Callable[[int], Inputs]]]:
-    """Each network's name, with functions that make it, and its inputs for a mini-batch."""
+def _networks(target: Target, size: dict[str, Any], sentences: Texts) -> list[Network]:
     device = torch.device(target.torch_device)
     sizes = size["mlp"]
     hidden = target.sizes("learners")["hidden"]
@@ -133,9 +149,9 @@ def _networks(
         return [(torch.randn(batch, sizes[0], device=device), one) for one in labels]
 
     return [
-        ("sentence classifier", lambda: nlc_member.fresh(kind, sentences), numbers),
-        ("LSTM", lambda: networks.lstm(kind, sentences, hidden), numbers),
-        ("perceptron", lambda: networks.mlp(sizes), vectors),
+        Network("sentence classifier", lambda: nlc_member.fresh(kind, sentences), numbers),
+        Network("LSTM", lambda: networks.lstm(kind, sentences, hidden), numbers),
+        Network("perceptron", lambda: networks.mlp(sizes), vectors),
     ]
 
 

@@ -130,39 +130,49 @@ class StepParts:
         ]
 
 
-def of_steps(
+def train(
+    optimizer: torch.optim.Optimizer, loss_of: Callable[[int], torch.Tensor], steps: int
+) -> None:
+    """Take steps of gadei-ps or of torch. loss_of: the loss of a mini-batch, by its number."""
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(number)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if isinstance(optimizer, Optimizer):
+            optimizer.report(loss=loss, samples=1)
+        optimizer.step()
+
+
+def on_host(
     target: Target,
     optimizer: torch.optim.Optimizer,
     network: torch.nn.Module,
     loss_of: Callable[[int], torch.Tensor],
     steps: int,
 ) -> list[Row]:
-    """Train `steps` steps for the host's parts and, on a GPU, as many for the GPU's."""
-
-    def train(count: int) -> None:
-        for number in range(count):
-            optimizer.zero_grad()
-            loss = loss_of(number)
-            loss.backward()  # type: ignore[no-untyped-call]
-            if isinstance(optimizer, Optimizer):
-                optimizer.report(loss=loss, samples=1)
-            optimizer.step()
-
-    train(max(2, steps // 10))
+    """Measure the host's parts of some steps."""
+    train(optimizer, loss_of, max(2, steps // 10))
     target.wait()
     with StepParts(optimizer, network) as parts:
-        train(steps)
-    rows = parts.rows(steps)
-    if target.on_gpu:
-        target.wait()
-        with profile(activities=[ProfilerActivity.CUDA]):  # the first one takes a while to begin
-            train(1)
-            target.wait()
+        train(optimizer, loss_of, steps)
+    return parts.rows(steps)
+
+
+def on_gpu(
+    target: Target,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[int], torch.Tensor],
+    steps: int,
+) -> list[Row]:
+    """Measure kernels, copies and CUDA's calls of some steps.
+
+    The profiler may slow later launches of the process down: measure other things before.
+    """
+    for count in (max(2, steps // 10), steps):  # the first one takes a while to begin
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            train(steps)
+            train(optimizer, loss_of, count)
             target.wait()
-        rows += of_trace(trace(profiler), steps)
-    return rows
+    return of_trace(trace(profiler), steps)
 
 
 def trace(profiler: profile) -> list[dict[str, Any]]:

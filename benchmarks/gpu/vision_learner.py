@@ -76,10 +76,8 @@ class Trainer:
         return networks.loss_of(self._network, inputs, self._labels[rows])
 
     def profile(self, steps: int) -> list[dict[str, Any]]:
-        """Return where the time of a step goes."""
-        return step_profile.of_steps(
-            self._target, self._optimizer, self._network, self._loss, steps
-        )
+        """Return the host's parts of a step."""
+        return step_profile.on_host(self._target, self._optimizer, self._network, self._loss, steps)
 
     def close(self) -> None:
         """Leave the job, and free the GPU's memory."""
