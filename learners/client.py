@@ -810,6 +810,11 @@ class Client:
         if self._publisher() is publisher:
             self._publisher = lambda: None
 
+    def check_publisher(self) -> None:
+        """Raise what the publisher has failed with, such as a DeviceError."""
+        if publisher := self._publisher():
+            publisher.check()
+
     def _flush_publisher(self) -> None:
         """Flush: a slot is claimed by its number, and what is in flight has the next one."""
         if publisher := self._publisher():
@@ -907,8 +912,7 @@ class Client:
                 raise self._end_of_job()
             if result == _native.PS_EVICTED:
                 raise self._eviction()
-            if publisher := self._publisher():
-                publisher.check()
+            self.check_publisher()
             now = time.monotonic()
             self._check_processes(now)
             if until is not None and now >= until:

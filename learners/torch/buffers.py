@@ -166,7 +166,8 @@ class Buffers:
         atexit.unregister(self._exit)
         self._ending.cancel()
         if write and not self._client.left:
-            with contextlib.suppress(GadeiError):  # the job has ended
+            with contextlib.suppress(GadeiError):  # the job has ended, or the GPU has failed
+                self._client.check_publisher()
                 self.write(LAST_WRITE_S)
         self._tensors = {}
 
