@@ -17,7 +17,7 @@ from cupy.cuda import runtime
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError, ModelMismatch
 from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_at
-from gadei_ps.learners.cuda.device_errors import Guard, mib
+from gadei_ps.learners.cuda.device_errors import Guard, is_full, mib
 from gadei_ps.learners.cuda.kernels import BAD, Kernels, blocks_for
 from gadei_ps.learners.cuda.staging import Outgoing, Staged, Staging
 from gadei_ps.learners.gradients import no_gradient
@@ -359,6 +359,8 @@ def _register(
     try:
         runtime.hostRegister(at, size, flags)
     except runtime.CUDARuntimeError as error:
+        if is_full(error) and runtime.memGetInfo()[0] < size:
+            raise
         raise DeviceError(
             f"GPU {index} cannot register {mib(size)} of {mapping.name[1:]} "
             f"({first_line(error)}); gadei-ps doctor shows how much it can"

@@ -15,6 +15,7 @@ from collections.abc import Container, Iterator
 from types import ModuleType
 
 import emulator_cupy
+from emulator_device import OUT_OF_MEMORY as OUT_OF_MEMORY
 from emulator_device import CudaError as CudaError
 from emulator_device import Device as Device
 from emulator_device import Stream

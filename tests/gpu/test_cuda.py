@@ -187,11 +187,14 @@ def test_memory_that_cannot_be_registered(
     from cupy.cuda import runtime
 
     def refuse(*arguments: int) -> None:
-        raise emulator.CudaError("cudaErrorMemoryAllocation: out of memory")
+        raise emulator.CudaError("cudaErrorMemoryAllocation: out of memory", emulator.OUT_OF_MEMORY)
 
     with daemon(job_name), Client(job_name, tensors=tensors()) as client:
         monkeypatch.setattr(runtime, "hostRegister", refuse)
         with pytest.raises(DeviceError, match=r"cannot register 0\.1 MiB of gadei-ps.*weights"):
+            devices.choose("cuda").link(client)
+        device.total = 1 << 16  # registering takes memory of the device, too
+        with pytest.raises(DeviceError, match="GPU 0 is out of memory: a learner needs"):
             devices.choose("cuda").link(client)
 
 
