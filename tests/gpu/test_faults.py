@@ -1,0 +1,383 @@
+"""Jobs whose learners on a GPU are killed, find it full, or break it; and whose servers die.
+
+Each published gradient is in the weights exactly once: under SGD with a rate of 1, a gradient of
+ones subtracts 1 from every weight. GPU_EMULATED=1 runs the same tests on the emulated device too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+from shell import Cli
+from support import QuickDaemon, config, eventually, live_weights, ring_of, segments, spin, status
+
+from gadei_ps import _native
+from gadei_ps.job import faults
+from gadei_ps.job.faults import Processes
+from gadei_ps.machine.cuda import missing as cuda_missing
+from gadei_ps.memory import layout
+
+HERE = Path(__file__).parent
+EMULATED = ["emulated"] if os.environ.get("GPU_EMULATED") else []
+KINDS = [*EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)]
+VALUES = {"emulated": 100_000, "cuda": 4_000_000}  # 16 MB: a transfer takes some 0.3 ms
+ROUNDS = 3  # of three kills; two more follow
+OTHERS_BYTES = 64 << 20  # device memory that other processes may take or free meanwhile
+EXAMPLE = HERE.parents[1] / "examples" / "intents.csv"
+OPTIONS = {  # of a learner
+    "steps": 0,  # after which it ends
+    "long_after": -2,  # steps, after which it launches a kernel of seconds
+    "fails_after": 0,  # steps, after which the device fails
+    "how": "",
+    "has_buffer": False,  # whether its model has one
+    "go": "",  # file that it waits for before it joins the job
+    "full": False,  # whether the emulated device is
+}
+
+
+class Forks:
+    """The process that forks the learners of this file's tests. kind: emulated or cuda."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind = kind
+        self._directory = directory
+        self._number = 0
+        command = [sys.executable, str(HERE / "forked_learners.py"), kind]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._answer() == "ready"
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "forked_learners.py has ended"
+        return line.strip()
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{json.dumps(request)}\n")
+        self._process.stdin.flush()
+        return json.loads(self._answer().replace("None", "null"))
+
+    def start(self, job: str, program: str, **options: Any) -> Fork:
+        """Start a program of forked_learners.py."""
+        self._number += 1
+        output = self._directory / f"{self._number}"
+        plain = {"job": job, "number": self._number, "values": VALUES[self.kind]}
+        request = {
+            "program": program,
+            "output": str(output),
+            "environment": {name: one for name, one in os.environ.items() if "GADEI" in name},
+            "options": OPTIONS | plain | options,
+        }
+        ends_after = options.get("steps") or options.get("fails_after") or 0
+        return Fork(self, job, self.ask(request), output, ends_after)
+
+    def free_bytes(self) -> int:
+        """Return the free memory of the device."""
+        asked = self.start("", "free")
+        assert asked.end() == 0, asked.said
+        return int(asked.said.split()[1])
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class Fork:
+    """A learner, or another process that Forks has started."""
+
+    def __init__(self, forks: Forks, job: str, pid: int, output: Path, ends_after: int) -> None:
+        """ends_after: gradients that it publishes if it ends by itself."""
+        self._forks = forks
+        self._ends_after = ends_after
+        self._job = job
+        self.pid = pid
+        self._output = output
+        self._ring: Any = None
+        self.code: int | None = None
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
+
+    def has_said(self, word: str) -> bool:
+        assert not self.has_ended(), self.said
+        return word in self.said.split()
+
+    def has_ended(self) -> bool:
+        if self.code is None:
+            self.code = self._forks.ask({"pid": self.pid})
+        return self.code is not None
+
+    def end(self) -> int:
+        """Wait for its end; return its exit code, negative for a signal."""
+        eventually(self.has_ended, what=lambda: f"{self.pid} does not end: {self.said}")
+        assert self.code is not None
+        return self.code
+
+    def kill(self) -> None:
+        if not self.has_ended():
+            os.kill(self.pid, signal.SIGKILL)
+            self.end()
+
+    @property
+    def published(self) -> int:
+        """Gradients that it has published, also after its death."""
+        if self._ring is None:
+            row = support.learner(self._job, self.pid)
+            if row is None:
+                return self._ends_after if self.has_ended() else 0
+            self._ring = ring_of(self._job, row["row"])
+        return _native.load(self._ring.word(layout.RING, "head"))
+
+    def reaches(self, gradients: int) -> None:
+        """Wait until it has published so many."""
+
+        def reached() -> bool:
+            assert not self.has_ended(), self.said
+            return self.published >= gradients
+
+        eventually(reached, what=lambda: f"{self.published} published: {self.said}")
+
+    def goes_on(self, gradients: int = 10) -> None:
+        self.reaches(self.published + gradients)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def forks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Forks]:
+    if request.param == "cuda" and (why := cuda_missing()):
+        pytest.skip(why)
+    made = Forks(request.param, tmp_path_factory.mktemp("learners"))
+    yield made
+    made.close()
+
+
+class Job:
+    """A job of one tensor, and its learners, which are killed at the end."""
+
+    def __init__(self, forks: Forks, name: str, **how: Any) -> None:
+        self.forks, self.name = forks, name
+        usual = {
+            "tensors": [{"name": "w", "shape": [VALUES[forks.kind]]}],
+            "shards": 2,
+            "standby": False,
+        }
+        self.daemon = QuickDaemon(config(name, **(usual | how)))
+        self._forked: list[Fork] = []
+
+    def __enter__(self) -> Job:
+        self.daemon.__enter__()
+        self.control = Processes(self.name).control
+        self.weights = live_weights(self.name)[: VALUES[self.forks.kind]]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for one in self._forked:
+            one.kill()
+        self.daemon.__exit__(None, None, None)
+
+    def start(self, program: str, **options: Any) -> Fork:
+        made = self.forks.start(self.name, program, **options)
+        self._forked.append(made)
+        return made
+
+    def settle(self) -> None:
+        """End all learners; check that each gradient is applied once, and that nothing is left."""
+        for one in self._forked:
+            one.kill()
+        roster = self.control["roster"]
+        eventually(lambda: (roster["retired"] == roster["generation"]).all(), what="all have left")
+        eventually(lambda: not [one for one in segments(self.name) if "ring" in one])
+        expected = sum(one.published for one in self._forked)
+        np.testing.assert_array_equal(self.weights, -expected)
+        now = status(self.name)
+        assert now["gradients_applied"] == expected
+        assert now["gradients_dropped"] == now["gradients_refused"] == 0
+        assert expected < 2**24, "whole numbers that float32 holds"
+
+
+def test_learners_killed_while_kernels_and_transfers_run(
+    forks: Forks, job_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last of them while a kernel of seconds runs. Their memory on the device is free again."""
+    chance = random.Random(7)
+    free = forks.free_bytes()
+    with Job(forks, job_name) as job:
+        for _ in range(ROUNDS):
+            learners = [job.start(program) for program in ("torch", "pipeline", "torch")]
+            for learner in learners:
+                learner.reaches(3)
+            for learner in learners:
+                spin(chance, 0.05)
+                learner.kill()
+        learners = [job.start(program, long_after=3) for program in ("torch", "pipeline")]
+        for learner in learners:
+            learner.reaches(3)
+            eventually(lambda learner=learner: learner.has_said("long"))
+            begin = time.monotonic()
+            learner.kill()
+            with capsys.disabled():
+                print(f"\nkilled in a long kernel: ended after {time.monotonic() - begin:.2f} s")
+            assert learner.published == 3
+        for learner in [job.start(program, steps=20) for program in ("torch", "pipeline")]:
+            assert learner.end() == 0, learner.said
+            assert learner.published == 20
+        job.settle()
+    eventually(lambda: forks.free_bytes() >= free - OTHERS_BYTES)
+
+
+def test_a_gpu_that_another_process_has_filled(forks: Forks, job_name: str, tmp_path: Path) -> None:
+    """New learners end with a line, those that are there continue; then there is room again."""
+    with Job(forks, job_name) as job:
+        others = [job.start("torch"), job.start("host")]
+        for other in others:
+            other.reaches(3)
+        waiting = job.start("torch", go=str(tmp_path / "go"), full=True)
+        eventually(lambda: waiting.has_said("waiting"))  # its model is on the GPU
+        hog = forks.start(job_name, "hog")
+        try:
+            eventually(lambda: hog.has_said("full"))
+            (tmp_path / "go").touch()
+            late = job.start("pipeline", full=True)
+            for learner in (waiting, late):
+                assert learner.end() == 1, learner.said
+                line = learner.said.splitlines()[-1]
+                assert re.search(
+                    r"DeviceError: GPU 0 is out of memory: a learner needs [\d.,]+ MiB for", line
+                ), learner.said
+                assert learner.said.count("Error: ") == 1, learner.said
+            for other in others:
+                other.goes_on()
+        finally:
+            hog.kill()
+        for learner in [job.start(program, steps=10) for program in ("torch", "pipeline")]:
+            assert learner.end() == 0, learner.said
+        for other in others:
+            other.goes_on()
+        job.settle()
+
+
+FAILING = {
+    "assert": ("torch", r"DeviceError: GPU 0 has failed \(.*"),
+    "address": ("pipeline", r"DeviceError: GPU 0 has failed \(.*"),
+    "script": ("torch", r"Error: "),
+}
+
+
+@pytest.mark.parametrize("sync", ["asp", "bsp"])
+def test_learners_that_break_the_device(forks: Forks, sync: str, job_name: str) -> None:
+    """They end with an exit code. Their gradients of before count, and the others continue."""
+    tensors: list[dict[str, Any]] = [{"name": "w", "shape": [VALUES[forks.kind]]}]
+    tensors.append({"name": "seen", "shape": [8], "role": "buffer"})
+    with Job(forks, job_name, sync=sync, tensors=tensors) as job:
+        other = job.start("pipeline" if sync == "asp" else "torch", has_buffer=True)
+        failing = {
+            how: job.start(program, how=how, fails_after=5, has_buffer=True)
+            for how, (program, _) in FAILING.items()
+            if sync == "asp" or program == "torch"  # a pipeline would be ahead of the barrier
+        }
+        other.reaches(3)
+        for how, learner in failing.items():
+            line = FAILING[how][1]
+            assert learner.end() == 1, learner.said
+            assert re.search(line, learner.said), learner.said
+            assert "Exception ignored" not in learner.said, learner.said
+            assert "terminate called" not in learner.said, learner.said
+        other.goes_on()
+        if sync == "asp":
+            job.settle()
+        else:  # a superstep applies the mean
+            other.kill()
+            assert (job.weights == job.weights[0]).all()
+            assert job.weights[0] == np.rint(job.weights[0]) <= -5
+            assert not status(job_name)["gradients_refused"]
+
+
+def test_servers_killed_while_learners_push(forks: Forks, job_name: str) -> None:
+    with Job(forks, job_name, standby=True) as job:
+        processes = Processes(job_name)
+        learners = [job.start(program) for program in ("torch", "pipeline")]
+        for learner in learners:
+            learner.reaches(3)
+        chance = random.Random(3)
+        for both in (False, False, False, True):
+            standby = eventually(processes.standby)
+            spin(chance, 0.02)
+            sent = faults.send(eventually(processes.server), signal.SIGKILL)
+            assert sent
+            if both:
+                faults.send(standby, signal.SIGKILL)
+            for learner in learners:
+                learner.goes_on()
+        assert status(job_name)["server_deaths"] >= 4
+        job.settle()
+
+
+SCRIPT = """
+import os, torch
+from gadei_ps.learners.torch import Optimizer
+
+device = "cuda" if os.environ["GADEI_PS_DEVICE"] == "cuda" else "cpu"
+torch.manual_seed(0)
+inputs = torch.randn(512, 10, device=device)
+targets = (inputs.sum(1) > 0).long()
+layers = torch.nn.Linear(10, 20), torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 2)
+model = torch.nn.Sequential(*layers)
+model.to(device)
+optimizer = Optimizer(model, lr=0.1)
+for batch in optimizer.batches(len(inputs), 16, epochs=10):
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(inputs[batch.indices]), targets[batch.indices])
+    loss.backward()
+    optimizer.report(loss=loss)
+    optimizer.step()
+optimizer.close()
+model.eval()
+right = (model(inputs).argmax(1) == targets).float().mean().item()
+assert right > 0.8, right
+"""
+
+
+@pytest.mark.parametrize(
+    "device", [*(["host"] if EMULATED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_commands_from_start_to_end(
+    cli: Cli, device: str, job_name: str, interpreters: None
+) -> None:
+    """Three learners on one GPU, and the classifier, at the same time."""
+    if device == "cuda" and (why := cuda_missing()):
+        pytest.skip(why)
+    (cli.directory / "script.py").write_text(SCRIPT)
+    run = ["run", job_name, "--device", device, "--learners", 3, "--json"]
+    running = [cli.start(*run, "--", sys.executable, "script.py")]
+    for model in ("ensemble", "cnn"):
+        train = ["train", EXAMPLE, "--device", device, "--epochs", 1, "--model", model, "--json"]
+        job = f"{job_name}-{model}"
+        running.append(cli.start(*train, "--out", cli.directory / model, "--job", job))
+    results = [one.wait() for one in running]
+    for result in results:
+        assert result.code == 0, result
+    ran, *trained = [result.json for result in results]
+    assert [one["exit_code"] for one in ran["ended"]] == [0, 0, 0]
+    assert (ran["gradients_applied"], ran["restarts"]) == (320, 0)
+    assert ran["gradients_refused"] == ran["gradients_dropped"] == 0
+    for summary in trained:
+        assert summary["device"] == device
+        assert summary["gradients_applied"] > 0
+        assert summary["gradients_refused"] == summary["gradients_dropped"] == 0
