@@ -62,7 +62,7 @@ tests() {
 }
 
 faults() {
-    step faults 150 "$python" -m pytest -m gpu -rs -n 3 -p no:cacheprovider tests/gpu/test_faults.py
+    PATIENCE_S=30 step faults 150 "$python" -m pytest -m gpu -rs -n 3 -p no:cacheprovider tests/gpu/test_faults.py
 }
 
 bench() {  # NAME SECONDS FLAGS...
