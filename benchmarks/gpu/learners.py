@@ -39,6 +39,8 @@ WITHOUT, WITH, SPREAD = "without MPS", "with MPS", "a GPU each"
 GRACE_S = 20.0
 """Seconds that a block may take beyond its time, to end its processes."""
 END_S = 10.0
+FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Environment in which torch can look for GPUs and then be forked."""
 FASTEST = "the fastest peer"
 LSTM, CLASSIFIER = "LSTM", "sentence classifier"
 LSTM_REACH = 1.7
@@ -91,7 +93,7 @@ def _in_process(
     order = json.dumps([target.device, target.quick, block, budget_s])
     child = process.spawn(
         process.module_command("gadei_ps.benchmarks.gpu.learners_block", order),
-        env=os.environ | env,
+        env=os.environ | FORKS | env,
         stdout=subprocess.PIPE,
         how=signal.SIGTERM,
     )

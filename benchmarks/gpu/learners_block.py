@@ -42,12 +42,14 @@ from gadei_ps.errors import GadeiError
 from gadei_ps.machine import interrupts
 from gadei_ps.machine.cuda import first_line
 
-WARM_UP_S = 0.05
+WARM_UP_S = 0.03
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.1, 0.5
 SLACK = 1.4
 """Factor by which a window may exceed its time: the last step, and messages to processes."""
-READY_S, ANSWER_S = 60.0, 20.0
+LEAST_READY_S, READY_S, ANSWER_S = 5.0, 60.0, 20.0
 """Longer than learners take to start and to answer; what hangs must not take all the time."""
+READY_SHARE = 0.6
+"""Share of a network's time after which learners that are not ready are left out."""
 TRIAL_S = 40.0
 
 FAILURES = (RuntimeError, GadeiError, OSError)
@@ -135,9 +137,10 @@ class Block:
                     enter = functools.partial(stack.enter_context, teams[contender])
                     self._try(teams, contender, enter)
             begin = time.monotonic()
+            ready_until = begin + min(READY_S, max(LEAST_READY_S, READY_SHARE * (until - begin)))
             for contender in list(teams):
                 with suppress(_Lost):
-                    ready_s = max(1.0, begin + READY_S - time.monotonic())
+                    ready_s = max(0.1, ready_until - time.monotonic())
                     ready = functools.partial(teams[contender].ready, ready_s)
                     self._try(teams, contender, ready)
             batches = list(self._size["batches"])

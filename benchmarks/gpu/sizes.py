@@ -21,7 +21,7 @@ FULL: dict[str, dict[str, Any]] = {
         "call_s": 0.05,
     },
     "learners": {
-        "seconds": 150.0,
+        "seconds": 200.0,
         "texts": ["mr", "trec6", "banking77"],
         "learners": [1, 2, 4, 8],
         "peers": 4,
