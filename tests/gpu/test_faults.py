@@ -36,6 +36,7 @@ KINDS = [*EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)]
 VALUES = {"emulated": 100_000, "cuda": 4_000_000}  # 16 MB: a transfer takes some 0.3 ms
 ROUNDS = 3  # of three kills; two more follow
 OTHERS_BYTES = 64 << 20  # device memory that other processes may take or free meanwhile
+COMMANDS_S = 90.0  # longest time of a training command
 EXAMPLE = HERE.parents[1] / "examples" / "intents.csv"
 OPTIONS = {  # of a learner
     "steps": 0,  # after which it ends
@@ -367,6 +368,7 @@ def test_commands_from_start_to_end(
     """Three learners on one GPU, and the classifier, at the same time."""
     if device == "cuda" and (why := cuda_missing()):
         pytest.skip(why)
+    cli.patience_s = max(cli.patience_s, COMMANDS_S)
     (cli.directory / "script.py").write_text(SCRIPT)
     run = ["run", job_name, "--device", device, "--learners", 3, "--json"]
     running = [cli.start(*run, "--", sys.executable, "script.py")]
