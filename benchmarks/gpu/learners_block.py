@@ -211,6 +211,8 @@ class Block:
         """Profile the host's part of a step, in the first process of each contender."""
         for contender in list(teams):
             kind, count = contender
+            if kind in nlc_member.REDUCED:  # most of it is backward(), in which they communicate
+                continue
             call = functools.partial(teams[contender].profile, batch, self._size["profiled"])
             with suppress(_Lost):
                 rows = self._try(teams, contender, call)
