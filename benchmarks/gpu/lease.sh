@@ -9,7 +9,8 @@
 # and the results as they are made; a summary ends the log.
 #
 # PYTHON: an interpreter that has PyTorch and CuPy (python3). WHEELS: a folder with wheels of what it
-# lacks. COMMIT: what results name where there is no repository.
+# lacks. COMMIT: what results name where there is no repository. Data sets of the benchmarks are taken from
+# .data, if it exists.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath "$1")
@@ -21,6 +22,7 @@ bin=$(dirname "$("$python" -c 'import sys; print(sys.executable)')")
 python=$bin/python3
 commit=${COMMIT:-$(git rev-parse --short HEAD)}
 : > "$work/summary"
+if [ -d .data ]; then export GADEI_PS_BENCH_DATA=$PWD/.data; fi
 export PYTHONUNBUFFERED=1 PATH=$PATH:/usr/local/nvidia/bin
 
 # step NAME SECONDS COMMAND...: its output goes to the log at its end, one line to the summary.
@@ -65,11 +67,11 @@ faults() {
     PATIENCE_S=30 step faults 150 "$python" -m pytest -m gpu -rs -n 3 -p no:cacheprovider tests/gpu/test_faults.py
 }
 
-bench() {  # NAME SECONDS FLAGS...
-    local name=$1 limit=$2
+bench() {  # NAME SECONDS FLAGS...: full results go to DIR at once, in case that all of this is cut off
+    local name=$1 limit=$2 results=$out
     shift 2
-    step "$name${1:-}" "$limit" "$python" -m gadei_ps.benchmarks.gpu "$@" --commit "$commit" --out "$work/results" "$name"
-    if [ $# = 0 ]; then cp "$work/results/gpu-$name.json" "$out/" 2> /dev/null; fi
+    if [ "${1:-}" = --quick ]; then results=$work/results; fi
+    step "$name${1:-}" "$limit" "$python" -m gadei_ps.benchmarks.gpu "$@" --commit "$commit" --out "$results" "$name"
 }
 
 quick() {
@@ -79,7 +81,7 @@ quick() {
 for one in "$@"; do
     case $one in
         bench) for name in overhead bandwidth learners vision timeline server_on_gpu; do bench "$name" 300; done ;;
-        bench:*) IFS=: read -r _ name limit <<< "$one"; bench "$name" "$limit" ;;
+        bench:*) IFS=: read -r _ name limit <<< "$one"; bench "$name" $((limit + 45)) --seconds "$limit" ;;
         first) units & probe & doctor; wait ;;
         together) tests & quick; wait ;;
         probe | build | doctor | units | tests | faults | quick) "$one" ;;
