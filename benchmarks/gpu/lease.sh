@@ -59,12 +59,14 @@ units() {
 }
 
 tests() {
-    step tests 240 "$python" -m pytest -m gpu -rs -n 6 --dist loadfile -p no:cacheprovider \
+    step tests 240 "$python" -m pytest -m gpu -rs -n 6 --dist loadfile \
+        -p no:cacheprovider -p no:benchmark --timeout 60 \
         --ignore tests/gpu/test_faults.py tests/gpu tests/conformance tests/cli/test_gpus.py
 }
 
 faults() {
-    PATIENCE_S=30 step faults 150 "$python" -m pytest -m gpu -rs -n 3 -p no:cacheprovider tests/gpu/test_faults.py
+    PATIENCE_S=30 step faults 150 "$python" -m pytest -m gpu -rs -n 3 -p no:cacheprovider -p no:benchmark \
+        --timeout 60 tests/gpu/test_faults.py
 }
 
 bench() {  # NAME SECONDS FLAGS...: full results go to DIR at once, in case that all of this is cut off

@@ -90,6 +90,9 @@ def _of(report: Report, target: Target, of: Network) -> Iterator[Report]:
     facts = {"network": of.name, "bytes": _bytes(network)}
     step, single = (_on(of.inputs(batch)) for batch in (size["mini_batch"], 1))
     twin = copy.deepcopy(network)
+    for layer in twin.modules():
+        if isinstance(layer, torch.nn.RNNBase):
+            layer.flatten_parameters()  # a copy has its weights in pieces, which cuDNN joins each time
     plain = torch.optim.SGD(twin.parameters(), 1e-6)
     found = {TORCH: _parts(target, twin, plain, step, size)}
     with job("overhead") as running:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,7 @@ def adapt(
 
     A layer keeps torch's own forward() if other layers use its weight, or if it writes to it.
     """
+    _silence()
     for name, parameter in trained.parameters.items():
         if parameter.dim() > 1 and not differs(parameter):
             setattr(parameter, GATHER, functools.partial(gather, name))
@@ -100,6 +102,17 @@ def adapt(
         if alone and hasattr(layer.weight, GATHER):
             layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
             undo.callback(delattr, layer, "forward")
+
+
+def _silence() -> None:
+    """Have torch give its warning of unchecked sparse tensors now, unheard.
+
+    Releases before 2.13 give it once, also if the check is declined explicitly.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        indices = torch.zeros(1, 0, dtype=torch.int64)
+        torch.sparse_coo_tensor(indices, torch.zeros(0), (1,), check_invariants=False)
 
 
 def _forward(layer: torch.nn.Embedding, indices: torch.Tensor) -> torch.Tensor:

@@ -302,7 +302,9 @@ def test_learners_that_break_the_device(forks: Forks, sync: str, job_name: str) 
             line = FAILING[how][1]
             assert learner.end() == 1, learner.said
             assert re.search(line, learner.said), learner.said
-            assert "Exception ignored" not in learner.said, learner.said
+            ignored = re.findall("Exception ignored in.*", learner.said)
+            # CuPy says so of each module that it cannot unload from a device that has failed.
+            assert all("cupy.cuda.function.Module" in one for one in ignored), learner.said
             assert "terminate called" not in learner.said, learner.said
         other.goes_on()
         if sync == "asp":
