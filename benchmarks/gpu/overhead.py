@@ -92,7 +92,7 @@ def _of(report: Report, target: Target, of: Network) -> Iterator[Report]:
     twin = copy.deepcopy(network)
     for layer in twin.modules():
         if isinstance(layer, torch.nn.RNNBase):
-            layer.flatten_parameters()  # a copy has its weights in pieces, which cuDNN joins each time
+            layer.flatten_parameters()  # a copy has pieces, which cuDNN joins in every call
     plain = torch.optim.SGD(twin.parameters(), 1e-6)
     found = {TORCH: _parts(target, twin, plain, step, size)}
     with job("overhead") as running:
