@@ -66,9 +66,12 @@ struct item {
 
 struct stage_args {
     const chunk *chunks;
-    float *residue; /* of earlier roundings, in the model's layout, or NULL */
+    float *residue;  /* of earlier roundings, in the model's layout, or NULL */
     char *staging;
-    double *parts;  /* of the sum of squares, one for each chunk */
+    double *parts;   /* of the sum of squares, one for each chunk */
+    u64 *sums;       /* enum in native/ps_land.h; NULL if another launch prepares them */
+    const u32 *loss; /* a float, or NULL */
+    u64 tensors;
     u32 wire;
     u32 first;      /* the tensor of items[0] */
     item items[ITEMS];
@@ -194,6 +197,12 @@ extern "C" __global__ void stage(const stage_args a)
     const item item = a.items[piece.tensor - a.first];
     const u64 width = a.wire == FLOAT32 ? 4 : 2;
     seen seen = {0, 0.0};
+    if (a.sums && !blockIdx.x) {
+        if (a.loss && !threadIdx.x)
+            *(u32 *)(a.sums + 1) = *a.loss;
+        for (u64 i = threadIdx.x; i < a.tensors; i += THREADS)
+            a.sums[2 + i] = 0;
+    }
     if (item.to != SKIPPED) {
         char *to = a.staging + item.to + piece.begin * width;
         u64 done = 0;
@@ -232,8 +241,8 @@ struct rows_args {
     u64 rows;           /* of the tensor */
     u64 width;
     u32 *first;         /* `count`: whether the row is named there for the first time */
-    u32 *next;          /* `count`: where it is named next; `count` if it is not */
-    u32 *head;          /* of each row listed: where it is named first */
+    u32 *order;         /* `count`: where rows are named, by row, then in the order given */
+    u32 *head;          /* of each row listed: its begin in `order`; then the last one's end */
     i64 *listed;        /* rows, each once, ascending */
     u64 *sums;          /* enum in native/ps_land.h */
     double *parts;
@@ -247,20 +256,25 @@ struct rows_args {
 #define EACH(i, count) \
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (u64)gridDim.x * blockDim.x)
 
+/* Loops over all that is named read the same places in all threads and wait for none of them, so
+ * that a device has many reads in flight. */
 extern "C" __global__ void link_rows(const rows_args a)
 {
     EACH (i, a.count) {
         i64 row = a.indices[i];
-        u64 j = i, next = i + 1;
-        int there = row >= 0 && (u64)row < a.rows;
+        u64 lower = 0, before = 0;
+        int there = (u64)row < a.rows; /* a negative number is too large as well */
         if (!there)
             a.sums[0] = 1 + a.tensor;
-        while (j && a.indices[j - 1] != row)
-            j--;
-        while (next < a.count && a.indices[next] != row)
-            next++;
-        a.first[i] = there && !j;
-        a.next[i] = (u32)next;
+#pragma unroll 8
+        for (u64 j = 0; j < a.count; j++) {
+            i64 other = a.indices[j];
+            lower += (u64)other < a.rows && other < row;
+            before += j < i && other == row;
+        }
+        a.first[i] = there && !before;
+        if (there)
+            a.order[lower + before] = (u32)i;
     }
 }
 
@@ -270,33 +284,43 @@ extern "C" __global__ void list_rows(const rows_args a)
         if (!a.first[i])
             continue;
         i64 row = a.indices[i];
-        u64 place = 0, last = 1;
+        u64 place = 0, lower = 0, same = 0, higher = 0;
+#pragma unroll 8
         for (u64 j = 0; j < a.count; j++) {
-            place += a.first[j] && a.indices[j] < row;
-            last &= !(a.first[j] && a.indices[j] > row);
+            i64 other = a.indices[j];
+            int there = (u64)other < a.rows;
+            place += a.first[j] && other < row;
+            lower += there && other < row;
+            same += other == row;
+            higher += there && other > row;
         }
         a.listed[place] = row;
-        a.head[place] = (u32)i;
-        if (last)
+        a.head[place] = (u32)lower;
+        if (!higher) {
+            a.head[place + 1] = (u32)(lower + same);
             a.sums[2 + a.tensor] = place + 1;
+        }
     }
 }
 
+/* A block does up to THREADS columns of a row at a time. */
 extern "C" __global__ void add_rows(const rows_args a)
 {
     seen seen = {0, 0.0};
-    const u64 count = a.sums[2 + a.tensor], size = a.width * (a.wire == FLOAT32 ? 4 : 2);
-    for (u64 row = blockIdx.x; row < count; row += gridDim.x) {
-        u64 number = (u64)a.listed[row];
-        char *to = a.to + (a.whole ? number : row) * size;
-        float *residue = a.residue && a.wire != FLOAT32 ? a.residue + number * a.width : 0;
-        for (u64 k = threadIdx.x; k < a.width; k += THREADS) {
-            u64 at = a.head[row];
-            float sum = a.values[at * a.width + k];
-            while ((at = a.next[at]) < a.count)
-                sum = plus(sum, a.values[at * a.width + k]);
-            one(to + k * (a.wire == FLOAT32 ? 4 : 2), &sum, residue ? residue + k : 0, 0, a.wire, &seen);
-        }
+    const u64 width = a.wire == FLOAT32 ? 4 : 2, columns = (a.width + THREADS - 1) / THREADS;
+    const u64 pieces = a.sums[2 + a.tensor] * columns;
+    for (u64 piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+        u64 row = piece / columns, k = piece % columns * THREADS + threadIdx.x;
+        u64 number = (u64)a.listed[row], end = a.head[row + 1], at = a.head[row];
+        if (k >= a.width)
+            continue;
+        float sum = a.values[a.order[at] * a.width + k];
+#pragma unroll 8
+        for (at++; at < end; at++)
+            sum = plus(sum, a.values[a.order[at] * a.width + k]);
+        float *residue = a.residue && a.wire != FLOAT32 ? a.residue + number * a.width + k : 0;
+        char *to = a.to + ((a.whole ? number : row) * a.width + k) * width;
+        one(to, &sum, residue, 0, a.wire, &seen);
     }
     add_up(&seen, a.parts + blockIdx.x);
 }

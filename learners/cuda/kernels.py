@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ THREADS = 256
 ITEMS = 224  # tensors that one launch of `stage` takes: its argument may have 4 KB
 BLOCKS = 1024  # of kernels that go over any number of values
 SKIPPED = 2**64 - 1
-PIECE = 4096  # values, for one block of threads: sixteen for each, and many blocks
+PIECE = 8192  # values, for one block of threads: enough that its begin and end take little
 
 # Words of the sums, which travel beside a gradient (native/ps_land.h): from LISTED on, the number
 # of rows listed of each tensor, then the parts of the sum of squares.
@@ -38,13 +39,13 @@ CHUNK = np.dtype(_words("start begin padded") + _halves("count tensor"))
 ITEM = np.dtype(_words("from to"))
 STAGE = np.dtype(
     [
-        *_words("chunks residue staging parts"),
+        *_words("chunks residue staging parts sums loss tensors"),
         *_halves("wire first"),
         ("items", ITEM, (ITEMS,)),
     ]
 )
 ROWS = np.dtype(
-    _words("indices values count rows width first next head listed sums parts to residue tensor")
+    _words("indices values count rows width first order head listed sums parts to residue tensor")
     + _halves("wire whole")
 )
 GATHER = np.dtype(_words("table indices to rows width count"))
@@ -78,15 +79,23 @@ def pieces(model: Model) -> np.ndarray:
 class Launch:
     """A kernel and its argument, a struct, which is copied at each launch."""
 
-    def __init__(self, function: Any, struct: np.dtype[np.void]) -> None:
-        self.argument = np.zeros(1, struct)
+    def __init__(self, function: Any, fields: np.dtype[np.void]) -> None:
+        self.argument = np.zeros(1, fields)
+        self._bytes = memoryview(self.argument).cast("B")
+        words = "".join("Q" if fields[name].itemsize == 8 else "I" for name in fields.names or ())
+        self._struct = struct.Struct(f"={words}")
         self._function = function
         self._parameters = np.array([self.argument.ctypes.data], np.uintp)
+        self._at = self._parameters.ctypes.data
+
+    def set(self, *values: int) -> None:
+        """Set all fields of an argument of single numbers."""
+        self._struct.pack_into(self._bytes, 0, *values)
 
     def __call__(self, stream: int, blocks: int) -> None:
-        shape: tuple[Any, ...] = (blocks, 1, 1, THREADS, 1, 1)
-        at = self._parameters.ctypes.data
-        cupy.cuda.driver.launchKernel(self._function.ptr, *shape, 0, stream, at, 0)
+        cupy.cuda.driver.launchKernel(
+            self._function.ptr, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._at, 0
+        )
 
 
 class Kernels:

@@ -168,7 +168,7 @@ class CudaLink:
             return
         width = found.count // found.rows
         where = (self._source + 4 * found.start, indices, to, found.rows, width, count)
-        self._gather.argument[0] = where
+        self._gather.set(*where)
         with self._guard:
             self._gather(self._compute(), blocks_for(count * width))
 
@@ -227,10 +227,7 @@ class CudaLink:
         )
         with self._guard:
             stream, outgoing = self._compute(), staging.next
-            frame = staging.stage(where, stream)
-            if loss_at:
-                kind = runtime.memcpyDeviceToDevice
-                runtime.memcpyAsync(outgoing.loss_at, loss_at, 4, kind, stream)
+            frame = staging.stage(where, stream, loss_at)
             runtime.eventRecord(self._staged.ptr, stream)
             payload = client.claim() + layout.PAYLOAD_AT  # once the push before is published
             self._transfer(frame, payload, outgoing)

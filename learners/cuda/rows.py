@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from gadei_ps.learners.cuda.kernels import LISTED, Kernels, blocks_for, bytes_of
+from gadei_ps.learners.cuda.kernels import LISTED, THREADS, Kernels, blocks_for, bytes_of
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import FrameKind, WireType
 from gadei_ps.memory.weights import Tensor
@@ -18,10 +18,20 @@ LINE = 64
 FIRST_ROWS = 4096  # that a mini-batch may name before more memory is allocated
 
 
+class Block(NamedTuple):
+    """Fields of layout.BLOCK: a tensor's place in a frame, bytes from the payload's begin."""
+
+    tensor: int
+    form: FrameKind
+    rows: int
+    indices_at: int
+    values_at: int
+
+
 def lay_out(
     tensors: Sequence[Tensor], given: Sequence[Sequence[int]], width: int, begin: int
-) -> tuple[np.ndarray, int]:
-    """Return the blocks, layout.BLOCK, of a frame whose values begin at `begin`, and where it ends.
+) -> tuple[list[Block], int]:
+    """Return the blocks of a frame whose values begin at `begin`, and where it ends.
 
     given: of each tensor four numbers as Client.push_from takes them. A block has room for as many
     rows as may turn out to be named; how many is known only on the device. width: bytes of a value.
@@ -37,12 +47,12 @@ def lay_out(
         # As native/ps_payload.c: a slot has no room for the numbers of rows of one value.
         crowded = row == 1 and listed + values > _rounded(4 * tensor.rows) + LINE
         if not one[1] or crowded:
-            blocks.append((number, FrameKind.DENSE, 0, at, at))
+            blocks.append(Block(number, FrameKind.DENSE, 0, at, at))
             at += _rounded(width * tensor.count)
         else:
-            blocks.append((number, FrameKind.ROWS, rows, at, at + listed))
+            blocks.append(Block(number, FrameKind.ROWS, rows, at, at + listed))
             at += listed + values
-    return np.array(blocks, layout.BLOCK), at
+    return blocks, at
 
 
 def _rounded(size: int) -> int:
@@ -66,44 +76,50 @@ class RowStaging:
         self._first_chunk = first_chunk
         self._residue = residue
         self._wire = wire
+        self._wire_number = int(wire)
         self._link = compiled.launch("link_rows")
         self._list = compiled.launch("list_rows")
         self._add = compiled.launch("add_rows")
         self._lists: cupy.ndarray | None = None
 
-    def stage(self, where: Sequence[int], block: Any, staging: int, sums: int, stream: int) -> None:
+    def stage(
+        self, where: Sequence[int], block: Block, staging: int, sums: int, stream: int
+    ) -> None:
         """Stage the rows of one tensor at the place in its block of the frame.
 
         where: as Client.push_from takes it; staging, sums: addresses on the device.
         """
-        number, count = int(block["tensor"]), int(where[2])
+        number, count = block.tensor, where[2]
         tensor = self._tensors[number]
-        whole = int(block["form"]) == FrameKind.DENSE
-        to = staging + int(block["values_at"])
+        width = tensor.count // tensor.rows
+        whole = block.form is FrameKind.DENSE
+        to = staging + block.values_at
         if whole:
             runtime.memsetAsync(to, 0, bytes_of(self._wire) * tensor.count, stream)
         if not count:
             return
-        first, following, head, listed = self._room_for(count, stream)
+        first, order, head, listed = self._room_for(count, stream)
         if not whole:
-            listed = staging + int(block["indices_at"])
+            listed = staging + block.indices_at
         chunk, end = self._first_chunk[number : number + 2]
         parts = sums + 8 * (LISTED + len(self._tensors) + chunk)
         residue = self._residue.data.ptr + 4 * tensor.start if self._residue.size else 0
         argument = (
-            *(where[1], where[0], count, tensor.rows, tensor.count // tensor.rows),
-            *(first, following, head, listed),
-            *(sums, parts, to, residue, number, int(self._wire), whole),
+            *(where[1], where[0], count, tensor.rows, width),
+            *(first, order, head, listed),
+            *(sums, parts, to, residue, number, self._wire_number, whole),
         )
-        blocks = blocks_for(count)
+        blocks = min(count, blocks_for(count))
         # add_rows writes a sum of squares for each of its blocks; there is room for the chunks'.
-        for launch, most in ((self._link, blocks), (self._list, blocks), (self._add, end - chunk)):
-            launch.argument[0] = argument
-            launch(stream, min(count, most))
+        pieces = min(count * -(-width // THREADS), end - chunk)
+        for launch, wanted in ((self._link, blocks), (self._list, blocks), (self._add, pieces)):
+            launch.set(*argument)
+            launch(stream, wanted)
 
     def _room_for(self, count: int, stream: int) -> tuple[int, int, int, int]:
-        """Return addresses of three arrays of `count` u32 and one of i64, which all tensors use."""
-        if self._lists is None or self._lists.size < 20 * count:
+        """Return addresses of three arrays of u32, of `count`, `count` and `count + 1`, and of one
+        of `count` i64, which all tensors use."""
+        if self._lists is None or self._lists.size < 20 * count + 4:
             runtime.streamSynchronize(stream)  # it may still use the old arrays
             self._lists = cupy.zeros(20 * max(2 * count, FIRST_ROWS), np.uint8)
             cupy.cuda.get_current_stream().synchronize()

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
 
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.cuda import kernels
-from gadei_ps.learners.cuda.kernels import ITEMS, LISTED, LOSS, SKIPPED, Kernels, Launch, bytes_of
+from gadei_ps.learners.cuda.kernels import ITEMS, LISTED, SKIPPED, Kernels, Launch, bytes_of
 from gadei_ps.learners.cuda.rows import RowStaging, lay_out
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import FrameKind, WireType
+
+NO_BLOCKS = np.zeros(0, layout.BLOCK)
 
 
 class Staged(NamedTuple):
@@ -39,8 +41,8 @@ class _Part(NamedTuple):
     launch: Launch
     tensors: slice
     blocks: int
-    items: np.ndarray
-    """Source address and target offset of each tensor, u64 of shape (ITEMS, 2)."""
+    items: memoryview
+    """Source address and target offset of each tensor, two u64 for each."""
 
 
 @dataclass
@@ -56,10 +58,6 @@ class Outgoing:
     landing: int
     """Address of pinned memory from which the driver publishes: _native.LANDING_BYTES."""
     parts: list[_Part]
-
-    @property
-    def loss_at(self) -> int:
-        return int(self.sums.data.ptr) + 8 * LOSS
 
 
 class Staging:
@@ -113,7 +111,9 @@ class Staging:
             argument["first"] = first
             argument["chunks"] = self._chunks.data.ptr + begin * kernels.CHUNK.itemsize
             argument["parts"] = sums.data.ptr + 8 * (LISTED + len(self._tensors) + begin)
-            items = argument["items"][0].view(np.uint64).reshape(ITEMS, 2)
+            argument["sums"] = 0 if first else sums.data.ptr
+            argument["tensors"] = len(self._tensors)
+            items = memoryview(argument["items"][0].view(np.uint64))
             blocks = self._first_chunk[end] - begin
             parts.append(_Part(launch, slice(first, end), blocks, items))
         return Outgoing(buffer, sums, pinned, pinned + 8 * words, parts)
@@ -137,15 +137,15 @@ class Staging:
             return None
         return self.next.buffer[: 4 * self._elements].view(np.float32)
 
-    def stage(self, where: Sequence[int], stream: int) -> Staged:
+    def stage(self, where: Sequence[int], stream: int, loss_at: int = 0) -> Staged:
         """Launch the kernels that put a gradient into the staging buffer.
 
-        where: as Client.push_from takes it, addresses on the device.
+        where: as Client.push_from takes it, addresses on the device. loss_at: that of the loss,
+        float32, or 0.
         """
         if not any(where[1::4]):  # no rows
-            self._stage_whole(where[::4], self._offsets, stream)
-            size = self._width * self._parameters
-            return Staged(FrameKind.DENSE, np.zeros(0, layout.BLOCK), 0, size)
+            self._stage_whole(where[::4], self._offsets, stream, loss_at)
+            return Staged(FrameKind.DENSE, NO_BLOCKS, 0, self._width * self._parameters)
         outgoing = self.next
         given = [where[at : at + 4] for at in range(0, 4 * self._trained, 4)]
         end = outgoing.buffer.data.ptr + outgoing.buffer.nbytes
@@ -155,25 +155,26 @@ class Staging:
         blocks, size = lay_out(
             self._tensors[: self._trained], given, self._width, self._first_block
         )
-        runtime.memsetAsync(outgoing.sums.data.ptr, 0, outgoing.sums.nbytes, stream)
         offsets = [SKIPPED] * len(given)
         for block in blocks:
-            if not given[block["tensor"]][1]:
-                offsets[block["tensor"]] = int(block["values_at"])
-        self._stage_whole(where[::4], offsets, stream)
+            if not given[block.tensor][1]:
+                offsets[block.tensor] = block.values_at
+        self._stage_whole(where[::4], offsets, stream, loss_at)
+        buffer, sums = outgoing.buffer.data.ptr, outgoing.sums.data.ptr
         for block in blocks:
-            one = given[block["tensor"]]
+            one = given[block.tensor]
             if one[1]:
-                self._rows.stage(
-                    one, block, outgoing.buffer.data.ptr, outgoing.sums.data.ptr, stream
-                )
-        return Staged(FrameKind.ROWS, blocks, self._first_block, size)
+                self._rows.stage(one, block, buffer, sums, stream)
+        return Staged(FrameKind.ROWS, np.array(blocks, layout.BLOCK), self._first_block, size)
 
-    def _stage_whole(self, sources: Sequence[int], offsets: Sequence[int], stream: int) -> None:
+    def _stage_whole(
+        self, sources: Sequence[int], offsets: Sequence[int], stream: int, loss_at: int
+    ) -> None:
         """Stage tensors that are given whole; in a dense frame those that are not given are
         zero."""
         for part in self.next.parts:
-            count = part.tensors.stop - part.tensors.start
-            part.items[:count, 0] = sources[part.tensors]
-            part.items[:count, 1] = offsets[part.tensors]
+            pairs = zip(sources[part.tensors], offsets[part.tensors], strict=True)
+            for at, word in enumerate(itertools.chain.from_iterable(pairs)):
+                part.items[at] = word
+            part.launch.argument["loss"] = loss_at
             part.launch(stream, part.blocks)

@@ -123,6 +123,15 @@ def subnormal() -> dict[str, Any]:
     return {"long": np.full(9_003, 1e-40, np.float32), "table": rows}
 
 
+def repeated() -> dict[str, Any]:
+    """Return a row that is named hundreds of times, as padding is, among others."""
+    chance = np.random.default_rng(3)
+    named = np.where(chance.random(700) < 0.5, 5, chance.integers(0, 40, 700))
+    values = chance.standard_normal((700, 6), np.float32)
+    wide = Rows(np.array([3, 1, 3]), chance.standard_normal((3, 700), np.float32))
+    return {"table": Rows(named, values), "wide": wide, "s": np.float32(2).reshape(())}
+
+
 def on_device(gradient: Any, to_device: Callable[[np.ndarray], Any]) -> Any:
     if isinstance(gradient, Rows):
         return Rows(to_device(gradient.indices), to_device(gradient.values))
@@ -148,6 +157,7 @@ def test_as_the_host(
         max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
     )
     @example([subnormal(), subnormal()])
+    @example([repeated(), repeated()])
     @given(st.lists(gradients(), min_size=1, max_size=3))
     def check(given: list[dict[str, Any]]) -> None:
         for one in given:
