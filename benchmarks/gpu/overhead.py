@@ -153,8 +153,8 @@ def _networks(target: Target, size: dict[str, Any], sentences: Texts) -> list[Ne
 
     return [
         Network("sentence classifier", lambda: nlc_member.fresh(kind, sentences), numbers),
-        Network("LSTM", lambda: networks.lstm(kind, sentences, hidden), numbers),
         Network("perceptron", lambda: networks.mlp(sizes), vectors),
+        Network("LSTM", lambda: networks.lstm(kind, sentences, hidden), numbers),
     ]
 
 

@@ -9,7 +9,7 @@ from gadei_ps.benchmarks.sizes import MB
 FULL: dict[str, dict[str, Any]] = {
     "overhead": {
         "seconds": 35.0,
-        "steps": 300,
+        "steps": 150,
         "mini_batch": 8,
         "mlp": [2500, 1250, 2500],
         "profiled": 50,
@@ -23,7 +23,7 @@ FULL: dict[str, dict[str, Any]] = {
     "learners": {
         "seconds": 200.0,
         "texts": ["mr", "trec6", "banking77"],
-        "learners": [1, 2, 4, 8],
+        "learners": [1, 4, 8],
         "peers": 4,
         "batches": [1, 8, 32, 4, 16, 2, 64, 128],
         "rounds": 3,
@@ -43,7 +43,7 @@ FULL: dict[str, dict[str, Any]] = {
     },
     "timeline": {
         "seconds": 25.0,
-        "models": [("mlp", 1024), ("vgg", 64)],
+        "models": [("vgg", 64), ("mlp", 4096)],
         "steps": 10,
         "mlp": [2500, 1250, 2500],
     },

@@ -30,7 +30,7 @@ from gadei_ps.benchmarks.gang import Gang
 from gadei_ps.benchmarks.gpu import step_profile
 from gadei_ps.benchmarks.gpu.target import Target, job, noted, started
 from gadei_ps.benchmarks.nlc_texts import VARIABLE, data_directory
-from gadei_ps.machine import gpus
+from gadei_ps.machine import gpus, process
 
 OURS, TORCH = "gadei-ps", "torch SGD"
 LEARNER = "gadei_ps.benchmarks.gpu.vision_learner"
@@ -87,7 +87,7 @@ def measure(target: Target) -> Iterator[Report]:
     size = target.sizes("vision")
     report = Report(["network", "mini-batch", "GPUs", OURS, TORCH, "ratio"])
     pixels, notes = images(size["images"])
-    report.notes += [*notes, "precision is torch's default, in both"]
+    report.notes += [*notes, "precision is torch's default, in both", f"{shards()} shards"]
     entries = gpus.visible() if target.on_gpu else ("",)
     taken = 0.0  # by the network before
     with tempfile.TemporaryDirectory(prefix="gadei-ps-images-") as scratch, ExitStack() as stack:
@@ -121,6 +121,12 @@ def measure(target: Target) -> Iterator[Report]:
             taken = time.monotonic() - begin
 
 
+def shards() -> int:
+    """Return half of the cores: learners on GPUs leave them to the server, whose update of a large
+    model takes as long as its shards are few."""
+    return max(1, process.cores() // 2)
+
+
 def _gang(entries: tuple[str, ...]) -> Gang:
     """A process for each of these GPUs."""
     return Gang([["-m", LEARNER, entry] for entry in entries], start_s=START_S)
@@ -141,7 +147,7 @@ def _beside_torch(
 ) -> None:
     """Measure one learner and one process of torch, on the same GPU, in turns."""
     facts = {"model": setup["model"], "mini_batch": setup["mini_batch"], "gpus": 1}
-    with job("vision") as name:
+    with job("vision", shards=shards()) as name:
         contenders = {}
         for who, of in ((OURS, name), (TORCH, None)):
             (answer,) = gangs[who].ask({**setup, "job": of}, timeout_s=STEPS_S)
@@ -176,7 +182,7 @@ def _on_several(
     with ExitStack() as stack:
         contenders = {}
         for learners in (1, count):
-            name = stack.enter_context(job(f"vision{learners}"))
+            name = stack.enter_context(job(f"vision{learners}", shards=shards()))
             gang = stack.enter_context(_gang(entries[:learners]))
             gang.ask({**setup, "job": name}, timeout_s=STEPS_S)
             contenders[str(learners)] = _rate(gang, setup, learners, size["window_s"])

@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from gadei_ps.learners.cuda.kernels import LISTED, THREADS, Kernels, blocks_for, bytes_of
+from gadei_ps.learners.cuda.kernels import THREADS, Kernels, blocks_for, bytes_of
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import FrameKind, WireType
 from gadei_ps.memory.weights import Tensor
@@ -28,8 +28,28 @@ class Block(NamedTuple):
     values_at: int
 
 
+class Size(NamedTuple):
+    """What of a tensor's shape matters here, computed once: the host lays out a frame each step."""
+
+    start: int
+    count: int
+    rows: int
+    row: int
+    """Values of a row."""
+    whole: int
+    """Bytes in a frame, if it is given whole."""
+
+
+def sizes(tensors: Sequence[Tensor], width: int) -> list[Size]:
+    """Return the sizes of tensors. width: bytes of a value in a frame."""
+    return [
+        Size(one.start, one.count, one.rows, one.count // one.rows, _rounded(width * one.count))
+        for one in tensors
+    ]
+
+
 def lay_out(
-    tensors: Sequence[Tensor], given: Sequence[Sequence[int]], width: int, begin: int
+    tensors: Sequence[Size], given: Sequence[Sequence[int]], width: int, begin: int
 ) -> tuple[list[Block], int]:
     """Return the blocks of a frame whose values begin at `begin`, and where it ends.
 
@@ -41,17 +61,16 @@ def lay_out(
     for number, (tensor, one) in enumerate(zip(tensors, given, strict=True)):
         if not any(one):
             continue
-        row = tensor.count // tensor.rows
-        rows = min(one[2], tensor.rows) if one[1] else tensor.rows
-        listed, values = _rounded(8 * rows), _rounded(width * rows * row)
-        # As native/ps_payload.c: a slot has no room for the numbers of rows of one value.
-        crowded = row == 1 and listed + values > _rounded(4 * tensor.rows) + LINE
-        if not one[1] or crowded:
-            blocks.append(Block(number, FrameKind.DENSE, 0, at, at))
-            at += _rounded(width * tensor.count)
-        else:
-            blocks.append(Block(number, FrameKind.ROWS, rows, at, at + listed))
-            at += listed + values
+        if one[1]:
+            rows = min(one[2], tensor.rows)
+            listed, values = _rounded(8 * rows), _rounded(width * rows * tensor.row)
+            # As native/ps_payload.c: a slot has no room for the numbers of rows of one value.
+            if tensor.row > 1 or listed + values <= _rounded(4 * tensor.rows) + LINE:
+                blocks.append(Block(number, FrameKind.ROWS, rows, at, at + listed))
+                at += listed + values
+                continue
+        blocks.append(Block(number, FrameKind.DENSE, 0, at, at))
+        at += tensor.whole
     return blocks, at
 
 
@@ -65,15 +84,20 @@ class RowStaging:
     def __init__(
         self,
         compiled: Kernels,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Size],
         first_chunk: Sequence[int],
+        parts_at: int,
         residue: cupy.ndarray,
         wire: WireType,
     ) -> None:
-        """Prepare the launches. first_chunk: of each tensor, and the end; residue: of the model, or
-        empty."""
+        """Prepare the launches.
+
+        first_chunk: of each tensor, and the end. parts_at: begin of the parts of the sum of squares
+        among the sums, bytes. residue: of the model, or empty.
+        """
         self._tensors = tensors
         self._first_chunk = first_chunk
+        self._parts_at = parts_at
         self._residue = residue
         self._wire = wire
         self._wire_number = int(wire)
@@ -91,7 +115,6 @@ class RowStaging:
         """
         number, count = block.tensor, where[2]
         tensor = self._tensors[number]
-        width = tensor.count // tensor.rows
         whole = block.form is FrameKind.DENSE
         to = staging + block.values_at
         if whole:
@@ -102,16 +125,16 @@ class RowStaging:
         if not whole:
             listed = staging + block.indices_at
         chunk, end = self._first_chunk[number : number + 2]
-        parts = sums + 8 * (LISTED + len(self._tensors) + chunk)
+        parts = sums + self._parts_at + 8 * chunk
         residue = self._residue.data.ptr + 4 * tensor.start if self._residue.size else 0
         argument = (
-            *(where[1], where[0], count, tensor.rows, width),
+            *(where[1], where[0], count, tensor.rows, tensor.row),
             *(first, order, head, listed),
             *(sums, parts, to, residue, number, self._wire_number, whole),
         )
         blocks = min(count, blocks_for(count))
         # add_rows writes a sum of squares for each of its blocks; there is room for the chunks'.
-        pieces = min(count * -(-width // THREADS), end - chunk)
+        pieces = min(count * -(-tensor.row // THREADS), end - chunk)
         for launch, wanted in ((self._link, blocks), (self._list, blocks), (self._add, pieces)):
             launch.set(*argument)
             launch(stream, wanted)

@@ -16,7 +16,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.cuda import kernels
 from gadei_ps.learners.cuda.kernels import ITEMS, LISTED, SKIPPED, Kernels, Launch, bytes_of
-from gadei_ps.learners.cuda.rows import RowStaging, lay_out
+from gadei_ps.learners.cuda.rows import RowStaging, lay_out, sizes
 from gadei_ps.memory import layout, weights
 from gadei_ps.memory.layout import FrameKind, WireType
 
@@ -71,6 +71,7 @@ class Staging:
         self._parameters = model.parameters
         self._wire = client.wire
         self._width = bytes_of(self._wire)
+        self._sizes = sizes(model.trained, self._width)
         self._first_block = _native.first_block(client.place.weights.address)
         self._offsets = [self._width * tensor.start for tensor in self._tensors]
         chunks = kernels.pieces(model)
@@ -81,7 +82,8 @@ class Staging:
         self._first_chunk = np.concatenate([[0], np.cumsum(counts)]).tolist()
         rounds = client.error_feedback and self._wire is not WireType.FLOAT32
         self._residue = cupy.zeros(model.elements if rounds else 0, np.float32)
-        words = LISTED + len(self._tensors) + self.squares
+        self._parts_at = 8 * (LISTED + len(self._tensors))
+        words = self._parts_at // 8 + self.squares
         # Pinned: a transfer into other memory would make the host wait.
         each = 8 * words + _native.LANDING_BYTES
         self._pinned = cupy.cuda.alloc_pinned_memory(2 * each)
@@ -93,7 +95,7 @@ class Staging:
         ]
         self._now = 0
         self._rows = RowStaging(
-            compiled, self._tensors, self._first_chunk, self._residue, self._wire
+            compiled, self._sizes, self._first_chunk, self._parts_at, self._residue, self._wire
         )
 
     def _make_outgoing(self, compiled: Kernels, words: int, size: int, pinned: int) -> Outgoing:
@@ -110,7 +112,7 @@ class Staging:
             argument["wire"] = int(self._wire)
             argument["first"] = first
             argument["chunks"] = self._chunks.data.ptr + begin * kernels.CHUNK.itemsize
-            argument["parts"] = sums.data.ptr + 8 * (LISTED + len(self._tensors) + begin)
+            argument["parts"] = sums.data.ptr + self._parts_at + 8 * begin
             argument["sums"] = 0 if first else sums.data.ptr
             argument["tensors"] = len(self._tensors)
             items = memoryview(argument["items"][0].view(np.uint64))
@@ -148,19 +150,17 @@ class Staging:
             return Staged(FrameKind.DENSE, NO_BLOCKS, 0, self._width * self._parameters)
         outgoing = self.next
         given = [where[at : at + 4] for at in range(0, 4 * self._trained, 4)]
-        end = outgoing.buffer.data.ptr + outgoing.buffer.nbytes
-        if any(outgoing.buffer.data.ptr <= one[0] < end for one in given):
+        buffer, sums = outgoing.buffer.data.ptr, outgoing.sums.data.ptr
+        end = buffer + outgoing.buffer.nbytes
+        if any(buffer <= one < end for one in where[::4]):
             # In a frame of rows no tensor lies where room() has it.
             raise UsageError("rows cannot be pushed together with arrays of gradients()")
-        blocks, size = lay_out(
-            self._tensors[: self._trained], given, self._width, self._first_block
-        )
+        blocks, size = lay_out(self._sizes, given, self._width, self._first_block)
         offsets = [SKIPPED] * len(given)
         for block in blocks:
             if not given[block.tensor][1]:
                 offsets[block.tensor] = block.values_at
         self._stage_whole(where[::4], offsets, stream, loss_at)
-        buffer, sums = outgoing.buffer.data.ptr, outgoing.sums.data.ptr
         for block in blocks:
             one = given[block.tensor]
             if one[1]:
