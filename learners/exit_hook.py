@@ -1,7 +1,5 @@
 """Exit of a learner's script when an error reaches its top level."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,7 +1,5 @@
 """Values that a script reports beside the loss, such as an accuracy, for the history."""
 
-from __future__ import annotations
-
 import math
 import re
 import socket

@@ -3,8 +3,6 @@
 They outlive a watchdog that is killed. The next watchdog finds them by their environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

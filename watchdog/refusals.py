@@ -1,7 +1,5 @@
 """Warnings while a job refuses gradients, such as those of a model that has diverged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

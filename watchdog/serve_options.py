@@ -1,7 +1,5 @@
 """Start options of a watchdog."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

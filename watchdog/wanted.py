@@ -5,8 +5,6 @@ learners may start (unit_files.py). The watchdog of a unit looks after it, becau
 condition fails reports nothing: it makes the file again where it is lost.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

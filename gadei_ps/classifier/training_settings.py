@@ -1,7 +1,5 @@
 """Settings of a training: the options of `gadei-ps train`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final

@@ -5,8 +5,6 @@ A command returns its exit code, prints its result on stdout and everything else
 command imports what it needs when it runs, so that --help and completion are quick.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, Final
 

@@ -1,7 +1,5 @@
 """Commands that write checkpoints and read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The command `gadei-ps partition`."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

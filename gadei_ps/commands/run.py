@@ -4,8 +4,6 @@
 yet, `run` serves it until then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

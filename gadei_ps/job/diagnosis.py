@@ -1,7 +1,5 @@
 """Diagnosis of a job whose watchdog does not answer, with advice."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -4,8 +4,6 @@ Each request names the model of its reply (`_Message.reply` in control.py). A fi
 lacks is ignored. Text is bounded, but may have any characters: what prints it escapes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 

@@ -3,8 +3,6 @@
 Numba is imported only to compile.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 

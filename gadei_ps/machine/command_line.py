@@ -1,7 +1,5 @@
 """Command lines of processes, for people who look for a job by what it runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

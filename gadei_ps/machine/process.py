@@ -1,7 +1,5 @@
 """Processes, identified by pid and start time: a pid alone may be reused."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,8 +3,6 @@
 python -m gadei_ps.server.helper NAME...
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """A job's history as a table, and as a picture."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

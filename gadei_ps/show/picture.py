@@ -1,7 +1,5 @@
 """SVG picture of a terminal with the output of a command."""
 
-from __future__ import annotations
-
 import io
 import re
 

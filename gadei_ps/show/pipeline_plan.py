@@ -1,7 +1,5 @@
 """Output of `partition`: the plan's stages as a table, and their timeline as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

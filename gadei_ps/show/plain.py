@@ -1,7 +1,5 @@
 """Text of others for a terminal."""
 
-from __future__ import annotations
-
 import sys
 from typing import TextIO
 

@@ -1,7 +1,5 @@
 """Tables, numbers and durations as every command prints them."""
 
-from __future__ import annotations
-
 import datetime
 import sys
 import time

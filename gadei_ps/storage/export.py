@@ -1,7 +1,5 @@
 """Weights as files for others: safetensors, NumPy, PyTorch."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Gradients that hold a NaN or an infinity, which the job refuses."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The optimizer that a training script uses in place of torch's own."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import operator
