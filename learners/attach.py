@@ -14,14 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps import _native
-from gadei_ps.errors import (
-    GadeiError,
-    JobFailed,
-    JobNotFound,
-    SegmentError,
-    UsageError,
-    in_words,
-)
+from gadei_ps.errors import GadeiError, JobFailed, JobNotFound, SegmentError, UsageError, in_words
 from gadei_ps.job.control import (
     RECONNECT_S,
     Attach,

@@ -21,10 +21,7 @@ def install() -> None:
 
 
 def _report(
-    previous: Hook,
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
+    previous: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print one line for the end of the job, and no frames of gadei_ps for its other errors.
 

@@ -100,11 +100,7 @@ class WaveOrder(ABC):
         return wave, ends, bool(self._waves) and wave is not self._waves[0]
 
     def begin(
-        self,
-        *,
-        last: bool | None = None,
-        batch: int | None = None,
-        timeout_s: float | None = None,
+        self, *, last: bool | None = None, batch: int | None = None, timeout_s: float | None = None
     ) -> bool:
         """Wait until the next mini-batch may begin. Returns whether it has pulled weights for it.
 

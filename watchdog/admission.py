@@ -11,14 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gadei_ps.errors import (
-    ControlError,
-    GadeiError,
-    JobFailed,
-    ModelMismatch,
-    UsageError,
-    in_words,
-)
+from gadei_ps.errors import ControlError, GadeiError, JobFailed, ModelMismatch, UsageError, in_words
 from gadei_ps.job.control import Attach, FirstBatch, Offer
 from gadei_ps.job.optimizer_config import NOTHING
 from gadei_ps.memory import reserve, segment, shm, weights

@@ -30,30 +30,14 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native
-from gadei_ps.errors import (
-    JobInUse,
-    NoSharedMemory,
-    NotOurs,
-    OtherVersion,
-    SegmentError,
-)
+from gadei_ps.errors import JobInUse, NoSharedMemory, NotOurs, OtherVersion, SegmentError
 from gadei_ps.job import changes, hyperparameters, paths, recorded, sync_change
 from gadei_ps.job.changes import NO_CHANGES, Changes
 from gadei_ps.job.config import JobConfig
 from gadei_ps.kernels import optimizers
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.machine import process
-from gadei_ps.memory import (
-    build,
-    holds,
-    layout,
-    presence,
-    reserve,
-    segment,
-    shm,
-    totals,
-    weights,
-)
+from gadei_ps.memory import build, holds, layout, presence, reserve, segment, shm, totals, weights
 from gadei_ps.memory import ring as shared
 from gadei_ps.memory.holds import Hold
 from gadei_ps.memory.layout import Phase, SegmentKind, ServerState, Stop
@@ -206,9 +190,7 @@ class JobMemory:
         try:
             # Kept in a local name until it is accepted: a start that fails removes self.control.
             found = segment.attach(
-                shm.segment_name(self.config.name, "control"),
-                SegmentKind.CONTROL,
-                writable=True,
+                shm.segment_name(self.config.name, "control"), SegmentKind.CONTROL, writable=True
             )
         except OtherVersion as error:
             raise differs(

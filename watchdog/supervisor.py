@@ -79,13 +79,7 @@ class Supervisor:
         self._roster = Roster(
             self.memory, self._selector, self._log, config.learner_timeout_s, self._maker.drop
         )
-        self._servers = Servers(
-            self.memory,
-            self._selector,
-            self._log,
-            self._fail,
-            self.options,
-        )
+        self._servers = Servers(self.memory, self._selector, self._log, self._fail, self.options)
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
         self._history = History(self.memory, self._selector, self._log)
         self._monitors = Monitors(config, self._selector, self._log)

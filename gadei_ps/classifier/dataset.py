@@ -256,10 +256,7 @@ def _dataset(
 
 
 def _check_labels(
-    path: str | PathLike[str],
-    rows: list[_Labelled],
-    every: list[list[str]],
-    separator: str | None,
+    path: str | PathLike[str], rows: list[_Labelled], every: list[list[str]], separator: str | None
 ) -> None:
     """Raise DatasetError if nothing can be learned from the labels, or one cannot be written.
 
@@ -285,10 +282,7 @@ def _check_labels(
 
 
 def _odd_labels(
-    rows: list[_Labelled],
-    every: list[list[str]],
-    names: tuple[str, ...],
-    separator: str | None,
+    rows: list[_Labelled], every: list[list[str]], names: tuple[str, ...], separator: str | None
 ) -> Iterator[str]:
     """Yield notes on labels that may not be what the user means, one line each."""
     if separator is None:

@@ -29,12 +29,7 @@ from gadei_ps.classifier.calibration import (
 from gadei_ps.classifier.dataset import UNSEEN_LABEL, Dataset
 from gadei_ps.classifier.features import Rows
 from gadei_ps.classifier.inference import EnsembleClassifier, Floats
-from gadei_ps.classifier.model_directory import (
-    CONFUSION,
-    PICTURE,
-    ModelDirectoryError,
-    save_result,
-)
+from gadei_ps.classifier.model_directory import CONFUSION, PICTURE, ModelDirectoryError, save_result
 from gadei_ps.classifier.report import Confusion, LabelQuality
 from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.words import Encoded

@@ -98,11 +98,7 @@ def _run(
     # The operations of an ensemble are too small for several threads.
     threads = max(1, process.cores() // settings.learners) if plan.is_cnn else 1
     daemon = Daemon(
-        config,
-        verbose=settings.verbose,
-        learners=settings.learners,
-        fresh=True,
-        survives=True,
+        config, verbose=settings.verbose, learners=settings.learners, fresh=True, survives=True
     )
     try:
         # A file in memory: it disappears with its processes, and only its owner can open it.
@@ -197,11 +193,7 @@ class _Run:
         self.daemon.request(work)
         command = process.module_command("gadei_ps.classifier.learner", str(data))
         learners = Learners(
-            command,
-            self.settings.learners,
-            str(self.daemon.socket),
-            stdout=2,
-            compute=self.compute,
+            command, self.settings.learners, str(self.daemon.socket), stdout=2, compute=self.compute
         )
         try:
             try:
@@ -346,11 +338,7 @@ class _Run:
     def _measure(self, epoch: float) -> bool:
         losses = [one["loss"] for one in self.status["learners"] if one["loss"] is not None]
         return self.measuring.measure(
-            self._weights(),
-            self.earlier + epoch,
-            losses,
-            self.train_seconds,
-            self.samples_per_s(),
+            self._weights(), self.earlier + epoch, losses, self.train_seconds, self.samples_per_s()
         )
 
     def samples_per_s(self) -> float:

@@ -175,11 +175,7 @@ def attach(
     from gadei_ps.commands.run import RunOptions, attach_and_wait, become_learner
 
     options = RunOptions(
-        restart=0,
-        device=device.value,
-        gpus=gpus,
-        devices_per_learner=devices_per_learner,
-        stdout=2,
+        restart=0, device=device.value, gpus=gpus, devices_per_learner=devices_per_learner, stdout=2
     )
     if not as_json:
         become_learner(job, command, options)

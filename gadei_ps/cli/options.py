@@ -139,8 +139,7 @@ TensorBoard = Annotated[
     option("DIR", "Write curves for TensorBoard into this directory.", name="--tensorboard"),
 ]
 MLflow = Annotated[
-    str | None,
-    option("URI", "Write curves to this MLflow server, or directory.", name="--mlflow"),
+    str | None, option("URI", "Write curves to this MLflow server, or directory.", name="--mlflow")
 ]
 WandB = Annotated[
     Path | None,

@@ -57,8 +57,7 @@ def train(
         option("E", "Passes over the data; of the CNN at most.", "4 to 16, by rows; cnn: 200"),
     ] = None,
     batch_size: Annotated[
-        int | None,
-        option("B", "Sentences in a mini-batch.", "16; cnn: 2, 4 or 32, by rows"),
+        int | None, option("B", "Sentences in a mini-batch.", "16; cnn: 2, 4 or 32, by rows")
     ] = None,
     optimizer: Annotated[
         OptimizerName | None,
@@ -227,8 +226,7 @@ def predict(
     ] = None,
     top: Annotated[int, option("N", "Print the N most likely labels of each sentence.")] = 1,
     none: Annotated[
-        bool,
-        switch("--none", "Leave the label empty where none is likely: below a threshold."),
+        bool, switch("--none", "Leave the label empty where none is likely: below a threshold.")
     ] = False,
     threshold: Annotated[
         float | None, option("P", "With --none: the threshold.", "the model's")

@@ -18,13 +18,7 @@ import numpy as np
 from gadei_ps.commands.durations import ANSWER_TIMEOUT_S, STOP_MARGIN_S
 from gadei_ps.errors import ControlError, JobNotFound, NoAnswer, OtherVersion, UsageError
 from gadei_ps.job import config, control, paths, service
-from gadei_ps.job.control import (
-    Checkpoint,
-    Connection,
-    Discard,
-    Status,
-    StopJob,
-)
+from gadei_ps.job.control import Checkpoint, Connection, Discard, Status, StopJob
 from gadei_ps.job.diagnosis import (
     diagnose,
     diagnose_other_users,

@@ -18,14 +18,7 @@ from typing import Any, Self
 from gadei_ps.commands import change, daemon, jobs
 from gadei_ps.commands.daemon import Daemon, KeptDaemon
 from gadei_ps.commands.durations import DRAIN_S
-from gadei_ps.errors import (
-    ControlError,
-    GadeiError,
-    JobInUse,
-    JobNotFound,
-    JobStopped,
-    UsageError,
-)
+from gadei_ps.errors import ControlError, GadeiError, JobInUse, JobNotFound, JobStopped, UsageError
 from gadei_ps.job import config, control, in_process, paths
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Status

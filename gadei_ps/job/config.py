@@ -198,9 +198,7 @@ class JobConfig(_Table, allow_inf_nan=False):
     standby: bool = Field(True, description="a second server, ready to take over at once")
     hang_s: Real = Field(5.0, description="a server that hangs for so long is killed")
     learner_timeout_s: Real = Field(
-        60.0,
-        ge=0,
-        description="a learner that holds up others for so long is killed; 0: never",
+        60.0, ge=0, description="a learner that holds up others for so long is killed; 0: never"
     )
     start_with: Whole = Field(
         0,

@@ -146,13 +146,7 @@ def clip_scale(hyper: Doubles, squares: float) -> float:
 
 @_kernel
 def coefficients(
-    kind: int,
-    hyper: Doubles,
-    lr: float,
-    t: int,
-    staleness: int,
-    momentum: float,
-    out: Doubles,
+    kind: int, hyper: Doubles, lr: float, t: int, staleness: int, momentum: float, out: Doubles
 ) -> None:
     """Write what `update` needs to know of one gradient: its scalars, the same for all chunks.
 

@@ -118,10 +118,7 @@ _SGD = {"dampening": 0.0, "nesterov": False}
 
 TABLE: Final[Mapping[Kind, Traits]] = {
     Kind.SGD: Traits(
-        {"weight_decay": 0.0},
-        torch="SGD",
-        torch_fixed=_SGD | {"momentum": 0.0},
-        torch_steps=False,
+        {"weight_decay": 0.0}, torch="SGD", torch_fixed=_SGD | {"momentum": 0.0}, torch_steps=False
     ),
     Kind.MOMENTUM: Traits(
         _MOMENTUM, ("momentum_buffer",), "SGD", torch_fixed=_SGD, torch_steps=False
@@ -135,10 +132,7 @@ TABLE: Final[Mapping[Kind, Traits]] = {
     ),
     Kind.ADAGRAD: Traits({"eps": 1e-10, "weight_decay": 0.0}, ("sum",), "Adagrad", 1e-2),
     Kind.ADAM: Traits(
-        _ADAM,
-        ("exp_avg", "exp_avg_sq"),
-        "Adam",
-        torch_saved={"decoupled_weight_decay": False},
+        _ADAM, ("exp_avg", "exp_avg_sq"), "Adam", torch_saved={"decoupled_weight_decay": False}
     ),
     Kind.ADAMW: Traits(
         _ADAM | {"weight_decay": 1e-2},

@@ -50,11 +50,7 @@ def home(address: int, maps: str) -> int | None:
 
 
 def cores_of_shard(
-    shard: int,
-    wanted: list[int],
-    allowed: set[int],
-    by_node: dict[int, set[int]],
-    node: int | None,
+    shard: int, wanted: list[int], allowed: set[int], by_node: dict[int, set[int]], node: int | None
 ) -> set[int]:
     """Return the cores for a shard: one of the requested cores, else those of the weights' node."""
     usable = [core for core in wanted if core in allowed]

@@ -183,14 +183,7 @@ REASON_TEXT: Final[dict[int, str]] = {
 }
 
 # The types of words in ps_layout.h; a text ends with its first zero byte.
-_TYPES: Final = {
-    "u8": "u1",
-    "u32": "u4",
-    "u64": "u8",
-    "i32": "i4",
-    "f32": "f4",
-    "f64": "f8",
-}
+_TYPES: Final = {"u8": "u1", "u32": "u4", "u64": "u8", "i32": "i4", "f32": "f4", "f64": "f8"}
 STRUCTS: Final[dict[str, np.dtype[np.void]]] = {}
 """Every struct by its name in C."""
 

@@ -143,12 +143,7 @@ def create(
 
 
 def _write_header(
-    segment: Segment,
-    job: str,
-    kind: layout.SegmentKind,
-    job_id: bytes,
-    generation: int,
-    index: int,
+    segment: Segment, job: str, kind: layout.SegmentKind, job_id: bytes, generation: int, index: int
 ) -> None:
     header = segment.header
     header["layout_version"] = layout.LAYOUT_VERSION
@@ -208,12 +203,7 @@ def attach(
 
 
 def attach_file(
-    fd: int,
-    name: str,
-    kind: layout.SegmentKind,
-    *,
-    writable: bool,
-    job_id: bytes | None = None,
+    fd: int, name: str, kind: layout.SegmentKind, *, writable: bool, job_id: bytes | None = None
 ) -> Segment:
     """Map a segment that is open already, even if its name is lost.
 

@@ -83,11 +83,7 @@ def are_scales(frame: np.ndarray, groups: int) -> bool:
 
 @inner
 def check_frame(
-    header: np.uint64,
-    slot: np.uint64,
-    generation: np.uint64,
-    sequence: np.uint64,
-    part: np.ndarray,
+    header: np.uint64, slot: np.uint64, generation: np.uint64, sequence: np.uint64, part: np.ndarray
 ) -> int:
     """Return why the frame must not be applied; OK if it may. All shards come to one answer.
 

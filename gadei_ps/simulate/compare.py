@@ -59,8 +59,4 @@ def compare(
         outcome = run(made, setting, learning)
         found.append(outcome.as_dict(best.throughput))
         say(f"{outcome.model}: {outcome.pushed:,} pushes in {outcome.wall_s:.1f} s")
-    return {
-        "oracle": best.as_dict(),
-        "models": found,
-        "wall_s": time.perf_counter() - began,
-    }
+    return {"oracle": best.as_dict(), "models": found, "wall_s": time.perf_counter() - began}

@@ -52,12 +52,7 @@ class Broadcasts:
                 self._in[target].append(link)
 
     def send(
-        self,
-        group: int,
-        now: float,
-        round_: int,
-        seconds: Sequence[float],
-        weights: Floats | None,
+        self, group: int, now: float, round_: int, seconds: Sequence[float], weights: Floats | None
     ) -> None:
         """A group sends its model to its neighbours.
 

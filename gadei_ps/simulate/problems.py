@@ -74,10 +74,7 @@ class Logistic:
         """Cross entropy in nats."""
         signed = (self._held @ weights) * (1 - 2 * self._held_labels)
         right = signed < 0
-        return {
-            "loss": float(np.logaddexp(0, signed).mean()),
-            "accuracy": float(right.mean()),
-        }
+        return {"loss": float(np.logaddexp(0, signed).mean()), "accuracy": float(right.mean())}
 
 
 class Network:

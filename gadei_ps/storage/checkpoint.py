@@ -30,15 +30,7 @@ from gadei_ps.errors import CheckpointError
 from gadei_ps.storage import files
 from gadei_ps.storage.snapshot import Snapshot, parse
 
-__all__ = [
-    "FoundCheckpoint",
-    "Snapshot",
-    "WrittenCheckpoint",
-    "found",
-    "newest",
-    "read",
-    "write",
-]
+__all__ = ["FoundCheckpoint", "Snapshot", "WrittenCheckpoint", "found", "newest", "read", "write"]
 
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.safetensors"
@@ -77,10 +69,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 def write(
-    directory: Path,
-    snapshot: Snapshot,
-    keep: int,
-    on_disk: Callable[[], object] | None = None,
+    directory: Path, snapshot: Snapshot, keep: int, on_disk: Callable[[], object] | None = None
 ) -> WrittenCheckpoint:
     """Write a checkpoint, then remove all but the newest `keep`.
 

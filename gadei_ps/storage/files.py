@@ -72,9 +72,7 @@ def safetensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> Ite
 
 
 def write(
-    path: Path,
-    blocks: Iterable[memoryview | bytes],
-    on_disk: Callable[[], object] | None = None,
+    path: Path, blocks: Iterable[memoryview | bytes], on_disk: Callable[[], object] | None = None
 ) -> tuple[str, int]:
     """Write a new file to the disk. Returns its SHA-256 and its bytes.
 

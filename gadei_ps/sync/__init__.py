@@ -9,13 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from gadei_ps.sync.asp import ASP
-from gadei_ps.sync.base import (
-    UNBOUNDED,
-    Commit,
-    LearnerError,
-    NotGranted,
-    SyncModel,
-)
+from gadei_ps.sync.base import UNBOUNDED, Commit, LearnerError, NotGranted, SyncModel
 from gadei_ps.sync.bsp import BSP
 from gadei_ps.sync.cutoff import Cutoff
 from gadei_ps.sync.elastic_bsp import ElasticBSP
