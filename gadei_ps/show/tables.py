@@ -4,6 +4,7 @@ import datetime
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
@@ -138,6 +139,17 @@ def _shared(bounds: Sequence[tuple[int, int]], room: int) -> list[int]:
 def table(*columns: str, right: Iterable[str] = ()) -> FittedTable:
     """An empty table; columns named in `right` hold numbers."""
     return FittedTable(columns, right=right)
+
+
+def formatted(
+    columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], dispensable: Sequence[str] = ()
+) -> FittedTable:
+    """A table of names and numbers. columns: how str.format writes a cell, by header."""
+    names = list(columns)
+    made = FittedTable(names, right=names[1:], dispensable=dispensable)
+    for one in rows:
+        made.add_row(*(text.format_map(one) for text in columns.values()))
+    return made
 
 
 def facts(rows: Mapping[str, str | Text]) -> Table:

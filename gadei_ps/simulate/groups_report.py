@@ -19,7 +19,46 @@ from gadei_ps.simulate.groups_training import GroupTraining
 from gadei_ps.simulate.problems import Problem
 from gadei_ps.sync.parameters import SpecError
 
-Result = Mapping[str, Any]
+# The tables: by header, how str.format writes the cells.
+SPEEDS = {
+    "rule": "{rule}",
+    "seconds": "{seconds:,.1f}",
+    "rounds": "{rounds:,}",
+    "samples/s": "{samples_per_s:,.4g}",
+    "speed-up": "{speed_up:,.2f}",
+    "of ideal": "{speed_up_share:.1%}",
+    "waiting": "{waiting_share:.1%}",
+    "aggregating": "{exchange_share:.1%}",
+}
+TRAFFIC = {
+    "models sent, each replica and round": "{rule}",
+    "aggregation": "{aggregation_models:.3f}",
+    "2(m-1)/m": "{aggregation_models_paper:.3f}",
+    "broadcast": "{broadcast_models:.3f}",
+    "taken": "{broadcast[taken]:,}",
+    "lost in buffers": "{broadcast[lost_in_buffers]:,}",
+    "abandoned": "{broadcast[given_up]:,}",
+    "rounds old": "{staleness[mean]:.2f}",
+    "at most": "{staleness[max]:,}",
+    "s old": "{staleness[mean_s]:,.1f}",
+}
+TRAINING = {
+    "learning": "{rule}",
+    "passes": "{training[passes]:.1f}",
+    "loss": "{training[loss]:.4f}",
+    "accuracy": "{training[accuracy]:.1%}",
+    "worst group": "{training[accuracy_least]:.1%}",
+    "best group": "{training[accuracy_most]:.1%}",
+    "of the groups' mean": "{training[accuracy_of_mean]:.1%}",
+}
+DEATHS = {
+    "members": "{rule}",
+    "deaths": "{deaths:,}",
+    "joins": "{joins:,}",
+    "views": "{views:,}",
+    "aggregations made again": "{aggregations_made_again:,}",
+    "training lost, s": "{lost_s:,.1f}",
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +120,7 @@ def compare(
     return {"rules": found, "wall_s": time.perf_counter() - began}
 
 
-def shown(result: Result) -> RenderableType:
+def shown(result: Mapping[str, Any]) -> RenderableType:
     """The result of compare(), with its setting, for people."""
     rows = {
         "replicas": f"{result['machines']:,} in {result['groups']:,} groups, "
@@ -91,87 +130,15 @@ def shown(result: Result) -> RenderableType:
         "model": f"{result['values']:,} values of 4 bytes, sent in {result['wire']}, broadcast in "
         f"{result['broadcast']}",
     }
-    parts: list[RenderableType] = [tables.facts(rows), "", _speeds(result), "", _traffic(result)]
-    if any(one["training"] for one in result["rules"]):
-        parts += ["", _training(result)]
-    if any(one["deaths"] for one in result["rules"]):
-        parts += ["", _deaths(result)]
-    early = [one for one in result["rules"] if one["ended"] != "done"]
+    rules = result["rules"]
+    parts: list[RenderableType] = [tables.facts(rows)]
+    parts += ["", tables.formatted(SPEEDS, rules, ("rounds",))]
+    parts += ["", tables.formatted(TRAFFIC, rules, ("2(m-1)/m", "abandoned", "at most"))]
+    if any(one["training"] for one in rules):
+        parts += ["", tables.formatted(TRAINING, rules)]
+    if any(one["deaths"] for one in rules):
+        parts += ["", tables.formatted(DEATHS, rules)]
+    early = [one for one in rules if one["ended"] != "done"]
     parts += [Text(f"{one['rule']} ended early: {one['ended']}") for one in early]
     parts += ["", Text(f"virtual time; it took {result['wall_s']:.1f} s", style="dim")]
     return Group(*parts)
-
-
-def _speeds(result: Result) -> RenderableType:
-    numbers = ("seconds", "rounds", "samples/s", "speed-up", "of ideal", "waiting", "aggregating")
-    made = tables.FittedTable(("rule", *numbers), right=numbers, dispensable=("rounds",))
-    for one in result["rules"]:
-        made.add_row(
-            one["rule"],
-            f"{one['seconds']:,.1f}",
-            f"{one['rounds']:,}",
-            f"{one['samples_per_s']:,.4g}",
-            f"{one['speed_up']:,.2f}",
-            f"{one['speed_up_share']:.1%}",
-            f"{one['waiting_share']:.1%}",
-            f"{one['exchange_share']:.1%}",
-        )
-    return made
-
-
-def _traffic(result: Result) -> RenderableType:
-    numbers = (
-        "aggregation", "2(m-1)/m", "broadcast", "taken", "lost in buffers", "abandoned",
-        "rounds old", "at most", "s old",
-    )  # fmt: skip
-    name = "models sent, each replica and round"
-    made = tables.FittedTable(
-        (name, *numbers), right=numbers, dispensable=("2(m-1)/m", "abandoned", "at most")
-    )
-    for one in result["rules"]:
-        stale, told = one["staleness"], one["broadcast"]
-        made.add_row(
-            one["rule"],
-            f"{one['aggregation_models']:.3f}",
-            f"{one['aggregation_models_paper']:.3f}",
-            f"{one['broadcast_models']:.3f}",
-            f"{told['taken']:,}",
-            f"{told['lost_in_buffers']:,}",
-            f"{told['given_up']:,}",
-            f"{stale['mean']:.2f}",
-            f"{stale['max']:,}",
-            f"{stale['mean_s']:,.1f}",
-        )
-    return made
-
-
-def _training(result: Result) -> RenderableType:
-    numbers = ("passes", "loss", "accuracy", "worst group", "best group", "of the groups' mean")
-    made = tables.table("learning", *numbers, right=numbers)
-    for one in result["rules"]:
-        told = one["training"]
-        made.add_row(
-            one["rule"],
-            f"{told['passes']:.1f}",
-            f"{told['loss']:.4f}",
-            f"{told['accuracy']:.1%}",
-            f"{told['accuracy_least']:.1%}",
-            f"{told['accuracy_most']:.1%}",
-            f"{told['accuracy_of_mean']:.1%}",
-        )
-    return made
-
-
-def _deaths(result: Result) -> RenderableType:
-    numbers = ("deaths", "joins", "views", "aggregations made again", "training lost, s")
-    made = tables.table("members", *numbers, right=numbers)
-    for one in result["rules"]:
-        made.add_row(
-            one["rule"],
-            f"{one['deaths']:,}",
-            f"{one['joins']:,}",
-            f"{one['views']:,}",
-            f"{one['aggregations_made_again']:,}",
-            f"{one['lost_s']:,.1f}",
-        )
-    return made

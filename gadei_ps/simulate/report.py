@@ -13,6 +13,36 @@ from gadei_ps.show.colours import colours
 
 Result = Mapping[str, Any]
 
+# The tables: by header, how str.format writes the cells.
+SPEEDS = {
+    "model": "{model}",
+    "seconds": "{seconds:,.1f}",
+    "gradients /s": "{gradients_per_s:,.4g}",
+    "of oracle": "{oracle_share:.1%}",
+    "updates /s": "{updates_per_s:,.4g}",
+    "waiting": "{waiting_share:.1%}",
+    "s / iteration": "{waiting_s_per_iteration:.3g}",
+    "abandoned": "{given_up:,}",
+    "lost s": "{lost_s:,.1f}",
+}
+STALENESS = {
+    "staleness": "{model}",
+    "mean": "{staleness[mean]:,.1f}",
+    "50%": "{staleness[p50]:,}",
+    "90%": "{staleness[p90]:,}",
+    "99%": "{staleness[p99]:,}",
+    "max": "{staleness[max]:,}",
+    "dropped": "{dropped:,}",
+}
+DEATHS = {"deaths": "{deaths:,}", "joins": "{joins:,}", "iterations lost": "{lost_iterations:,}"}
+LOSSES = {
+    "learning": "{model}",
+    "loss at the end": "{last[loss]:.4f}",
+    "least loss": "{least[loss]:.4f}",
+    "at": "{least[seconds]:,.1f} s",
+    "accuracy at the end": "{last[accuracy]:.1%}",
+}
+
 
 def render(result: Result) -> RenderableType:
     """The result of compare.compare(), with its setting, for people."""
@@ -23,7 +53,8 @@ def render(result: Result) -> RenderableType:
         "oracle": f"{best['gradients_per_s']:,.4g} gradients/s, "
         f"{best['mean_cutoff']:,.1f} of {result['learners']:,} a superstep",
     }
-    parts: list[RenderableType] = [tables.facts(rows), "", _speeds(result), "", _staleness(result)]
+    speeds = tables.formatted(SPEEDS, result["models"], ("lost s", "abandoned"))
+    parts: list[RenderableType] = [tables.facts(rows), "", speeds, "", _staleness(result)]
     if any(one["curve"] for one in result["models"]):
         parts += ["", _losses(result)]
     early = [one for one in result["models"] if one["ended"] != "done"]
@@ -32,60 +63,18 @@ def render(result: Result) -> RenderableType:
     return Group(*parts)
 
 
-def _speeds(result: Result) -> RenderableType:
-    numbers = (
-        *("seconds", "gradients /s", "of oracle", "updates /s", "waiting", "s / iteration"),
-        *("abandoned", "lost s"),
-    )
-    made = tables.FittedTable(
-        ("model", *numbers), right=numbers, dispensable=("lost s", "abandoned")
-    )
-    for one in result["models"]:
-        made.add_row(
-            one["model"],
-            f"{one['seconds']:,.1f}",
-            f"{one['gradients_per_s']:,.4g}",
-            f"{one['oracle_share']:.1%}",
-            f"{one['updates_per_s']:,.4g}",
-            f"{one['waiting_share']:.1%}",
-            f"{one['waiting_s_per_iteration']:.3g}",
-            f"{one['given_up']:,}",
-            f"{one['lost_s']:,.1f}",
-        )
-    return made
-
-
 def _staleness(result: Result) -> RenderableType:
-    numbers = ("mean", "50%", "90%", "99%", "max", "dropped")
     died = any(one["deaths"] or one["joins"] for one in result["models"])
-    more = ("deaths", "joins", "iterations lost") if died else ()
-    made = tables.table("staleness", *numbers, *more, right=(*numbers, *more))
-    for one in result["models"]:
-        stale = one["staleness"]
-        row = [f"{stale['mean']:,.1f}"]
-        row += [f"{stale[key]:,}" for key in ("p50", "p90", "p99", "max")]
-        row.append(f"{one['dropped']:,}")
-        if died:
-            row += [f"{one[key]:,}" for key in ("deaths", "joins", "lost_iterations")]
-        made.add_row(one["model"], *row)
-    return made
+    return tables.formatted(STALENESS | (DEATHS if died else {}), result["models"])
 
 
 def _losses(result: Result) -> RenderableType:
-    numbers = ("loss at the end", "least loss", "at", "accuracy at the end")
-    made = tables.table("learning", *numbers, right=numbers)
+    rows = []
     for one in result["models"]:
-        if one["curve"]:
-            last = one["curve"][-1]
-            least = min(one["curve"], key=lambda point: float(point["loss"]))
-            made.add_row(
-                one["model"],
-                f"{last['loss']:.4f}",
-                f"{least['loss']:.4f}",
-                f"{least['seconds']:,.1f} s",
-                f"{last['accuracy']:.1%}",
-            )
-    return made
+        if curve := one["curve"]:
+            least = min(curve, key=lambda point: float(point["loss"]))
+            rows.append({"model": one["model"], "last": curve[-1], "least": least})
+    return tables.formatted(LOSSES, rows)
 
 
 def check_plot(path: Path) -> None:
