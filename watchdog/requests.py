@@ -13,29 +13,9 @@ import numpy as np
 
 from gadei_ps import metrics, sync
 from gadei_ps.errors import CheckpointError, ControlError, GadeiError, JobFailed, NotSaved, in_words
-from gadei_ps.job import control, paths, sync_change
+from gadei_ps.job import control as messages
+from gadei_ps.job import paths, sync_change
 from gadei_ps.job.config import check_room
-from gadei_ps.job.control import (
-    Attach,
-    Checkpoint,
-    Copy,
-    Detach,
-    Discard,
-    FirstBatch,
-    Launch,
-    LeaveOut,
-    Load,
-    Measured,
-    Offer,
-    Own,
-    Reload,
-    Reported,
-    SetOptimizer,
-    SetSync,
-    SetWork,
-    Status,
-    StopJob,
-)
 from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import log
 from gadei_ps.memory import layout, owned, totals
@@ -145,30 +125,30 @@ class Requests:
                 self._sockets.reply(client, final)
         self._sockets.shut_down()
 
-    def _dispatch(self, client: Client, request: control.Request) -> Reply:
+    def _dispatch(self, client: Client, request: messages.Request) -> Reply:
         if type(request) in CHANGES:
             self._stopping.refuse()
         return HANDLERS[type(request)](self, request, client)
 
-    def _detach(self, request: Detach, client: Client) -> Reply:
+    def _detach(self, request: messages.Detach, client: Client) -> Reply:
         self._roster.detach(client.pid, request.row, request.generation)
         return {}
 
-    def _measured(self, request: Measured, client: Client) -> Reply:
+    def _measured(self, request: messages.Measured, client: Client) -> Reply:
         self._history.note(request.values)
         return {}
 
-    def _reported(self, request: Reported, client: Client) -> Reply:
+    def _reported(self, request: messages.Reported, client: Client) -> Reply:
         self._history.report(request.values)
         return {}
 
-    def _leave_out(self, request: LeaveOut, client: Client) -> Reply:
+    def _leave_out(self, request: messages.LeaveOut, client: Client) -> Reply:
         """Exclude ended learners. A launcher's do not count if the job file has learners."""
         if self._memory.config.learners is None:
             self._batches.leave_out(request.number)
         return {}
 
-    def _stop(self, request: StopJob, client: Client) -> Reply:
+    def _stop(self, request: messages.StopJob, client: Client) -> Reply:
         self._stopping.asked = True
         self._stopping.begin(
             request.drain, request.timeout_s, request.reason, finished=request.finished
@@ -202,7 +182,7 @@ class Requests:
         _limit(report)
         return report
 
-    def _checkpoint(self, request: Checkpoint, client: Client) -> Reply:
+    def _checkpoint(self, request: messages.Checkpoint, client: Client) -> Reply:
         """The reply comes when the checkpoint is on the disk, or is not."""
         if coming := self._admission.model_coming:
             raise CheckpointError(f"{coming}; there is nothing to save yet")
@@ -215,7 +195,7 @@ class Requests:
         self._checkpoints.ask(done)
         return None
 
-    def _copy(self, request: Copy, client: Client) -> Reply:
+    def _copy(self, request: messages.Copy, client: Client) -> Reply:
         """The reply comes when the copy is in the client's file, or is not."""
         if not client.fds:
             raise ControlError("copy: no file came with the request")
@@ -231,7 +211,7 @@ class Requests:
         self._checkpoints.ask(done, client.fds.pop(0), slots=request.slots)
         return None
 
-    def _discard(self, request: Discard, client: Client) -> Reply:
+    def _discard(self, request: messages.Discard, client: Client) -> Reply:
         """Raise ControlError if no checkpoint is newer: a stop must not lose anything."""
         if not self._checkpoints.newer:
             raise ControlError("no checkpoint is newer than the memory: stop without --discard")
@@ -241,7 +221,7 @@ class Requests:
         self._stopping.waiting.append(client)
         return None
 
-    def _reload(self, request: Reload, client: Client) -> Reply:
+    def _reload(self, request: messages.Reload, client: Client) -> Reply:
         memory = self._memory
         new, changed = settings.changed(
             memory.control, memory.config, request.config, memory.script
@@ -256,13 +236,13 @@ class Requests:
             self._log.info("the job file has changed", **changed)
         return {"changed": changed}
 
-    def _set_optimizer(self, request: SetOptimizer, client: Client) -> Reply:
+    def _set_optimizer(self, request: messages.SetOptimizer, client: Client) -> Reply:
         changed = self._memory.change_settings(request.values)
         if changed:
             self._log.info("changing hyperparameters", **changed)
         return {"changed": changed}
 
-    def _set_sync(self, request: SetSync, client: Client) -> Reply:
+    def _set_sync(self, request: messages.SetSync, client: Client) -> Reply:
         job = self._memory.config.name
         attached = len(self._roster.rows)
         learners = (
@@ -301,31 +281,32 @@ class Requests:
         return {"changes": True, "sync": str(wanted)}
 
 
-HANDLERS: Final[dict[type, Callable[[Requests, Any, Client], Reply]]] = {
-    Status: lambda ours, request, client: ours.report(),
-    Offer: lambda ours, request, client: ours._admission.offer(client, request),
-    Attach: lambda ours, request, client: ours._admission.attach(client, request),
-    FirstBatch: lambda ours, request, client: ours._admission.first_batch(client, request),
-    Launch: lambda ours, request, client: ours._launches.reserve(
+CHANGES: Final[dict[type, Callable[[Requests, Any, Client], Reply]]] = {
+    messages.Own: lambda ours, request, client: ours._batches.assign(request),
+    messages.SetWork: lambda ours, request, client: ours._batches.set_work(request),
+    messages.Load: lambda ours, request, client: {"answer": ours._loading.ask(request)},
+    messages.Checkpoint: Requests._checkpoint,
+    messages.Discard: Requests._discard,
+    messages.Reload: Requests._reload,
+    messages.SetOptimizer: Requests._set_optimizer,
+    messages.SetSync: Requests._set_sync,
+}
+"""Those that a job refuses once its stop has begun."""
+HANDLERS: Final = CHANGES | {
+    messages.Status: lambda ours, request, client: ours.report(),
+    messages.Offer: lambda ours, request, client: ours._admission.offer(client, request),
+    messages.Attach: lambda ours, request, client: ours._admission.attach(client, request),
+    messages.FirstBatch: lambda ours, request, client: ours._admission.first_batch(client, request),
+    messages.Launch: lambda ours, request, client: ours._launches.reserve(
         client.pid, request, ours._roster.rows
     ),
-    Own: lambda ours, request, client: ours._batches.assign(request),
-    SetWork: lambda ours, request, client: ours._batches.set_work(request),
-    Load: lambda ours, request, client: {"answer": ours._loading.ask(request)},
-    Detach: Requests._detach,
-    Measured: Requests._measured,
-    Reported: Requests._reported,
-    LeaveOut: Requests._leave_out,
-    StopJob: Requests._stop,
-    Checkpoint: Requests._checkpoint,
-    Copy: Requests._copy,
-    Discard: Requests._discard,
-    Reload: Requests._reload,
-    SetOptimizer: Requests._set_optimizer,
-    SetSync: Requests._set_sync,
+    messages.Detach: Requests._detach,
+    messages.Measured: Requests._measured,
+    messages.Reported: Requests._reported,
+    messages.LeaveOut: Requests._leave_out,
+    messages.StopJob: Requests._stop,
+    messages.Copy: Requests._copy,
 }
-CHANGES: Final = {Own, SetWork, Load, Checkpoint, Discard, Reload, SetOptimizer, SetSync}
-"""Requests that a job refuses once its stop has begun."""
 
 
 def job_status(memory: JobMemory) -> dict[str, Any]:

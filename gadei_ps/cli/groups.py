@@ -208,7 +208,6 @@ def simulate(
     """Compare rules of exchange between groups of replicas in virtual time."""
     from gadei_ps.commands import quantities
     from gadei_ps.groups.compress import Wire
-    from gadei_ps.show import tables
     from gadei_ps.simulate import compare, groups_report, groups_setting, run_times
     from gadei_ps.simulate.groups_setting import Deaths, GroupSetting, Links
 
@@ -237,10 +236,7 @@ def simulate(
         seed=seed,
         wire=Wire(wire),
         whole=broadcast == "whole",
-        links=Links(
-            _speeds(bandwidth),
-            0.0 if latency is None else _seconds("--latency", latency),
-        ),
+        links=Links(_speeds(bandwidth), 0.0 if latency is None else _seconds("--latency", latency)),
         deaths=Deaths(
             share=deaths,
             die=tuple(moment("--die", one, "replica") for one in die or ()),
@@ -256,10 +252,7 @@ def simulate(
     asked |= {"deaths": deaths, "die": die or [], "detect_s": setting.deaths.detect_s}
     asked |= {"return_s": setting.deaths.return_s, "train": train.value if train else None}
     result = asked | told
-    if as_json:
-        print_json(result)
-    else:
-        tables.show(groups_report.shown(result))
+    print_result(as_json, result, lambda: groups_report.shown(result))
     return 0
 
 

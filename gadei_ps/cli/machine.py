@@ -75,10 +75,8 @@ def bench(
     from gadei_ps.show import tables
 
     if not names:
-        if as_json:
-            print_json({"benchmarks": suite.BENCHMARKS})
-        else:
-            tables.show(tables.facts(suite.BENCHMARKS))
+        known = suite.BENCHMARKS
+        print_result(as_json, {"benchmarks": known}, lambda: tables.facts(known))
         return 0
     suite.check(names)
     if out is not None:

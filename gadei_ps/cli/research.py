@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import shlex
-import sys
 import time
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from gadei_ps.cli.exits import print_json
-from gadei_ps.cli.options import Json, argument, option, running_jobs
+from gadei_ps.cli.options import Json, argument, option, print_result, running_jobs
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
@@ -119,7 +117,6 @@ def simulate(
 ) -> int:
     """Compare synchronization models in virtual time, all with the same run times."""
     from gadei_ps.commands import quantities
-    from gadei_ps.show import tables
     from gadei_ps.simulate import compare, report, run_times
     from gadei_ps.simulate.descent import Learning
     from gadei_ps.simulate.setting import MOST_LEARNERS, Faults, Setting
@@ -168,10 +165,7 @@ def simulate(
     result = asked | told
     if plot is not None:
         report.plot(result, plot)
-    if as_json:
-        print_json(result)
-    else:
-        tables.show(report.render(result))
+    print_result(as_json, result, lambda: report.render(result))
     return 0
 
 
@@ -236,16 +230,12 @@ def trace(
 
     seconds = None if time_ is None else quantities.duration(time_)
     result = run_time_recorder.record(job, out or Path(f"{job}-trace.csv"), seconds, paths.owner())
-    if as_json:
-        print_json(result)
-        return 0
     missed = f", {result['missed']:,} missed" if result["missed"] else ""
-    print_text(
+    shown = (
         f"{result['file']}: {counted(result['run_times'], 'run time')} of "
-        f"{counted(result['learners'], 'learner')} "
-        f"in {result['seconds']:.1f} s{missed}",
-        sys.stdout,
+        f"{counted(result['learners'], 'learner')} in {result['seconds']:.1f} s{missed}"
     )
+    print_result(as_json, result, lambda: shown)
     return 0
 
 
@@ -286,18 +276,9 @@ def train_runtime_model(
     from gadei_ps.run_times import fitting
 
     result = fitting.train(
-        read,
-        out=out,
-        epochs=epochs,
-        seed=seed,
-        progress=None if as_json else _teller(),
+        read, out=out, epochs=epochs, seed=seed, progress=None if as_json else _teller()
     )
-    if as_json:
-        print_json(asdict(result))
-    else:
-        from gadei_ps.show import tables
-
-        tables.show(_shown(result))
+    print_result(as_json, asdict(result), lambda: _shown(result))
     return 0
 
 

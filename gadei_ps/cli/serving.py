@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from gadei_ps.cli.options import (
     switch,
 )
 from gadei_ps.errors import GadeiError, UsageError
-from gadei_ps.show.plain import print_text
 
 if TYPE_CHECKING:
     from gadei_ps.job.config import JobConfig
@@ -99,12 +97,7 @@ def serve(
 
 
 def _finish(
-    file: Path,
-    name: str | None,
-    options: Options,
-    keep_memory: bool,
-    as_json: bool,
-    notify: Notify,
+    file: Path, name: str | None, options: Options, keep_memory: bool, as_json: bool, notify: Notify
 ) -> int:
     """Finish a job. Needs only its name: it ends even if the job file has a mistake."""
     from gadei_ps.commands.daemon import check_code
@@ -150,11 +143,7 @@ def _load(file: Path, name: str | None) -> JobConfig:
     return job
 
 
-def reload(
-    file: JobFile,
-    name: Name = None,
-    as_json: Json = False,
-) -> int:
+def reload(file: JobFile, name: Name = None, as_json: Json = False) -> int:
     """Apply the changes in a job file to the running job.
 
     These may change: learner_timeout_s, hang_s and when_idle; in the table optimizer, all but kind;
@@ -164,11 +153,9 @@ def reload(
     from gadei_ps.commands import change
 
     result = change.reload(_load(file, name))
-    if as_json:
-        print_json(result)
-        return 0
     changed = [f"{field} = {json.dumps(value)}" for field, value in result["changed"].items()]
-    print_text(f"{result['job']}: {', '.join(changed) or 'nothing has changed'}", sys.stdout)
+    shown = f"{result['job']}: {', '.join(changed) or 'nothing has changed'}"
+    print_result(as_json, result, lambda: shown)
     return 0
 
 
@@ -207,12 +194,8 @@ def set_job(
     if len(settings) > 1:
         raise UsageError("sync is changed at a barrier, the rest at once: give sync=MODEL alone")
     result = change.set_sync(job, models[0], timeout)
-    if as_json:
-        print_json(result)
-    elif result["changed"]:
-        print_text(f"{job}: {result['before']} -> {result['sync']}", sys.stdout)
-    else:
-        print_text(f"{job}: already has {result['sync']}", sys.stdout)
+    how = f"{result['before']} ->" if result["changed"] else "already has"
+    print_result(as_json, result, lambda: f"{job}: {how} {result['sync']}")
     return 0
 
 
