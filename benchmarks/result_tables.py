@@ -46,6 +46,13 @@ WHY = {
     ("learners", "64"): "learners and server share two cores",
     ("learners", "200"): "learners and server share two cores",
     ("start", "gadei-ps run, empty cache"): "compiling the kernels",
+    ("gpu-bandwidth", "cudaMemcpyAsync"): "some 12 µs for each transfer, whose cause is not known",
+    ("gpu-learners", "torch single"): "step() takes the host 0.2 ms more, in Python",
+    ("gpu-learners", "torch single sparse"): "step() takes the host 0.2 ms more, in Python",
+    ("gpu-learners", "Hogwild"): "step() takes the host 0.2 ms more; nothing is transferred there",
+    ("gpu-learners", "Hogwild sparse"): "as Hogwild, with MPS",
+    ("gpu-overhead", "30 µs"): "two passes over 25 MB, and four kernels for rows",
+    ("gpu-vision", "torch SGD"): "the server's update of 244 MB by 8 shards",
     ("worker_groups", "one machine"): "eight learners, four servers and Ray share two cores",
     ("idle_agent", "alone"): "the rounds spread by more than the loss",
 }
