@@ -11,7 +11,9 @@ waits for another learner, the notes are `note` ("waiting") and `text`.
 
 import array
 import contextlib
+import functools
 import json
+import operator
 import os
 import socket
 import struct
@@ -51,7 +53,7 @@ OnNote = Callable[[dict[str, Any]], None]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Message(BaseModel):
+class Request(BaseModel):
     """reply: the model of what is answered. noted: whether notes may come before that."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,7 +86,7 @@ class TensorOffer(BaseModel):
     dtype: Annotated[str, AfterValidator(_dtype)] = F32
 
 
-class Attach(_Message):
+class Attach(Request):
     """A learner asks for a row of the roster and a ring. The caller is the learner.
 
     number: that its launcher has given it; it gets the row of that number if that is free. -1: none
@@ -103,7 +105,7 @@ class Attach(_Message):
     replica: bool = False
 
 
-class FirstBatch(_Message):
+class FirstBatch(Request):
     """A learner asks whether another one has begun with the same mini-batch.
 
     digest: of the mini-batch and of the seed of its random numbers.
@@ -114,7 +116,7 @@ class FirstBatch(_Message):
     digest: int = Field(ge=0, lt=2**32)
 
 
-class Detach(_Message):
+class Detach(Request):
     """The learner will push no more; what it has published is applied."""
 
     op: Literal["detach"] = "detach"
@@ -122,7 +124,7 @@ class Detach(_Message):
     generation: int
 
 
-class Offer(_Message):
+class Offer(Request):
     """The model: the first offer makes it, later ones must agree. Initial values come as a file.
 
     number: as in Attach. Where learners begin together, number 0 makes the model. optimizer: what
@@ -137,7 +139,7 @@ class Offer(_Message):
     optimizer: ScriptSettings | None = None
 
 
-class SetWork(_Message):
+class SetWork(Request):
     """Batches to hand out: `batches` an epoch, `epochs` times.
 
     ahead: how many of them a learner wants to have at once; 0: as many as the job hands out.
@@ -151,7 +153,7 @@ class SetWork(_Message):
     ahead: int = Field(default=0, ge=0, le=AHEAD)
 
 
-class SetSync(_Message):
+class SetSync(Request):
     """Another synchronization model, from the next barrier on; the reply does not wait for it."""
 
     reply = replies.SyncSet
@@ -159,7 +161,7 @@ class SetSync(_Message):
     sync: str = Field(max_length=1024)
 
 
-class SetOptimizer(_Message):
+class SetOptimizer(Request):
     """Other numbers of the optimizer, by field; the reply does not wait until they are in force."""
 
     reply = replies.Changed
@@ -169,7 +171,7 @@ class SetOptimizer(_Message):
     )
 
 
-class Reload(_Message):
+class Reload(Request):
     """The job file as it is now, all fields; what may not change while the job runs is refused."""
 
     reply = replies.Reloaded
@@ -177,19 +179,19 @@ class Reload(_Message):
     config: dict[str, Any]
 
 
-class Status(_Message):
+class Status(Request):
     reply = replies.JobStatus
     op: Literal["status"] = "status"
 
 
-class Checkpoint(_Message):
+class Checkpoint(Request):
     """Writes a checkpoint now; the reply comes when it is on the disk."""
 
     reply = replies.Saved
     op: Literal["checkpoint"] = "checkpoint"
 
 
-class Copy(_Message):
+class Copy(Request):
     """Copies weights and optimizer state, as they are between two gradients, into the file that
     comes with the request: the weights, then each slot unless `slots` is false, `elements` float32
     each."""
@@ -199,7 +201,7 @@ class Copy(_Message):
     slots: bool = True
 
 
-class Own(_Message):
+class Own(Request):
     """Batches of an epoch that are assigned to a job whose job file has `owned = true`.
 
     number: ranges that were given before. ranges: further ones, each an epoch, the first index and
@@ -215,7 +217,7 @@ class Own(_Message):
     passes: int = Field(default=0, ge=0, lt=2**31)
 
 
-class Load(_Message):
+class Load(Request):
     """A learner asks whether it shall write what its script loads when it begins.
 
     what: the optimizer's state, or weights. generation: its own. digest: of what it loads. steps:
@@ -238,7 +240,7 @@ class Load(_Message):
     gives_up: bool = False
 
 
-class Measured(_Message):
+class Measured(Request):
     """Measurement of the weights by a user, such as an accuracy: a line of the history."""
 
     op: Literal["measured"] = "measured"
@@ -247,7 +249,7 @@ class Measured(_Message):
     )
 
 
-class Reported(_Message):
+class Reported(Request):
     """Values that a learner's script has reported: for each name their mean and their number."""
 
     op: Literal["reported"] = "reported"
@@ -257,7 +259,7 @@ class Reported(_Message):
     ] = Field(min_length=1, max_length=MOST_REPORTED)
 
 
-class Launch(_Message):
+class Launch(Request):
     """Reserves numbers for learners that a command is about to start, as long as it runs.
 
     The caller is the command. count: of learners; 0: they have ended. first: the first number that
@@ -273,14 +275,14 @@ class Launch(_Message):
     directory: str = Field(default="", max_length=4096)
 
 
-class LeaveOut(_Message):
+class LeaveOut(Request):
     """The learner of this number, of `run`, has ended for good: the start awaits it no longer."""
 
     op: Literal["leave_out"] = "leave_out"
     number: int = Field(ge=0, lt=MAX_LEARNERS)
 
 
-class StopJob(_Message):
+class StopJob(Request):
     """Ends the job; with `drain` learners first finish and what they published is applied.
 
     reason: for the log and for the learners. wait: whether the reply waits for the end. finished:
@@ -300,36 +302,15 @@ class StopJob(_Message):
         return self.reply if self.wait else replies.Reply
 
 
-class Discard(_Message):
+class Discard(Request):
     """Ends the job without its last checkpoint, for there is one newer than its memory."""
 
     reply = replies.JobStatus
     op: Literal["discard"] = "discard"
 
 
-Request = Annotated[
-    Attach
-    | Checkpoint
-    | Copy
-    | Detach
-    | Discard
-    | FirstBatch
-    | Launch
-    | LeaveOut
-    | Load
-    | Measured
-    | Offer
-    | Own
-    | Reload
-    | Reported
-    | SetOptimizer
-    | SetSync
-    | SetWork
-    | Status
-    | StopJob,
-    Field(discriminator="op"),
-]
-REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
+_EVERY: Any = functools.reduce(operator.or_, Request.__subclasses__())
+REQUEST = TypeAdapter[Request](Annotated[_EVERY, Field(discriminator="op")])
 
 
 def parse_request(raw: bytes) -> Request:
@@ -360,7 +341,7 @@ def _is_note(raw: bytes) -> bool:
     return _Kind.model_validate_json(raw).note is not None
 
 
-def _reply(message: _Message, raw: bytes) -> replies.Reply | replies.Refusal:
+def _reply(message: Request, raw: bytes) -> replies.Reply | replies.Refusal:
     """Parse a reply. Raises ValidationError if it is not one to the message."""
     kind = message.answer if _Kind.model_validate_json(raw).ok else replies.Refusal
     return kind.model_validate_json(raw)
@@ -412,7 +393,7 @@ class Connection:
         self._answered = True  # otherwise the next reply may be that to an earlier request
 
     def request(
-        self, message: _Message, fds: Sequence[int] = (), on_note: OnNote | None = None
+        self, message: Request, fds: Sequence[int] = (), on_note: OnNote | None = None
     ) -> dict[str, Any]:
         """Send a request and return the reply. Raises the error that the watchdog reports.
 
@@ -493,7 +474,7 @@ class LastingConnection:
 
     def request(
         self,
-        message: _Message,
+        message: Request,
         fds: Sequence[int] = (),
         patience_s: float = 10.0,
         on_note: OnNote | None = None,
@@ -532,7 +513,7 @@ class LastingConnection:
         self._connection.close()
 
 
-def ask(job: str, message: _Message, timeout_s: float = 10.0) -> dict[str, Any]:
+def ask(job: str, message: Request, timeout_s: float = 10.0) -> dict[str, Any]:
     """One request to a job."""
     with Connection(job, timeout_s) as connection:
         return connection.request(message)

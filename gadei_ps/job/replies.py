@@ -1,6 +1,6 @@
 """Replies of a watchdog, checked: another user's program may answer at the socket.
 
-Each request names the model of its reply (`_Message.reply` in control.py). A field that the model
+Each request names the model of its reply (`Request.reply` in control.py). A field that the model
 lacks is ignored. Text is bounded, but may have any characters: what prints it escapes it.
 """
 

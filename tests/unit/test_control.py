@@ -74,7 +74,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.op)
-def test_there_and_back(message: control._Message) -> None:
+def test_there_and_back(message: control.Request) -> None:
     data = pack(message.model_dump())
     assert struct.unpack("!I", data[:4])[0] == len(data) - 4
     assert parse_request(data[4:]) == message
@@ -89,7 +89,7 @@ def test_a_stop_that_is_not_awaited_has_a_reply_of_its_own() -> None:
 
 def test_every_request_is_tested() -> None:
     assert {message.op for message in MESSAGES} == {
-        kind.model_fields["op"].default for kind in control._Message.__subclasses__()
+        kind.model_fields["op"].default for kind in control.Request.__subclasses__()
     }
 
 
@@ -111,7 +111,7 @@ def test_a_line_end_in_a_request_is_not_repeated() -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.op)
-def test_unknown_fields_and_versions_are_refused(message: control._Message) -> None:
+def test_unknown_fields_and_versions_are_refused(message: control.Request) -> None:
     for change in ({"extra": 1}, {"v": PROTOCOL + 1}, {"v": "1"}):
         with pytest.raises(ControlError, match="bad request"):
             parse_request(json.dumps(message.model_dump() | change).encode())
