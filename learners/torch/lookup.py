@@ -105,7 +105,7 @@ def adapt(
 def _silence() -> None:
     """Have torch give its warning of unchecked sparse tensors now, unheard.
 
-    Releases before 2.13 give it once, also if the check is declined explicitly.
+    Releases before 2.13 give it once, even if the check is declined explicitly.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
