@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from gadei_ps.cli.app import app
+from gadei_ps.cli.app import command_tree
 from gadei_ps.cli.exits import EXIT_CODES
 
 PROGRAM = "gadei-ps"
@@ -31,7 +31,7 @@ COMPLETIONS = {
 
 def files() -> dict[str, str]:
     """Text of each file by its path below share/."""
-    root = typer.main.get_command(app)
+    root = command_tree()
     every = list(_commands(PROGRAM, root))
     pages = {
         f"man/man1/{name.replace(' ', '-')}.1": _page(name, command, every)
@@ -54,7 +54,7 @@ def _completion(shell: str) -> str:
     os.environ["_GADEI_PS_COMPLETE"] = f"source_{shell}"
     try:
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit, typer.Exit):
-            typer.main.get_command(app).main([], prog_name=PROGRAM, standalone_mode=False)
+            command_tree().main([], prog_name=PROGRAM, standalone_mode=False)
     finally:
         os.environ.clear()
         os.environ.update(before)

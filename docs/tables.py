@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
 from pydantic import BaseModel
 
 from gadei_ps import metrics
-from gadei_ps.cli.app import app
+from gadei_ps.cli.app import command_tree
 from gadei_ps.cli.exits import EXIT_CODES
 from gadei_ps.job import config, optimizer_config, replies
 from gadei_ps.memory import layout, weights
@@ -60,9 +59,9 @@ def _word(one: Any) -> str:
 
 
 def _commands(panel: str) -> str:
-    root = typer.main.get_command(app)
+    root = command_tree()
     rows = []
-    for word, top in root.commands.items():  # type: ignore[attr-defined]
+    for word, top in root.commands.items():
         if getattr(top, "rich_help_panel", None) != panel:
             continue
         for name, one in _below(word, top):

@@ -5,8 +5,9 @@ A command returns its exit code, prints its result on stdout and everything else
 command imports what it needs when it runs, so that --help and completion are quick.
 """
 
+import functools
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -92,6 +93,12 @@ def _root(
         print(context.get_help())
 
 
+@functools.cache
+def command_tree() -> Any:
+    """Return the tree of all commands, which takes some 30 ms to build."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """Entry point of `gadei-ps` and of `python -m gadei_ps`."""
-    process.leave(exits.execute(app, sys.argv[1:]))
+    process.leave(exits.execute(command_tree(), sys.argv[1:]))

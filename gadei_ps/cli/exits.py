@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import typer
-
 from gadei_ps.cli.switches import command_path, separated
 from gadei_ps.errors import GadeiError, JobNotFound, UsageError, in_words
 from gadei_ps.machine import interrupts, log
@@ -53,14 +51,13 @@ EXIT_CODES = (
 )
 
 
-def execute(app: typer.Typer, args: Sequence[str]) -> int:
-    """Run a command line; return its exit code. Call it once, from the main thread."""
+def execute(command: Any, args: Sequence[str]) -> int:
+    """Run a command line of this tree; return its exit code. Call it once, from the main thread."""
     interrupts.install()
     log.outlive_reader()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if our parent closed it
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    command = typer.main.get_command(app)
     try:
         args, mistake = separated(command, args), None
     except UsageError as error:

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gadei_ps.cli.app import app
+from gadei_ps.cli.app import app, command_tree
 
 WIDE = {"COLUMNS": "600", "TERM": "dumb"}  # no help text is broken into lines
 USUAL = {"COLUMNS": "80", "TERM": "dumb"}
@@ -29,7 +29,7 @@ def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield from walk(inner, (*path, name))
 
 
-COMMANDS = dict(walk(typer.main.get_command(app)))
+COMMANDS = dict(walk(command_tree()))
 
 
 def default_of(parameter: Any) -> str | None:

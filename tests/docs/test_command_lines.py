@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 import pytest
 import support
-import typer
 from shell import Cli, Result, is_running, learning
 
-from gadei_ps.cli.app import app
+from gadei_ps.cli.app import command_tree
 from gadei_ps.commands import unit_files
 from gadei_ps.commands.service_manager import Scope
 from gadei_ps.run_times import traces
@@ -46,7 +45,7 @@ DRAWN = re.compile("[│├└┌╭]")  # a block with such characters is a dra
 PREFIX = re.compile(r"^(?:\$ )?(?:sudo (?:-u \S+ )?)?(?:env )?(?:[A-Z_]+=\S+ )*")
 COMMAND = re.compile(r"(gadei-ps|make|pip|systemctl) +\S")
 PATIENCE_S = 4 * support.PATIENCE_S  # for a training, on a busy machine
-TREE = typer.main.get_command(app)
+TREE = command_tree()
 
 
 @dataclass(frozen=True)
@@ -392,7 +391,7 @@ def test_commands_without_the_program_have_their_options() -> None:
         for page in PAGES
         for span in SPAN.finditer(FENCED.sub("", page.read_text()))
     }
-    names = "|".join(TREE.commands)  # type: ignore[attr-defined]
+    names = "|".join(TREE.commands)
     checked = [one for one in spans if re.match(rf"({names}) (?:.* )?--\w", one)]
     assert "serve --fresh" in checked
     for one in checked:

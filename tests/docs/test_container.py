@@ -7,10 +7,9 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import typer
 import yaml
 
-from gadei_ps.cli.app import app
+from gadei_ps.cli.app import command_tree
 from gadei_ps.job import config
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +51,7 @@ def test_learners_share_all_that_they_need_with_the_job() -> None:
 
 
 def test_commands_have_their_options() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = command_tree().commands
     for one in SERVICES.values():
         name, *rest = one["command"]
         known = {option for each in commands[name].params for option in each.opts}

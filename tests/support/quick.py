@@ -252,7 +252,10 @@ def can_fork(command: Sequence[str]) -> bool:
 
 
 def load_commands() -> None:
-    """Import what the commands do not import at their start."""
+    """Make what each command makes at its start, and import what it imports later."""
+    from gadei_ps.cli.app import command_tree
+
+    command_tree()
     for name in COMMANDS:
         importlib.import_module(f"gadei_ps.{name}")
 
