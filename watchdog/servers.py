@@ -32,6 +32,7 @@ from gadei_ps.watchdog.server_starter import FILES_INTERVAL_S, Server, ServerSta
 
 NUMBERS = (0, 1)
 STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may be large
+MEASURED_S = 1.0  # the kernel looks at all pages, and the status may be asked for often
 RESTART_EXPECTED_S = 1.0  # after a death: the next server is started within milliseconds
 MOST_FAILOVERS = 100  # that wait for the history, which takes them once a second
 REFUSED_RETRY_S = (
@@ -95,6 +96,8 @@ class Servers:
     _refused: frozenset[tuple[str, int, int]] | None = None  # files of a build that cannot serve us
     _refused_at: float = 0.0
     _looked_at: float = 0.0
+    _private_bytes: tuple[int, float, int] = (0, 0.0, 0)
+    """Pid of the measured server, until when the measurement is used, and its result."""
     _reported_refused: bool = False
     stuck: str = ""
     """Name of a killed server that does not end, and the reason; or empty."""
@@ -490,8 +493,13 @@ class Servers:
         self._starter.close()
 
     def private_bytes(self) -> int:
-        """Return the private memory of the active server (bytes)."""
-        return process.private_bytes(self.active_pid)
+        """Return the private memory of the active server (bytes), at most MEASURED_S old."""
+        pid, now = self.active_pid, time.monotonic()
+        measured, until, private = self._private_bytes
+        if pid != measured or now > until:
+            private = process.private_bytes(pid)
+            self._private_bytes = pid, now + MEASURED_S, private
+        return private
 
 
 def _how(code: int | None) -> str:

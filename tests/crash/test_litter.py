@@ -23,6 +23,7 @@ from support import (
     gone,
     kill_all,
     live_weights,
+    quick,
     segments,
     status,
 )
@@ -33,6 +34,7 @@ from gadei_ps.job.control import Connection as Control
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners import client as client_module
 from gadei_ps.learners.client import Client
+from gadei_ps.machine import process
 from gadei_ps.machine.launch import Learners
 from gadei_ps.memory import layout, presence
 from gadei_ps.memory.weights import payload_bytes
@@ -89,27 +91,31 @@ def test_everything_dies(job_name: str) -> None:
 
 
 def test_servers_that_die_at_once_are_given_up(
-    job_name: str, monkeypatch: pytest.MonkeyPatch
+    job_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Check that the job fails, reports it, and leaves nothing if each start of a server fails."""
+    die = tmp_path / "die"
+
+    def starting(program: str) -> None:
+        if program == "gadei_ps.server.manager" and die.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
     delay = restart.delay
 
     def hurried(*history: Any) -> float:
         """Wait less; unit/test_restart.py tests the delays."""
         return delay(*history) / 20
 
-    monkeypatch.setattr(restart, "delay", hurried)  # the watchdog, a fork, inherits it
+    # The watchdog, a fork, inherits both.
+    monkeypatch.setattr(restart, "delay", hurried)
+    monkeypatch.setattr(quick, "STARTING", [*quick.STARTING, starting])
     with daemon(job_name, tensors=TENSORS) as job, fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
         pid = status(job_name)["watchdog_pid"]
-
-        def failed() -> bool:
-            for server in presence.server_pids(job_name):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(server, signal.SIGKILL)
-            return gone(pid)
-
-        eventually(failed)
+        die.touch()
+        for server in presence.server_pids(job_name):
+            os.kill(server, signal.SIGKILL)
+        eventually(lambda: gone(pid))
         said = child.receive()
         assert said.startswith("JobFailed"), said
         with pytest.raises(JobFailed):
@@ -228,7 +234,8 @@ def test_memory_does_not_grow_with_gradients(model: str, job_name: str) -> None:
             child.send(count)
             assert child.receive(100) == "done"
             now = status(job_name)
-            found = {"server": now["server_private_bytes"], "shared": now["shared_bytes"]}
+            found = {"server": process.private_bytes(now["server_pid"])}
+            found["shared"] = now["shared_bytes"]
             found["watchdog"] = psutil.Process(now["watchdog_pid"]).memory_info().rss
             return found
 
