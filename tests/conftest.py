@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import os
 import re
@@ -18,6 +19,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+# NumPy's threads spin for 25 ms at the start of each interpreter, and no test computes with them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 HERE = Path(__file__).parent
 # For `import support`, `import shell` and `import emulator`.
 sys.path[:0] = [str(HERE), str(HERE / "cli"), str(HERE / "gpu")]
@@ -62,7 +65,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """A small part that has become large is refused."""
+    """Refuse a small part that has become large; spare the collector what has been loaded."""
+    gc.collect()
+    gc.freeze()
     if session.config.getoption("--part") == "small" and "torch" in sys.modules:
         raise pytest.UsageError("a file of the small part imports torch; see NEEDS_TORCH")
 
@@ -132,12 +137,10 @@ def limit_s(item: pytest.Item) -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
-    """A test's turn. The time to wait for it is not counted against the test's time-out."""
-    turns = item.config.stash[TURNS]
+    """Wait for the compiler before the test, so that its time-out does not count that."""
     if needs_compiled(item):
-        turns.compile()
-    with turns.turn(alone=item.get_closest_marker("alone") is not None):
-        return (yield)
+        item.config.stash[TURNS].compile()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
