@@ -27,6 +27,8 @@ from gadei_ps.machine import gpus, process
 from gadei_ps.watchdog.restart import Policy
 
 pytestmark = pytest.mark.usefixtures("compiled")
+# In what a command prints when it has seen the job's model, and holds weights that outlive the job.
+HOLDS = "; sync "
 
 
 def test_job_for_as_long_as_its_learners(
@@ -284,11 +286,13 @@ def test_a_full_disk(cli: Cli, job_name: str, learner: list[str]) -> None:
         cli("gc", job_name)
         running = cli.start(*command, FOREVER)
         support.eventually(learning(job_name, running, 1))
+        support.eventually(lambda: HOLDS in running.err)
         cli("stop", job_name)
         stopped = running.wait()
         assert f"the weights are in {cli.directory}/state/{job_name}.safetensors" in stopped.err
         running = cli.start(*command, FOREVER, GADEI_PS_STATE_DIR=str(full / "state"))
         support.eventually(learning(job_name, running, 1))
+        support.eventually(lambda: HOLDS in running.err)
         cli("stop", job_name)
         rescued = Path(os.environ["GADEI_PS_RUNTIME_DIR"], f"{job_name}.safetensors")
         assert f"the weights are in {rescued}" in running.wait().err
@@ -467,6 +471,7 @@ def test_job_stopped_meanwhile(
     how = ("--learners", 2, "--lr", 1, "--out", "w.npz", "--json")
     running = cli.start("run", job_name, *how, "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 2))
+    support.eventually(lambda: HOLDS in running.err)
     report = cli("stop", job_name, *drain, "--json").json
     assert not support.segments(job_name), "the next job of this name is a new one"
     result = running.wait()
@@ -500,6 +505,7 @@ def test_anothers_job_stopped_meanwhile(
     cli.serve(job_name)
     running = cli.start("run", job_name, "--json", "--out", "w.npz", "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 1))
+    support.eventually(lambda: HOLDS in running.err)
     cli("stop", job_name, *drain)
     result = running.wait()
     assert result.code == result.json["exit_code"] == 4, result
@@ -528,7 +534,7 @@ def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str)
         if not is_running(job_name):
             return False
         now = support.status(job_name)
-        # What was applied between the look and the death is no sign of another process.
+        # Gradients are applied after the look, too, before the process dies.
         return now[who] != before[who] and now["version"] > before["version"] + 9
 
     support.eventually(goes_on)
