@@ -4,6 +4,8 @@ The units name theirs by environment variables. A command that is given no more 
 directory, as the documentation has it, finds the others by the rule in this module.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

@@ -5,6 +5,8 @@ field of native/ps_layout.h. gadei_ps/memory/totals.py reads these words and che
 imported, that the table and the layout agree. The names are those of `gadei-ps status --json`.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from enum import Enum, auto

@@ -12,6 +12,8 @@ batches of an epoch.
 The job file has `owned = true`. One program at a time may assign batches to a job.
 """
 
+from __future__ import annotations
+
 import mmap
 import os
 import time

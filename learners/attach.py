@@ -1,5 +1,7 @@
 """Entry and exit of a learner: offer the model, get a place, map its memory, detach."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import sys

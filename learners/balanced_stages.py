@@ -9,6 +9,8 @@ only. Times are whole nanoseconds, so that equal plans are equal.
 Of k devices and n pieces there are k^2 2^k steps of n^2 cells each, which NumPy computes.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Mapping, Sequence

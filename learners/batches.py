@@ -1,5 +1,7 @@
 """Mini-batches that the server hands out, so that each is answered once an epoch."""
 
+from __future__ import annotations
+
 import operator
 from collections import deque
 from typing import NamedTuple

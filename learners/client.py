@@ -17,6 +17,8 @@ ends. The client for C (native/gadei.h) does the same; tests/conformance/test_cl
 them. native/ps_learner.h writes the frames of both.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import functools
@@ -534,7 +536,7 @@ class Client:
         *,
         loss: float = UNKNOWN,
         samples: int = 0,
-        rate_scale: "_native.Scales" = 1.0,
+        rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
         version: int | None = None,
         timeout_s: float | None = None,
@@ -570,7 +572,7 @@ class Client:
         *,
         loss: float = UNKNOWN,
         samples: int = 0,
-        rate_scale: "_native.Scales" = 1.0,
+        rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
         version: int | None = None,
         timeout_s: float | None = None,
@@ -769,7 +771,7 @@ class Client:
         *,
         loss: float = UNKNOWN,
         samples: int = 0,
-        rate_scale: "_native.Scales" = 1.0,
+        rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
         version: int | None = None,
     ) -> int:
@@ -824,9 +826,9 @@ class Client:
         version: int,
         loss: float | None = None,
         samples: int = 0,
-        rate_scale: "_native.Scales" = 1.0,
+        rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
-    ) -> "_native.Facts":
+    ) -> _native.Facts:
         """Return the facts of a gradient for publish_landed(), before any of it is in flight.
 
         Raises UsageError for facts that no frame may have.
@@ -842,9 +844,9 @@ class Client:
     def publish_landed(
         self,
         landing: int,
-        landed: "_native.Landed",
+        landed: _native.Landed,
         launch: Callable[[], None],
-        facts: "_native.Facts",
+        facts: _native.Facts,
     ) -> None:
         """Let a device's driver publish the claimed slot, once transfers into it are through.
 

@@ -1,5 +1,7 @@
 """Cuts a chain of layers into the stages of a virtual worker."""
 
+from __future__ import annotations
+
 import itertools
 import operator
 from collections.abc import Iterable, Sequence

@@ -4,6 +4,8 @@ A device moves gradients from its own memory into a ring's slot and weights out 
 while the learner computes. One conformance suite runs against every implementation.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, Protocol
 

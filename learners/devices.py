@@ -1,5 +1,7 @@
 """Choice of the device that a learner computes on."""
 
+from __future__ import annotations
+
 import os
 import sys
 

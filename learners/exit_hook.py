@@ -1,5 +1,7 @@
 """Exit of a learner's script when an error reaches its top level."""
 
+from __future__ import annotations
+
 import functools
 import os
 import sys

@@ -15,6 +15,8 @@ before it, a mini-batch misses at most s_global of each learner.
 Under other models than WSP a wave is one mini-batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import numpy as np

@@ -4,6 +4,8 @@ A tensor's gradient is four numbers: address of the values, address of the row i
 rows, address of the factors (struct ps_gradient in native/ps_learner.h).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -4,6 +4,8 @@ A queue of size one joins each thread to the one that computes. They cannot dead
 reason as in the paper: a thread holds no lock while it waits for another.
 """
 
+from __future__ import annotations
+
 import queue
 import threading
 from collections.abc import Mapping
@@ -28,7 +30,7 @@ class Host:
 
     name = "host"
 
-    def link(self, client: Client) -> "HostLink":
+    def link(self, client: Client) -> HostLink:
         return HostLink(client)
 
 

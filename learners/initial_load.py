@@ -3,6 +3,8 @@
 The watchdog decides which (watchdog/initial_load.py).
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import time

@@ -9,6 +9,8 @@ The job's optimizer has its state in the server, and learners push gradients. On
 to its learner, and the job adds what learners change.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any, Self

@@ -7,6 +7,8 @@ Keras computes, clips and accumulates the gradients, and sets the learning rate 
 job has the weights, the momentum and the moments.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterable
 from typing import Any

@@ -7,6 +7,8 @@ order, so that caches hold what they hold in training; on a GPU one after anothe
 hold the whole model.
 """
 
+from __future__ import annotations
+
 import itertools
 import statistics
 import threading

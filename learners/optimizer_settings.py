@@ -1,5 +1,7 @@
 """Optimizer settings of a script, by the names of torch.optim."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat

@@ -15,6 +15,8 @@ last mini-batch of a wave waits: the others continue with the weights at hand wh
 leaves. The gradients of a wave are added up on the device and leave as one.
 """
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping

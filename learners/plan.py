@@ -4,6 +4,8 @@ made = plan.make(layers, Sample(inputs, targets, criterion), ["host:1", "host:1"
 worker = VirtualWorker(layers, plan=made, optimizer=...)
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from typing import Literal, Self

@@ -1,5 +1,7 @@
 """Values that a script reports beside the loss, such as an accuracy, for the history."""
 
+from __future__ import annotations
+
 import math
 import re
 import socket

@@ -1,5 +1,7 @@
 """Places of the stages of a virtual worker: devices of one learner, and its cores."""
 
+from __future__ import annotations
+
 import os
 import re
 import sys

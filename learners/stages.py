@@ -5,6 +5,8 @@ different mini-batches in turn, and prefers a waiting backward pass. Activations
 handed on without copies, unless two stages are on different devices.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import threading

@@ -1,5 +1,7 @@
 """Times of the passes of a stage, by the clock of its device."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections import deque

@@ -5,6 +5,8 @@ The pass runs on the CPU, where the layers are. Memory is counted by storages, s
 several layers keep counts once.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -6,6 +6,8 @@ copies the weights before a mini-batch enters, and steps the optimizer when the 
 ended.
 """
 
+from __future__ import annotations
+
 import bisect
 import heapq
 from collections import deque

@@ -15,6 +15,8 @@ So mini-batch p is computed, forward and backward and in all stages, from the we
 (s_local + 1) and what was pulled by then, whatever the threads do.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import os

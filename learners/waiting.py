@@ -1,5 +1,7 @@
 """Deadlines of a client's waits, its calls that one thread makes at a time, and its helpers."""
 
+from __future__ import annotations
+
 import functools
 import time
 from collections.abc import Callable

@@ -17,6 +17,8 @@ again to what it has pulled.
 Under other models than WSP a wave is one mini-batch.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections import deque

@@ -4,6 +4,8 @@ The command is commands/daemon.py. Little is imported here: the fork server, whi
 of servers, is started first, so that both load at the same time.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

@@ -5,6 +5,8 @@ is being made, it waits for that first. Waiting clients get notes of the progres
 is any. A ring that no client waits for any more is abandoned. A model is not: others need it.
 """
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable, Sequence

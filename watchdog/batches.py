@@ -10,6 +10,8 @@ watchdog that dies before it has changed nothing, and gets the request again. Ea
 number, so a request that comes twice counts once.
 """
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

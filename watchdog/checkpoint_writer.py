@@ -9,6 +9,8 @@ disk.
 For a watchdog that resumes from memory it does not save, but looks at the checkpoints on the disk.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import mmap

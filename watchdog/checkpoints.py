@@ -4,6 +4,8 @@ A copy for a client needs no writer process, which would take some tenths of a s
 thread of the watchdog makes it.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import selectors

@@ -1,5 +1,7 @@
 """Removes what a dead job has left, and ends the servers that have outlived it."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

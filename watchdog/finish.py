@@ -4,6 +4,8 @@ The configuration comes from the job's memory (job/recorded.py), so that a mista
 does not keep a job from its end.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 from gadei_ps.errors import JobDiffers, JobFailed, JobInUse, JobStopped, UsageError, in_words

@@ -1,5 +1,7 @@
 """Start of a fork server: early, so that it loads while the watchdog imports its own modules."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

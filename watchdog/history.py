@@ -4,6 +4,8 @@ The watchdog looks at the control segment once a second and gives lines to a pro
 them (history_writer.py). It never waits for that: what does not fit into the pipe is dropped.
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import math

@@ -5,6 +5,8 @@ kept for a while, as far as that is bounded. On standard output it reports a pro
 an empty line. Imports little: it lives as long as its job.
 """
 
+from __future__ import annotations
+
 import collections
 import json
 import sys

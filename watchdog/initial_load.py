@@ -6,6 +6,8 @@ trained further. If a learner dies or fails after writing a part, the next learn
 the job has made a step, or after a step of its own, writes the whole.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

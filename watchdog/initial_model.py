@@ -1,5 +1,7 @@
 """The model that a job begins with: from a checkpoint, from the job file, or from a learner."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -19,6 +19,8 @@ Nothing else of the job file is compared. The synchronization model stays the on
 is adopted if the roster's row holds a learner and the ring is of the same generation.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import secrets

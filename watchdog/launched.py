@@ -1,5 +1,7 @@
 """A watchdog that a command has started, which sends its configuration and receives its errors."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

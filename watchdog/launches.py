@@ -1,5 +1,7 @@
 """Numbers of learners: what each command that starts learners of a job has reserved."""
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypedDict

@@ -3,6 +3,8 @@
 They outlive a watchdog that is killed. The next watchdog finds them by their environment.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

@@ -5,6 +5,8 @@ computes. One that computes but does not push is given MOST times the limit, one
 long as it computes at least now and then.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field

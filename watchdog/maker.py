@@ -4,6 +4,8 @@ Zeroing gigabytes takes seconds, and so does giving them back. What is made is h
 watchdog's thread, which alone changes what others see. The thread lives only while there is work.
 """
 
+from __future__ import annotations
+
 import os
 import selectors
 import threading

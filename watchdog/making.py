@@ -3,6 +3,8 @@
 Nothing here looks at a job that runs, so any thread may call it.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -5,6 +5,8 @@ and is started again when it ends before that. A line that it prints is a proble
 depend on any of them.
 """
 
+from __future__ import annotations
+
 import selectors
 import time
 from collections.abc import Sequence

@@ -4,6 +4,8 @@ The protocol of sd_notify(3): datagrams of NAME=VALUE lines to the socket in $NO
 here waits or fails: without that socket, or if no process reads it, every call does nothing.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

@@ -1,5 +1,7 @@
 """Warnings while a job refuses gradients, such as those of a model that has diverged."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,6 +4,8 @@ Learners attach, detach, and bring the model and their work. Tools ask for the s
 another synchronization model, and the end.
 """
 
+from __future__ import annotations
+
 import selectors
 from collections.abc import Callable
 from enum import IntEnum

@@ -4,6 +4,8 @@ A process that was useful is started again at once, however often it is killed. 
 repeatedly without having been useful, the pauses grow, and in the end it is not restarted.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -9,6 +9,8 @@ A row's life, each word with one writer (layout in native/ps_layout.h):
     free      watchdog: ring unlinked
 """
 
+from __future__ import annotations
+
 import errno
 import math
 import os

@@ -6,6 +6,8 @@ at whichever instant this one dies. A place has a row for each group and, as the
 the optimizer itself. Each row has FIELDS, and a bit for each that is there.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

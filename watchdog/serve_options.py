@@ -1,5 +1,7 @@
 """Start options of a watchdog."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 

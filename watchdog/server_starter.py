@@ -4,6 +4,8 @@ The fork server is a convenience: while it is dead, servers start as programs of
 takes longer. It is restarted when it dies.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

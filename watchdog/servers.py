@@ -4,6 +4,8 @@ A failover needs no help from here: the kernel hands the leases over. The watchd
 server that stands by. If no server is alive, it makes new leases first.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import os

@@ -3,6 +3,8 @@
 ADOPTED must stay the same while the memory is used, CHANGEABLE may change while the job runs.
 """
 
+from __future__ import annotations
+
 import json
 import re
 import zlib

@@ -1,5 +1,7 @@
 """The control socket's server side: never waits for a client, keeps bounded buffers for each."""
 
+from __future__ import annotations
+
 import array
 import contextlib
 import os

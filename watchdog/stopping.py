@@ -12,6 +12,8 @@ memory stays then.
 So the last checkpoint has every gradient whose push has returned, and no other.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

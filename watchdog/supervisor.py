@@ -10,6 +10,8 @@ watchdog of the job adopts them.
     shutdown    end the servers, remove sockets and segments
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import selectors

@@ -5,6 +5,8 @@ learners may start (unit_files.py). The watchdog of a unit looks after it, becau
 condition fails reports nothing: it makes the file again where it is lost.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Any

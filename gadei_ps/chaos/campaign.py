@@ -4,6 +4,8 @@ In a job of its own it also counts, in the weights, how often each published gra
 For a given job it reports only times and counters.
 """
 
+from __future__ import annotations
+
 import contextlib
 import random
 import signal

@@ -14,6 +14,8 @@ starts when it reads a line on standard input. By then its parent has mapped its
 parent counts the gradients.
 """
 
+from __future__ import annotations
+
 import sys
 import time
 

@@ -4,6 +4,8 @@ Times are those of time.monotonic(). While it waits for an event, the thread loo
 look takes some microseconds, so that the servers keep the cores.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from dataclasses import dataclass, field

@@ -5,6 +5,8 @@ of applied gradients is in the ledger tensor (gadei_ps/chaos/counted_learner.py)
 optimizer than SGD it is the number of the optimizer's steps.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,6 +4,8 @@ In its own job, chaos counts gradients (tally.py), and restarts learners and the
 die. The watchdog restarts servers.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import subprocess
@@ -106,7 +108,7 @@ class CountedJob:
         self._learners: list[_Learner] = []
         self._failures = 0
 
-    def __enter__(self) -> "CountedJob":
+    def __enter__(self) -> CountedJob:
         return self
 
     def __exit__(self, *exc: object) -> None:

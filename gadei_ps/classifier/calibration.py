@@ -6,6 +6,8 @@ The sum of the shares is the inverse of a temperature. They are fitted on held-o
 the threshold: the probability below which a text has none of the labels.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -50,7 +52,7 @@ class Calibration:
         return found | ({"multi_label": True} if self.multi_label else {})
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], parts: int) -> "Calibration":
+    def from_dict(cls, values: Mapping[str, Any], parts: int) -> Calibration:
         """Return the reverse of `as_dict`. Raises ValueError unless it fits so many parts."""
         try:
             shares = tuple(float(one) for one in values["shares"])

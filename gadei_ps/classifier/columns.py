@@ -5,6 +5,8 @@ a name that is usual for it. A first row is not a header if one of its values oc
 of the same column too, as labels do and headers do not.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from os import PathLike
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """The data of a training: sentences to train on, held-out ones, the test file, the vocabulary."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -48,7 +50,7 @@ class Corpus:
     source: tuple[Dataset, Hashed] | None = None
 
     @classmethod
-    def read(cls, settings: Settings) -> "Corpus":
+    def read(cls, settings: Settings) -> Corpus:
         """Raise DatasetError."""
         names = (settings.text_column, settings.label_column, settings.label_separator)
         whole = dataset.read_training(settings.train_file, *names)
@@ -104,7 +106,7 @@ class Corpus:
         corpus = cls(train, held_out, test, vocabulary, *encoded)
         return replace(corpus, notices=tuple(notices), warnings=tuple(warnings), source=source)
 
-    def with_all_rows(self) -> "Corpus":
+    def with_all_rows(self) -> Corpus:
         """The same data, with the held-out rows among those to train on. For an ensemble."""
         assert self.source is not None
         whole, hashes = self.source

@@ -1,5 +1,7 @@
 """Totals of the machines of a run, whichever of them have died meanwhile."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -7,6 +7,8 @@ Parquet needs pyarrow. Every mistake in a file raises `DatasetError` with one li
 (`file:line`), what, what to do. The defaults are those of the paper's Table 3.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import re
@@ -66,7 +68,7 @@ class LabelSets:
     labels: NDArray[np.int64]
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> "LabelSets":
+    def of(cls, rows: Sequence[Sequence[int]]) -> LabelSets:
         """Pack the labels of each row."""
         starts = np.concatenate(([0], np.cumsum([len(row) for row in rows], dtype=np.int64)))
         return cls(starts, np.fromiter(chain.from_iterable(rows), np.int64, int(starts[-1])))
@@ -78,7 +80,7 @@ class LabelSets:
             found[at, self.labels[self.starts[row] : self.starts[row + 1]]] = 1
         return found
 
-    def only(self, keep: NDArray[np.bool_]) -> "LabelSets":
+    def only(self, keep: NDArray[np.bool_]) -> LabelSets:
         """Return those of these rows alone."""
         lengths = np.diff(self.starts)
         starts = np.concatenate(([0], np.cumsum(lengths[keep])))

@@ -9,6 +9,8 @@ classes, `bag` with few rows, `cnn` where the order of words matters. `calibrati
 A mini-batch reads and changes only the rows of its own n-grams and words.
 """
 
+from __future__ import annotations
+
 from typing import Final, NamedTuple
 
 import numpy as np

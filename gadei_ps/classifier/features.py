@@ -14,6 +14,8 @@ n-grams are those of scikit-learn's `char_wb`: they do not cross spaces, and wor
 with one.
 """
 
+from __future__ import annotations
+
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -84,7 +86,7 @@ class Hashed:
         """The words, for a comparison of texts."""
         return Encoded(self.words.view(np.int32), np.diff(self.word_starts).astype(np.int32))
 
-    def part(self, begin: int, end: int) -> "Hashed":
+    def part(self, begin: int, end: int) -> Hashed:
         """Return some texts in a row, without a copy."""
         grams, words = self.starts[begin : end + 1], self.word_starts[begin : end + 1]
         of_grams, of_words = slice(grams[0], grams[-1]), slice(words[0], words[-1])
@@ -97,7 +99,7 @@ class Hashed:
             self.characters,
         )
 
-    def only(self, keep: NDArray[np.bool_]) -> "Hashed":
+    def only(self, keep: NDArray[np.bool_]) -> Hashed:
         """Return these texts alone."""
         of_grams, of_words = np.diff(self.starts), np.diff(self.word_starts)
         gram, word = np.repeat(keep, of_grams), np.repeat(keep, of_words)
@@ -328,7 +330,7 @@ class Features:
     characters: int = MAX_CHARACTERS
 
     @classmethod
-    def learn(cls, texts: Hashed, weights: int) -> "Features":
+    def learn(cls, texts: Hashed, weights: int) -> Features:
         """Choose the features of training texts. weights: of each n-gram, which bound the model.
 
         An n-gram of words is known if one text has it, one of characters if two have it.

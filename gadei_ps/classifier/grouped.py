@@ -5,6 +5,8 @@ its own. The launcher does what it does on one machine: after each pass it measu
 weights, keeps the best ones, and ends the run when they no longer improve.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

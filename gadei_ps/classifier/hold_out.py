@@ -4,6 +4,8 @@ A text that were trained on and measured would be known by heart: the accuracy w
 So rows whose texts are the same for the network, word by word, stay together.
 """
 
+from __future__ import annotations
+
 from itertools import pairwise
 from os import PathLike
 

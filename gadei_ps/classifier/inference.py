@@ -5,6 +5,8 @@ launcher of `train` needs no gradients. `network.py` and `ensemble.py` train the
 explain them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple

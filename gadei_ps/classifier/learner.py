@@ -9,6 +9,8 @@ if rows may have several labels. A learner has no state to lose: if it is killed
 other learners, and a new one can replace it.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import struct

@@ -4,6 +4,8 @@ Of the CNN, the best weights are kept; of an ensemble the last ones, as its lear
 A second run of an ensemble has no held-out rows: what was measured in the first one stays.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import math

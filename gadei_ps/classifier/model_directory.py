@@ -1,5 +1,7 @@
 """The model directory: what `gadei-ps train` writes and `gadei-ps predict` reads."""
 
+from __future__ import annotations
+
 import json
 import os
 import secrets

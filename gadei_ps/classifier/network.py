@@ -7,6 +7,8 @@ This is the CNN-rand of Kim (2014), "Convolutional neural networks for sentence 
 The module does not use the parameter server.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,5 +1,7 @@
 """`gadei-ps predict`: labels for sentences. Needs only a model directory."""
 
+from __future__ import annotations
+
 import csv
 import io
 import sys

@@ -7,6 +7,8 @@ file in memory, decompressed, and reads rows one by one. Every mistake in a file
 `DatasetError` with one line: where (`file:line`), what, what to do.
 """
 
+from __future__ import annotations
+
 import bz2
 import codecs
 import csv

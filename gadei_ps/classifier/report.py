@@ -1,5 +1,7 @@
 """Errors of a model: precision and recall of each label, and the confusion matrix."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from html import escape

@@ -5,6 +5,8 @@ shared weights on the held-out tenth, while training continues. It keeps the bes
 when neither accuracy nor loss improves. It computes no gradients. It replaces learners that die.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import signal
@@ -92,7 +94,7 @@ def _run(
     measuring: Measuring,
     signalled: Callable[[], int | None],
     earlier: int = 0,
-) -> "_Run":
+) -> _Run:
     """Train as the plan says. earlier: epochs of an earlier run. Raises GadeiError."""
     settings = plan.settings
     # The operations of an ensemble are too small for several threads.

@@ -1,5 +1,7 @@
 """Plan of a training: its data, and the settings that follow from their size."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping
@@ -51,7 +53,7 @@ class Plan:
     measures: bool = True
 
     @classmethod
-    def read(cls, settings: Settings) -> "Plan":
+    def read(cls, settings: Settings) -> Plan:
         """Raise DatasetError."""
         corpus = Corpus.read(settings)
         rows = len(corpus.train)
@@ -83,7 +85,7 @@ class Plan:
         wave = sync.parse(self.settings.sync).wave
         return -(-len(self.corpus.train) // (self.batch_size * wave))
 
-    def second(self) -> "Plan | None":
+    def second(self) -> Plan | None:
         """Return the plan of the run on all rows; None if this run is all."""
         rows = len(self.corpus.train) + len(self.corpus.held_out)
         of_labels = np.bincount(self.corpus.train.pairs()[1], minlength=len(self.label_names))

@@ -1,5 +1,7 @@
 """Settings of a training: the options of `gadei-ps train`."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final

@@ -9,6 +9,8 @@ whose network the paper trains (Figure 2). Scripts that put no spaces between wo
 characters, so that the network's filters are n-grams of characters.
 """
 
+from __future__ import annotations
+
 import array
 import json
 import re
@@ -130,7 +132,7 @@ class Vocabulary:
     cut: Cut = WORDS
 
     @classmethod
-    def build(cls, texts: Sequence[str], min_count: int = 1) -> "Vocabulary":
+    def build(cls, texts: Sequence[str], min_count: int = 1) -> Vocabulary:
         """The words that occur at least `min_count` times in `texts`, most frequent first.
 
         Of a text, only the MAX_LENGTH words count that `encode` keeps.
@@ -138,7 +140,7 @@ class Vocabulary:
         every, encoded = number(texts, cut_for(texts))
         return every.frequent(encoded, min_count)
 
-    def frequent(self, encoded: "Encoded", min_count: int) -> "Vocabulary":
+    def frequent(self, encoded: Encoded, min_count: int) -> Vocabulary:
         """Those that occur at least `min_count` times in these sentences, most frequent first."""
         counts = np.bincount(encoded.tokens, minlength=len(self))[2:].tolist()
         pairs = zip(self.words, counts, strict=True)
@@ -160,7 +162,7 @@ class Vocabulary:
             file.write(self.to_json().encode())
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> "Vocabulary":
+    def load(cls, path: str | PathLike[str]) -> Vocabulary:
         """Read what `save` wrote. Raises DatasetError if the file is missing or damaged."""
         remedy = "restore it from the model it was saved with"
         try:
@@ -179,7 +181,7 @@ class Vocabulary:
         return json.dumps(told, ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, text: str) -> "Vocabulary":
+    def from_json(cls, text: str) -> Vocabulary:
         """The reverse of `to_json`. Raises ValueError, in one line, for anything else."""
         try:
             told = json.loads(text)
@@ -228,11 +230,11 @@ class Encoded:
         """All sentences as `batch` gives them."""
         return self.batch(np.arange(len(self.lengths)))
 
-    def only(self, rows: NDArray[np.bool_]) -> "Encoded":
+    def only(self, rows: NDArray[np.bool_]) -> Encoded:
         """These sentences alone."""
         return Encoded(self.tokens[np.repeat(rows, self.lengths)], self.lengths[rows])
 
-    def renumbered(self, old: Vocabulary, new: Vocabulary) -> "Encoded":
+    def renumbered(self, old: Vocabulary, new: Vocabulary) -> Encoded:
         """The same sentences with the numbers of `new`, which cuts texts as `old` does."""
         numbers = [PADDING, UNKNOWN, *(new.numbers.get(word, UNKNOWN) for word in old.words)]
         return Encoded(np.array(numbers, np.int32)[self.tokens], self.lengths)

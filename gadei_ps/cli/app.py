@@ -5,9 +5,11 @@ A command returns its exit code, prints its result on stdout and everything else
 command imports what it needs when it runs, so that --help and completion are quick.
 """
 
+from __future__ import annotations
+
 import functools
 import sys
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 

@@ -1,5 +1,7 @@
 """Commands that write checkpoints and read them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated

@@ -4,6 +4,8 @@ A traceback is shown only if GADEI_PS_TRACEBACK is 1. With --json-log, the error
 as well.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal

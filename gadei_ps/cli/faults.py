@@ -1,5 +1,7 @@
 """Commands that kill processes of a job on purpose."""
 
+from __future__ import annotations
+
 from typing import Annotated, Any
 
 from gadei_ps.cli.options import (

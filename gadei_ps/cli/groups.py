@@ -1,5 +1,7 @@
 """The commands of `gadei-ps group`."""
 
+from __future__ import annotations
+
 import math
 import sys
 from pathlib import Path

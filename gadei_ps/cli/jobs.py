@@ -1,5 +1,7 @@
 """Commands that start learners, and that watch, stop and tidy up jobs."""
 
+from __future__ import annotations
+
 import sys
 import time
 from dataclasses import asdict

@@ -1,5 +1,7 @@
 """The command `gadei-ps partition`."""
 
+from __future__ import annotations
+
 import importlib.util
 import sys
 from pathlib import Path

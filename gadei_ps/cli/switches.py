@@ -4,6 +4,8 @@ The help shows no type beside a switch, which takes no value. All words after th
 learner's program belong to that program, also without `--` before it.
 """
 
+from __future__ import annotations
+
 import re
 import shlex
 import shutil

@@ -1,5 +1,7 @@
 """Changes of a job that runs: its synchronization model, its hyperparameters, its job file."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -3,6 +3,8 @@
 `python -m gadei_ps.watchdog` is that child; `gadei-ps serve` runs the same in the foreground.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

@@ -1,5 +1,7 @@
 """`gadei-ps doctor`: can jobs run on this machine, and if not, what is to be done?"""
 
+from __future__ import annotations
+
 import configparser
 import contextlib
 import ctypes

@@ -1,5 +1,7 @@
 """A watchdog's process before it is known what to serve: it imports what it needs meanwhile."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

@@ -1,5 +1,7 @@
 """Finds and reads the history of a job that runs, or that has ended."""
 
+from __future__ import annotations
+
 import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple

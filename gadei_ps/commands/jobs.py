@@ -5,6 +5,8 @@ in /dev/shm. The watchdog holds the lock from before it makes the first of them 
 removed the last, so a process that holds the lock may remove them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import time

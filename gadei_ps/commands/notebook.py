@@ -5,6 +5,8 @@ dies with the thread that has started it, so this one lives as long as the job, 
 asks for it; and no KeyboardInterrupt comes into the middle of its work.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import dataclasses
@@ -27,7 +29,7 @@ from gadei_ps.memory.shm import check_job_name
 
 LOOK_INTERVAL_S = 0.2
 WATCHDOG_PATIENCE_S = 10.0  # until the next watchdog answers
-_served: dict[str, "ServedJob"] = {}
+_served: dict[str, ServedJob] = {}
 """Jobs of this process by name; a job continues although nothing refers to its object."""
 
 
@@ -42,7 +44,7 @@ def serve(
     keep: bool = False,
     verbose: bool = False,
     **fields: Any,
-) -> "ServedJob":
+) -> ServedJob:
     """Serve a job until its stop(), the end of a `with` block, or the end of this process.
 
         with gadei_ps.serve("demo", sync="asp") as job:

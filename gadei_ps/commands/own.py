@@ -1,5 +1,7 @@
 """Learners that a command has started, and the counts of their gradients."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Collection, Set
 

@@ -1,5 +1,7 @@
 """Pages of the documentation, as the wheel or a checkout has them."""
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 The module is imported as `python -m` would find it, and may print: to standard error.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import sys

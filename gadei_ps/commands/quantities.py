@@ -1,5 +1,7 @@
 """Durations and sizes as people write them on a command line."""
 
+from __future__ import annotations
+
 import re
 
 from gadei_ps.errors import UsageError

@@ -4,6 +4,8 @@
 yet, `run` serves it until then.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import os

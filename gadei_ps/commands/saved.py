@@ -1,5 +1,7 @@
 """Finds the checkpoint that a user names by its path, a directory, a job file or a job's name."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Job of the learners of `run` and `attach`: served by another process, or by this one."""
 
+from __future__ import annotations
+
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

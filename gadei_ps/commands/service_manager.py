@@ -1,5 +1,7 @@
 """The service manager (systemd) of this machine: its version, and which units of jobs run."""
 
+from __future__ import annotations
+
 import re
 import subprocess
 import time

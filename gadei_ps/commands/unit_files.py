@@ -5,6 +5,8 @@ watchdog has left, and gadei-ps-learner@demo is a learner. A copy starts this in
 user of the jobs. Its last line has a digest, which shows whether the copy was edited.
 """
 
+from __future__ import annotations
+
 import grp
 import hashlib
 import os

@@ -5,6 +5,8 @@ its checkpoints. It applies until the job file has another value than at the tim
 field of a group of parameters is called groups.N.FIELD.
 """
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Mapping, Sequence

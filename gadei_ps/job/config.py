@@ -1,5 +1,7 @@
 """The fields of a job file, checked. The defaults suit a user without an opinion."""
 
+from __future__ import annotations
+
 import errno
 import importlib.util
 import os

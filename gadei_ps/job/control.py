@@ -9,6 +9,8 @@ come before its reply: `note` ("making"), `what` is made, and `done` and `total`
 waits for another learner, the notes are `note` ("waiting") and `text`.
 """
 
+from __future__ import annotations
+
 import array
 import contextlib
 import functools
@@ -456,7 +458,7 @@ class Connection:
     def close(self) -> None:
         self._socket.close()
 
-    def __enter__(self) -> "Connection":
+    def __enter__(self) -> Connection:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,5 +1,7 @@
 """Diagnosis of a job whose watchdog does not answer, with advice."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os

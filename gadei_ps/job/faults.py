@@ -5,6 +5,8 @@ dead or stopped. A signal goes through a pidfd, and only if the start time is th
 segment: a process that got the pid later is never hit.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

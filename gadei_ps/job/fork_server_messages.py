@@ -4,6 +4,8 @@ Each message is one datagram: a JSON object of its fields and its kind. Both run
 fork server of another build than its watchdog's exits.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import socket

@@ -6,6 +6,8 @@ watchdog writes `hyper_next` and then raises `numbers_wanted`. The active server
 `numbers_done`. If it dies before that store, all shards wait until the next server has copied it.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import numpy.typing as npt
 

@@ -4,6 +4,8 @@ Before a job that this process serves ends, its learners here leave it: their mo
 weights, in memory of their own.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import weakref

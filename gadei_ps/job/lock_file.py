@@ -1,5 +1,7 @@
 """A file that a process keeps locked while it lives: for a job's name, its watchdog does."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os

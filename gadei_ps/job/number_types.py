@@ -3,6 +3,8 @@
 `true` is not a number there, though Python would count it as 1.
 """
 
+from __future__ import annotations
+
 from typing import Annotated
 
 from pydantic import BeforeValidator

@@ -4,6 +4,8 @@ Groups are numbered from 0 as they are given. The last number, one more, stands 
 that none of them names; these have the optimizer's own settings.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase

@@ -1,5 +1,7 @@
 """Paths of a job's control socket and lock file."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

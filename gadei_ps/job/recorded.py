@@ -7,6 +7,8 @@ equal size. Each place holds a number, the length of the text, a CRC-32 of all t
 one, which is not whole then, as its CRC-32 shows.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import struct

@@ -4,6 +4,8 @@ Each request names the model of its reply (`Request.reply` in control.py). A fie
 lacks is ignored. Text is bounded, but may have any characters: what prints it escapes it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 

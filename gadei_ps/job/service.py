@@ -1,5 +1,7 @@
 """Whether a unit of systemd serves a job, and the commands that fit: for advice in messages."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import shlex

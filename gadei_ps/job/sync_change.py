@@ -5,6 +5,8 @@ The watchdog writes the next model's text beside that of the one in force and th
 `sync_done`. So a server that dies between them leaves a job that has the one or the other model.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from gadei_ps import _native, sync

@@ -4,6 +4,8 @@ Numba counts references to an array's owner atomically around each slice and eac
 not see through. For 1024 values that took as long as the arithmetic (60 ns of 130).
 """
 
+from __future__ import annotations
+
 from typing import Any, Protocol, TypeVar, cast
 
 from llvmlite import ir

@@ -5,6 +5,8 @@ extension, the compiler, and the processor. So a process never loads code that w
 other sources, or for another processor.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import errno

@@ -10,6 +10,8 @@ rest: it optimizes the unit as a whole and makes an object file, which a server 
 Numba. Servers set NUMBA_OPT, so that Numba does not optimize each function before.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar

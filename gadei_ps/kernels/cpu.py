@@ -8,6 +8,8 @@ may be rounded once where the reference of the tests (`tests/support/kernel_refe
 twice. Nothing else differs, infinite values and NaN included.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,5 +1,7 @@
 """The symbols of an object file, as LLVM writes it: ELF of 64 bits, little-endian."""
 
+from __future__ import annotations
+
 import struct
 from typing import NamedTuple
 

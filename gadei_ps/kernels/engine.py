@@ -5,6 +5,8 @@ before. The code stays for as long as the process lives. No thread is left behin
 the code, too.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import functools

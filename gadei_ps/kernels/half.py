@@ -1,5 +1,7 @@
 """Conversion of float16 to float32 by an instruction, if the processor has one."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import llvmlite.binding

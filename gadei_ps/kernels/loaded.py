@@ -3,6 +3,8 @@
 Numba is imported only to compile.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 

@@ -5,6 +5,8 @@ next one compiles what that one had begun. In the end each process has loaded al
 the cache, whoever has compiled them; what nobody could keep there it compiles itself.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import fcntl

@@ -7,6 +7,8 @@ be written is used without being kept.
     checksum, then: the entry and the symbols that the code needs, a line; the object file
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import os

@@ -1,5 +1,7 @@
 """A unit of compiled code: compiled and kept by itself, so another process may do it meanwhile."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

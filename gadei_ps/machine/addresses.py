@@ -1,5 +1,7 @@
 """Addresses that users write."""
 
+from __future__ import annotations
+
 
 def parse(text: str) -> tuple[str, int]:
     """Return the parts of HOST:PORT, or [HOST]:PORT. Raises ValueError."""

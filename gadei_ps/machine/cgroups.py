@@ -5,6 +5,8 @@ memory of a segment is charged to the groups of the process that touches a page 
 limit the kernel kills a process of the group, so a job looks here before it takes memory.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterator

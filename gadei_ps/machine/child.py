@@ -1,5 +1,7 @@
 """A child process of an event loop, which never waits for it."""
 
+from __future__ import annotations
+
 import os
 import selectors
 import signal

@@ -1,5 +1,7 @@
 """Command lines of processes, for people who look for a job by what it runs."""
 
+from __future__ import annotations
+
 import os
 import re
 import shlex

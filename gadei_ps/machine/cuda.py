@@ -1,5 +1,7 @@
 """Whether this process can use CUDA through CuPy. Nothing of CuPy is loaded before it is asked."""
 
+from __future__ import annotations
+
 import importlib.util
 
 EXTRAS = "pip install 'gadei-ps[cuda13]', or [cuda12] for a driver of CUDA 12"

@@ -4,6 +4,8 @@ A child that reads from the terminal becomes its foreground process group. Ctrl-
 with the command, and `fg` continues all of them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

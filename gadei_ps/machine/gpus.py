@@ -5,6 +5,8 @@ the driver. So nvidia-smi lists the GPUs, and code that needs CUDA runs in a pro
 which may be killed.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

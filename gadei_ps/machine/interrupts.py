@@ -4,6 +4,8 @@ An exception at an arbitrary instruction can leave a lock of the standard librar
 as in Popen.poll. Code that must not be interrupted there runs while signals are held.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal
@@ -106,7 +108,7 @@ def first_told() -> Iterator[Callable[[], int | None]]:
         _State.telling = False
 
 
-def _unraisable(args: "sys.UnraisableHookArgs") -> None:
+def _unraisable(args: sys.UnraisableHookArgs) -> None:
     """Python drops an exception of a signal handler in a finalizer: the signal is sent again."""
     if isinstance(args.exc_value, Interrupted):
         again = threading.Timer(0.05, os.kill, (os.getpid(), args.exc_value.number))

@@ -1,5 +1,7 @@
 """Learner processes as children of a command, which starts, watches, restarts and ends them."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 import os
@@ -47,7 +49,7 @@ class Compute:
     each: int | None = None
 
     @classmethod
-    def choose(cls, device: str, asked: str | None, each: int | None = None) -> "Compute":
+    def choose(cls, device: str, asked: str | None, each: int | None = None) -> Compute:
         """device, asked and each: what --device, --gpus and --devices-per-learner say.
 
         Raises UsageError, or DeviceError with what is missing.
@@ -66,7 +68,7 @@ class Compute:
             return cls(device, why=str(error), each=each)
         return cls(device, found, each=each)._checked()
 
-    def _checked(self) -> "Compute":
+    def _checked(self) -> Compute:
         """Itself; raises DeviceError if --device cuda, or as many GPUs, cannot be had."""
         there = list(dict.fromkeys(self.gpus))
         if there and self.each and len(there) < self.each:
@@ -87,7 +89,7 @@ class Compute:
             return ""
         return self._missing()
 
-    def settled(self) -> "Compute":
+    def settled(self) -> Compute:
         """Replace auto by cuda or host; `why` holds the reason for the host."""
         if self.device != "auto":
             return self
@@ -105,7 +107,7 @@ class Compute:
             return ""
         return f"{learners} x {self.each} devices on {there} {what}: learners share them"
 
-    def beside(self, pids: Iterable[int]) -> "Compute":
+    def beside(self, pids: Iterable[int]) -> Compute:
         """Order the GPUs for learners that join these: those with the fewest learners first."""
         return replace(self, gpus=gpus.least_used(self.gpus, pids))
 

@@ -4,6 +4,8 @@ One of two ways in which processes of a job pass objects to each other, a JSON o
 descriptors come along, it is gadei_ps/job/fork_server_messages.py.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 from collections.abc import Iterator

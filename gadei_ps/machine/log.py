@@ -4,6 +4,8 @@ structlog is imported when a process logs. It takes as long as NumPy to import, 
 only ask a job are spared.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import logging

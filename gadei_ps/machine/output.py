@@ -5,6 +5,8 @@ that come together, such as a traceback's, together. Binary output, a line witho
 that is redrawn all the time, such as a progress bar, needs no more memory than other output.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

@@ -4,6 +4,8 @@
 FIFO, a link, a directory. And a pid that was read from memory may be another user's process.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import stat

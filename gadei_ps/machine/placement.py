@@ -5,6 +5,8 @@ sockets, say) they are kept on the node whose memory holds the weights. On other
 machines the scheduler decides: a bound shard would wait for a learner that runs on its core.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Processes, identified by pid and start time: a pid alone may be reused."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

@@ -1,5 +1,7 @@
 """Files that users name. Only regular files: a reader of others may wait or read for ever."""
 
+from __future__ import annotations
+
 import errno
 import os
 import stat

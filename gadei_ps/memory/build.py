@@ -4,6 +4,8 @@ Processes of different builds do not share a job's memory: one could misread wha
 The control segment holds the identities of the build that made the job.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import os

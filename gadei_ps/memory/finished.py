@@ -4,6 +4,8 @@ Those of the job file, which are not started again, and those of `run` that have
 job's first superstep.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 BITS = 64

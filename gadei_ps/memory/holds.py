@@ -9,6 +9,8 @@ They are open-file-description locks, on a descriptor that is opened for nothing
 would keep its file's lock alive, in forks of this process too.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import fcntl

@@ -5,6 +5,8 @@ writer of each word and its meaning stand there. The IntEnums repeat the codes f
 a test compares them with the enums in C.
 """
 
+from __future__ import annotations
+
 import re
 from enum import IntEnum
 from typing import Final

@@ -7,6 +7,8 @@ look between two stores, so the table also has these combinations. The leases de
 serves; these words report it.
 """
 
+from __future__ import annotations
+
 from enum import IntEnum, auto
 from typing import Final
 

@@ -8,6 +8,8 @@ Ranges below `owned_from` are revoked. Until another range is given, batches tha
 are not handed out again either.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Segments of jobs in /dev/shm and the jobs' living processes, found without mapping anything."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import time

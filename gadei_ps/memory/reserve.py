@@ -6,6 +6,8 @@ segments are made. A piece is short, because a thread that maps or unmaps memory
 kernel is done with the current pieces.
 """
 
+from __future__ import annotations
+
 import _thread
 import contextlib
 import errno

@@ -14,6 +14,8 @@ So this module keeps the guards of this process too, and the end of an old one l
 alone.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import mmap
@@ -32,7 +34,7 @@ from gadei_ps.memory.layout import RING
 from gadei_ps.memory.segment import Segment
 
 SLOTS_AT = layout.rounded(RING.itemsize, layout.PAGE)
-_guards: dict[int, "_Guard"] = {}
+_guards: dict[int, _Guard] = {}
 """Guards by the address of their mapping."""
 _turn = threading.RLock()  # the garbage collector may end a guard in the middle of a call
 

@@ -4,6 +4,8 @@ Uses posix_ipc, because the resource tracker of multiprocessing.shared_memory un
 other processes still use.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import functools

@@ -4,6 +4,8 @@ Every user can make files in /dev/shm. So a name proves nothing: what is not a r
 user, mode 0600, is never read, mapped, locked or removed. native/gadei_segments.c does the same.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The metrics of a job that are words of shared memory (gadei_ps/metrics.py), read."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any, Final
 

@@ -10,6 +10,8 @@ float32 as they need. Frozen tensors follow behind all that frames reach, so tha
 in rings and in the optimizer's state; nothing writes them once the model is made.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

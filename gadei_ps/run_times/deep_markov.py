@@ -3,6 +3,8 @@
 sync/run_time_model.py describes the architecture. Parameters have the same names as in the file.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

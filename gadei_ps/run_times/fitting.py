@@ -16,6 +16,8 @@ The paper leaves these points open:
 - KL annealing, as in Krishnan et al. 2017, made no difference and is left out.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import time

@@ -4,6 +4,8 @@ The thread of shard 0 keeps the times of each learner's last RUNS iterations (ps
 The recorder reads often enough that usually none is overwritten before. It counts those that are.
 """
 
+from __future__ import annotations
+
 import math
 import signal
 import time

@@ -10,6 +10,8 @@ ignore it. `seconds` is the run time. If `censored` is 1, the learner was droppe
 so its run time is longer. Otherwise `censored` is 0.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import math
@@ -57,7 +59,7 @@ class Trace:
         """Number of missing run times, which `filled` makes up."""
         return int(np.isnan(self.times).sum())
 
-    def filled(self) -> "Trace":
+    def filled(self) -> Trace:
         """A copy without gaps. A missing run time is the learner's previous one, else its next one.
 
         A repeated lower bound remains one. Raises UsageError if a learner has no run time.
@@ -78,7 +80,7 @@ class Trace:
             self.learners,
         )
 
-    def part(self, begin: int, end: int) -> "Trace":
+    def part(self, begin: int, end: int) -> Trace:
         """Return iterations `begin` to `end` - 1, counted from the start of the trace."""
         return Trace(self.times[begin:end], self.censored[begin:end], self.learners)
 

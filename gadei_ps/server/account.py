@@ -11,6 +11,8 @@ exactly once whichever process is killed. Compiled; `c` is CONTROL, shape (1,).
     departure    a learner is gone
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

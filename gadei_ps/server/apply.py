@@ -5,6 +5,8 @@ frame names do not change, and neither does their optimizer state ("lazily": a r
 not decay while no gradient names it, as with torch.optim.SparseAdam). Compiled.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -6,6 +6,8 @@ A bad frame is refused instead: counted and released. Of a broken ring no frame 
 only come to the same count (settle_broken). Compiled; runs in the thread of the shard.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -5,6 +5,8 @@ lists. A learner may write over a frame at any time. So whatever decides where a
 once and checked where it is used; a block that does not fit moves nothing. Compiled.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

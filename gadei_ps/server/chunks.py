@@ -5,6 +5,8 @@ changed. A piece is open until the next one is, which is saved in the other half
 Compiled; the only writer of the shard's weights and slots.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

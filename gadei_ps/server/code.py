@@ -4,6 +4,8 @@ The learner that brings the model may bring its optimizer, too. Until then a ser
 default.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 from pathlib import Path

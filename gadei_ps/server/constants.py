@@ -5,6 +5,8 @@ integers. What is computed with addresses and counts in shared memory is unsigne
 float of a signed and an unsigned word.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from gadei_ps.memory import layout

@@ -3,6 +3,8 @@
 Compiled; each function here runs in the thread of the shard.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -24,6 +24,8 @@ model without a barrier, because the old model's state is gone. A global pause t
 the roster; the next server continues it before it does anything else.
 """
 
+from __future__ import annotations
+
 import collections
 import time
 from collections.abc import Iterable
@@ -67,7 +69,7 @@ class Member:
     def generation(self) -> int:
         return self.mapped.generation
 
-    def next(self, slots: int) -> "Next":
+    def next(self, slots: int) -> Next:
         """Return the next frame to report. slots: of the ring."""
         slot = self.mapped.slot(self.reported, slots)
         return Next(self, slot, self.mapped.header(slot))

@@ -11,6 +11,8 @@ end of a socket on which each message is a JSON object (gadei_ps/job/fork_server
 watchdog sends Load and Start, and receives Ready, Started, NotStarted and Ended.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import os

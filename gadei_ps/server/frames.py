@@ -3,6 +3,8 @@
 A frame that fails the check is refused, counted and has its Reason kept. Compiled.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

@@ -3,6 +3,8 @@
 python -m gadei_ps.server.helper NAME...
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import sys

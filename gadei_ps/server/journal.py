@@ -5,6 +5,8 @@ server dies in between, its successor rolls the words back. The journal lies in 
 and the thread of shard 0 is its only writer. Compiled; addresses are plain words.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

@@ -5,6 +5,8 @@ values has its source in chunks.py, and the walk over the payload is in apply.py
 payload and loop are those of another one needs neither. Imported without Numba, too.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Final, NamedTuple
 

@@ -3,6 +3,8 @@
 Compiled; runs in the thread of the shard, the only one that uses its KNOWN_RINGs.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -12,6 +12,8 @@ was not handed out yet, in their order, and the watchdog sets which epochs have 
 Compiled. `c` is CONTROL, shape (1,).
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from gadei_ps.kernels.compiled import compiled, inner

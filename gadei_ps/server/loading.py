@@ -4,6 +4,8 @@ What is missing at a first start is divided among a few processes, the server an
 die with the server. Helpers may fail or be late: what is missing in the end, the server compiles.
 """
 
+from __future__ import annotations
+
 import contextlib
 import subprocess
 import time

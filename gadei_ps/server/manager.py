@@ -14,6 +14,8 @@ The manager thread is the only one that runs Python. For models that need report
 woken by the shards; under ASP a gradient never passes through it.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import signal

@@ -11,6 +11,8 @@ The larger a gradient is, the more of the others are looked at in a pass: a roun
 about ROUND_BYTES of gradients from each lively ring. Compiled; runs in the thread of the shard.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from gadei_ps.kernels.compiled import inner

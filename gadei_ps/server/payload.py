@@ -3,6 +3,8 @@
 float32 and bfloat16 are read in place; float16 is decoded into the shard's own memory. Compiled.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import numpy as np

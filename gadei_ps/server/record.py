@@ -15,6 +15,8 @@ call, or for each chunk `mark`. recover.py reads backwards what a dead server le
 Compiled; runs in the thread of the shard.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

@@ -5,6 +5,8 @@ killed itself at any instant: after every step the next one can continue the rec
 Compiled.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from gadei_ps.kernels.compiled import compiled, inner

@@ -8,6 +8,8 @@ A ring is broken if its memory is lost, if it cannot be mapped, or if its head c
 read no frame of it any more (arrival.settle_broken), and the manager evicts its learner.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass, field
 

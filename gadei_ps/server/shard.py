@@ -10,6 +10,8 @@ of what it is doing (record.py). The thread of shard 0 also keeps the statistics
                frames, records them, spins or sleeps
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

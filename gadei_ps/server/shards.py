@@ -1,5 +1,7 @@
 """The shards of one server process: what each of them works with, and their threads."""
 
+from __future__ import annotations
+
 import errno
 import threading
 from collections.abc import Callable

@@ -4,6 +4,8 @@
 account.py, so that each frame is counted once whichever process is killed.
 """
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

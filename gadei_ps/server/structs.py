@@ -4,6 +4,8 @@ The structs of shared memory are in memory/layout.py. Python and compiled code r
 addresses are plain words.
 """
 
+from __future__ import annotations
+
 from typing import Final
 
 import numpy as np

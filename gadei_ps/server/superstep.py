@@ -5,6 +5,8 @@
 The manager has checked the frames (driver.py). Compiled; runs in the thread of the shard.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from gadei_ps.kernels import cpu

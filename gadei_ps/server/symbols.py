@@ -5,6 +5,8 @@ that holds a pointer of this process cannot. To the compiler each call is opaque
 load or store of shared memory across one.
 """
 
+from __future__ import annotations
+
 import hashlib
 import operator
 from typing import Any

@@ -1,5 +1,7 @@
 """The units of a server's code, by name. Those that are kept are loaded without Numba."""
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 from collections.abc import Iterable

@@ -15,6 +15,8 @@ A head that moves after the shard has looked has moved after the watcher loaded 
 does not sleep, or is woken. Either way it rings the bell, which the shard has loaded before.
 """
 
+from __future__ import annotations
+
 import errno
 import threading
 import time

@@ -1,5 +1,7 @@
 """The colours of plots: each contender has its own, the same in every plot."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 SYNC = {

@@ -1,5 +1,7 @@
 """Counts in messages."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 SMALL_SHARE = 0.1  # of gradients that were applied: a run with fewer has failed

@@ -1,5 +1,7 @@
 """Progress of long work: a live table in a terminal, plain lines in a pipe, nothing with --json."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self

@@ -1,5 +1,7 @@
 """Output of the commands of `gadei-ps group`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A job's history as a table, and as a picture."""
 
+from __future__ import annotations
+
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

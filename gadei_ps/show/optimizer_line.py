@@ -1,5 +1,7 @@
 """A job's optimizer in one line."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """SVG picture of a terminal with the output of a command."""
 
+from __future__ import annotations
+
 import io
 import re
 

@@ -1,5 +1,7 @@
 """Output of `partition`: the plan's stages as a table, and their timeline as a picture."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Text of others for a terminal."""
 
+from __future__ import annotations
+
 import sys
 from typing import TextIO
 

@@ -1,5 +1,7 @@
 """The style of all plots, and SVG that is readable on light and on dark pages."""
 
+from __future__ import annotations
+
 import io
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Progress of segment creation and of training, in readable lines."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """`gadei-ps status`: a job with its learners and the staleness of their gradients, or all jobs."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

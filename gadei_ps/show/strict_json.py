@@ -1,5 +1,7 @@
 """Values as strict JSON, which has no NaN and no infinity."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """Tables, numbers and durations as every command prints them."""
 
+from __future__ import annotations
+
 import datetime
 import sys
 import time

@@ -1,5 +1,7 @@
 """Output of the commands: lists, checks and summaries on standard output."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any

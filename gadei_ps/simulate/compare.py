@@ -1,5 +1,7 @@
 """Compares several models and the oracle on the same run times, one after the other."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

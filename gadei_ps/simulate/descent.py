@@ -8,6 +8,8 @@ changed in place: learners share the versions that they have pulled, so the numb
 bounds the memory, not the length of the run.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

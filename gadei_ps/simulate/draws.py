@@ -6,6 +6,8 @@ starts its counter elsewhere, and the iteration is the step. So a number depends
 never on earlier draws, and every model gets the same run times.
 """
 
+from __future__ import annotations
+
 from enum import IntEnum
 
 import numpy as np

@@ -9,6 +9,8 @@ A death is noticed `detect_s` later. The round then ends among those that remain
 had begun, it is made again. What the dead replica has trained since the last round is lost.
 """
 
+from __future__ import annotations
+
 import heapq
 import itertools
 import time

@@ -5,6 +5,8 @@ model comes is given up; what has begun is finished. A receiver keeps the newest
 its neighbours, or of each of them, as its rule takes them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """The outcome of a simulated run of worker groups."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Runs several rules on the same replicas, and the tables of `gadei-ps group simulate`."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The setting of a simulation of worker groups: replicas, links, neighbours, rounds, deaths."""
 
+from __future__ import annotations
+
 import math
 import re
 from dataclasses import dataclass, field

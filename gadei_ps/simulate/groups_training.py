@@ -8,6 +8,8 @@ What is sent within a group in fewer bits than float32 is the difference to the 
 with error feedback; what is sent between groups is the model, with error feedback as well.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

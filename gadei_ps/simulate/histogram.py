@@ -1,5 +1,7 @@
 """Counts whole numbers, for the staleness of gradients."""
 
+from __future__ import annotations
+
 from collections import Counter
 
 

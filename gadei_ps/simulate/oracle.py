@@ -17,6 +17,8 @@ because their learners do not begin together. If their throughput is above the o
 shows the cost of barriers.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np

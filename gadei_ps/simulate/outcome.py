@@ -1,5 +1,7 @@
 """The outcome of a simulated run."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -3,6 +3,8 @@
 Weights are one flat array of floats. NumPy alone: a run of some thousand gradients takes seconds.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 

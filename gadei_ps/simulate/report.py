@@ -1,5 +1,7 @@
 """The table and the plot of `gadei-ps simulate`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -5,6 +5,8 @@ the model under test, nor on the order of the draws. So all models are compared 
 times.
 """
 
+from __future__ import annotations
+
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

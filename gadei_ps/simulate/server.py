@@ -5,6 +5,8 @@ server, and the model is notified of each after it was applied. Commits are carr
 the other, and grants wait until all are carried out (`sync/base.py`).
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Sequence
 

@@ -1,5 +1,7 @@
 """The setting of a simulation: learners, duration, deaths and returns, cost of the server."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
 

@@ -6,6 +6,8 @@ last of them, the one that waits for other learners, as learners/waves.py does. 
 with the number of iterations: each learner has one future event, and gradients are only counted.
 """
 
+from __future__ import annotations
+
 import heapq
 import math
 import time

@@ -15,6 +15,8 @@ when a newer one is there to stay. So the newest visible checkpoint is whole, wh
 at whichever instant. This module knows files only, no shared memory.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os

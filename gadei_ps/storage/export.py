@@ -1,5 +1,7 @@
 """Weights as files for others: safetensors, NumPy, PyTorch."""
 
+from __future__ import annotations
+
 import errno
 import importlib.util
 import json

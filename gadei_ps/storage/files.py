@@ -5,6 +5,8 @@ hashed between the memory and the disk, and because the library maps what it rea
 the disk kills the process. Little-endian machines only.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import errno

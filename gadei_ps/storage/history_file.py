@@ -6,6 +6,8 @@ thinned out: those that stay are equally far apart in time. Imports the standard
 the process that writes it (watchdog/history_writer.py).
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import fcntl

@@ -1,5 +1,7 @@
 """The state of a job that outlives its processes, and the manifest that describes it."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -135,7 +137,7 @@ class Manifest(_Object):
             raise ValueError(f"{', '.join(missing)}: missing")
         return {one.word: counts.get(one.word, 0) for one in saved}
 
-    def snapshot(self, model: weights.Model) -> "Snapshot":
+    def snapshot(self, model: weights.Model) -> Snapshot:
         """The job, with zeros in the arrays."""
         return Snapshot(
             job=self.job,

@@ -4,6 +4,8 @@ This package takes and gives numbers only. It knows nothing of shared memory, cl
 the server and the simulator drive the same objects.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Asynchronous parallel (ASP): no learner ever waits for another."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 from gadei_ps.sync.base import UNBOUNDED, Commit, SyncModel

@@ -32,6 +32,8 @@ Cost: every call takes O(1) or O(log n), amortized over n members. A driver that
 need not scan after each event: it looks at its waiting learners again when `releases` has changed.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import KeysView, Mapping
 from dataclasses import dataclass

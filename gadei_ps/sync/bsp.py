@@ -1,5 +1,7 @@
 """Bulk synchronous parallel (BSP): a barrier after each iteration, the mean of all gradients."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 from gadei_ps.sync.base import Commit, SyncModel

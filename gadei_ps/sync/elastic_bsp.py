@@ -1,5 +1,7 @@
 """ElasticBSP: plans each barrier, a superstep ahead, for the time that costs the least waiting."""
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Mapping

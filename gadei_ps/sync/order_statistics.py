@@ -5,6 +5,8 @@ superstep in ascending order. A superstep that waits for the first c gradients h
 c / x_(c) gradients a second. The cutoff is the c for which that is largest.
 """
 
+from __future__ import annotations
+
 import math
 from functools import lru_cache
 from typing import Final

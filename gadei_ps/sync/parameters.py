@@ -1,5 +1,7 @@
 """Parameters of synchronization models, and how their values are read from text or a mapping."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

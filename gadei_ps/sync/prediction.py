@@ -4,6 +4,8 @@ In a superstep every learner computes one gradient, and the first c that arrive 
 choose c, Cutoff needs the run times of the next superstep in ascending order, for given learners.
 """
 
+from __future__ import annotations
+
 import math
 from statistics import NormalDist
 from typing import Final, Protocol

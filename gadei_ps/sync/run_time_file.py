@@ -1,5 +1,7 @@
 """The file of a learned model of run times: safetensors, with its sizes in the metadata."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

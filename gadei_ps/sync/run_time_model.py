@@ -22,6 +22,8 @@ networks alone choose cutoffs no better than Elfving's formula (60 to 69% of the
 the synthetic cluster of the benchmarks). With levels they reach 98%.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -152,7 +154,7 @@ class RunTimeModel:
         self._typical: Floats = np.empty(0, np.float32)  # the networks' own median prediction
 
     @classmethod
-    def load(cls, path: str | Path, *, draws: int = 64, seed: int = 0) -> "RunTimeModel":
+    def load(cls, path: str | Path, *, draws: int = 64, seed: int = 0) -> RunTimeModel:
         """The model in a file of gadei_ps.run_times.fitting. Raises ModelFileError, one line."""
         sizes, weights = read(path)
         return cls(sizes, weights, draws=draws, seed=seed)

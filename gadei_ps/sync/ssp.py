@@ -1,5 +1,7 @@
 """Stale synchronous parallel (SSP): the fastest learner is at most s iterations ahead."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar

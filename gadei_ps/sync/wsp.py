@@ -1,5 +1,7 @@
 """Wave synchronous parallel (WSP): SSP for virtual workers, which push a wave at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar

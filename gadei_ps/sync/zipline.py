@@ -9,6 +9,8 @@ waiting. Of equal windows the search takes the first.
 algorithms are in `benchmarks/reproduce/searches.py`.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import numpy.typing as npt
 

@@ -1,5 +1,7 @@
 """Values for Optimizer.assign(), split into those of the job and those of this process."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

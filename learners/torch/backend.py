@@ -5,6 +5,8 @@ is nothing to move: parameters are the weights segment, and push() copies gradie
 the thread that trains, where a link would hand them to another one.
 """
 
+from __future__ import annotations
+
 import contextlib
 import warnings
 from typing import Any, Protocol
@@ -45,9 +47,7 @@ class Backend(Protocol):
     def loss(self, loss: torch.Tensor) -> float | torch.Tensor:
         """Return a reported loss in the form that push() takes. Does not wait for a GPU."""
 
-    def push(
-        self, loss: float | torch.Tensor, *, samples: int, rate_scale: "_native.Scales"
-    ) -> None:
+    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
         """Publish what backward() has left.
 
         Waits for a free slot. Raises what Client.push raises.

@@ -5,6 +5,8 @@ it, by values of any kind. The job's copy is what new learners, checkpoints, exp
 get. The attached learner with the lowest row writes it, from time to time and when it leaves.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import time

@@ -1,5 +1,7 @@
 """Tensors of other types than float32: the job has parameters in float32, and all else as it is."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Settings of torch's own optimizers as a job's, and a job's as torch's."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """Gradients that hold a NaN or an infinity, which the job refuses."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterable
 

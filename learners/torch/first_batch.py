@@ -1,5 +1,7 @@
 """Learners that begin with the same mini-batch, because they draw the same random numbers."""
 
+from __future__ import annotations
+
 import contextlib
 import warnings
 import weakref

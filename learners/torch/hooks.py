@@ -5,6 +5,8 @@ the file would need gadei-ps where it is loaded, and torch.load with weights_onl
 it.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

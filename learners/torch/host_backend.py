@@ -3,6 +3,8 @@
 Parameters of other types than float32 have memory of their own, into which that copy is cast.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import faulthandler
@@ -163,9 +165,7 @@ class HostBackend:
     def loss(self, loss: torch.Tensor) -> float:
         return float(loss.detach())
 
-    def push(
-        self, loss: float | torch.Tensor, *, samples: int, rate_scale: "_native.Scales"
-    ) -> None:
+    def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
         kept: list[Any] = []
         where = self._addresses(kept)
         loss = float(loss)

@@ -1,5 +1,7 @@
 """The job's optimizer in `param_groups`, as it is and as `gadei-ps set` changes it."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -172,7 +174,7 @@ class JobSettings:
             for number, (one, group) in enumerate(zip(self._settings, groups, strict=True)):
                 one.follow(group, rows[number])
 
-    def scales(self, groups: list[Group]) -> "_native.Scales":
+    def scales(self, groups: list[Group]) -> _native.Scales:
         """Return this learner's learning rate of each group relative to the job's, and its
         momentum.
 

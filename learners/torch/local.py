@@ -1,5 +1,7 @@
 """One of torch's own optimizers, in the learner: the job adds the updates that it makes."""
 
+from __future__ import annotations
+
 import inspect
 import math
 import weakref
@@ -21,7 +23,7 @@ from gadei_ps.learners.waves import Waves
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
-def _beginning(me: Callable[[], "LocalOptimizer | None"]) -> Callable[..., None]:
+def _beginning(me: Callable[[], LocalOptimizer | None]) -> Callable[..., None]:
     """Return the hook before the model's forward pass, which does not hold the optimizer."""
 
     def begin(*_: object) -> None:

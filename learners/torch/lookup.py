@@ -1,5 +1,7 @@
 """embedding(): on a GPU, rows of a weight are read straight from the job's memory."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import warnings

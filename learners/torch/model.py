@@ -1,5 +1,7 @@
 """Tensors of a PyTorch model that belong to the job, and their order in memory."""
 
+from __future__ import annotations
+
 import os
 import warnings
 import weakref
@@ -66,7 +68,7 @@ class Trained:
         any_type: bool = False,
         buffers: bool = True,
         fixed: bool = True,
-    ) -> "Trained":
+    ) -> Trained:
         """Collect the tensors of a model.
 
         any_type: whether parameters may have other types than float32. buffers, fixed: whether

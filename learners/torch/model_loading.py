@@ -7,6 +7,8 @@ begins: the job gets it at once, from one of the learners, for their scripts loa
 Client.load_weights). Buffers are the learner's own, and keep what is loaded into them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import warnings
 import weakref

@@ -1,5 +1,7 @@
 """The optimizer that a training script uses in place of torch's own."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import operator

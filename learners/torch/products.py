@@ -1,5 +1,7 @@
 """linear(): a weight's gradient that stays a product until step() writes it into the ring."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Batches of the server for torch's DataLoader, which asks for them ahead of the steps."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any

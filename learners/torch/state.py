@@ -1,5 +1,7 @@
 """The state of a job's optimizer in the format of torch's own class of that kind."""
 
+from __future__ import annotations
+
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Weights of a learner on devices of its own, and gradients of a wave that add up there."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 
 import torch

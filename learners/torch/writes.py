@@ -4,6 +4,8 @@ Torch counts writes in Tensor._version, which is not public and does not change 
 `parameter.data.clamp_()`. So the bytes are compared by checksums, which need no memory.
 """
 
+from __future__ import annotations
+
 import zlib
 
 import numpy as np
