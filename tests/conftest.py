@@ -137,10 +137,12 @@ def limit_s(item: pytest.Item) -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
-    """Wait for the compiler before the test, so that its time-out does not count that."""
+    """A test's turn. The time to wait for it is not counted against the test's time-out."""
+    turns = item.config.stash[TURNS]
     if needs_compiled(item):
-        item.config.stash[TURNS].compile()
-    return (yield)
+        turns.compile()
+    with turns.turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

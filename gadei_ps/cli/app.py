@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 

@@ -81,7 +81,7 @@ class Launch:
 
     def __init__(self, function: Any, fields: np.dtype[np.void]) -> None:
         self.argument = np.zeros(1, fields)
-        self._bytes = memoryview(self.argument).cast("B")
+        self._bytes = self.argument.view(np.uint8).data
         words = "".join("Q" if fields[name].itemsize == 8 else "I" for name in fields.names or ())
         self._struct = struct.Struct(f"={words}")
         self._function = function

@@ -29,10 +29,10 @@ class Block(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What of a tensor's shape matters here, computed once: the host lays out a frame each step."""
+    """Facts of a tensor's shape, computed once because the host lays out a frame in each step."""
 
     start: int
-    count: int
+    values: int
     rows: int
     row: int
     """Values of a row."""
@@ -118,7 +118,7 @@ class RowStaging:
         whole = block.form is FrameKind.DENSE
         to = staging + block.values_at
         if whole:
-            runtime.memsetAsync(to, 0, bytes_of(self._wire) * tensor.count, stream)
+            runtime.memsetAsync(to, 0, bytes_of(self._wire) * tensor.values, stream)
         if not count:
             return
         first, order, head, listed = self._room_for(count, stream)

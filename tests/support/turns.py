@@ -1,4 +1,4 @@
-"""Shared state of pytest-xdist's workers: what they compile once.
+"""Shared state of pytest-xdist's workers: what they compile once, and tests that run alone.
 
 The workers of a run agree by locks on files of one directory. A run without workers takes the same
 locks and never waits.
@@ -18,10 +18,10 @@ COMPILE = Path(__file__).parent / "kept.py"
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, how: int) -> Iterator[None]:
     fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, how)
         yield
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
@@ -34,9 +34,25 @@ class Turns:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
+    @contextlib.contextmanager
+    def turn(self, *, alone: bool) -> Iterator[None]:
+        """A test's time: beside the tests of other workers, or while none of them runs.
+
+        Every test passes the gate; one that must be alone keeps it until it is done, so that the
+        tests of other workers cannot overtake it for ever.
+        """
+        with contextlib.ExitStack() as kept:
+            with contextlib.ExitStack() as gate:
+                gate.enter_context(_locked(self.directory / "gate", fcntl.LOCK_EX))
+                how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+                kept.enter_context(_locked(self.directory / "tests", how))
+                if alone:
+                    kept.push(gate.pop_all())
+            yield
+
     def once(self, name: str, do: Callable[[], object]) -> None:
         """Do it in the first worker that asks; the others wait until it is done."""
-        with _locked(self.directory / f"{name}.lock"):
+        with _locked(self.directory / f"{name}.lock", fcntl.LOCK_EX):
             done = self.directory / f"{name}.done"
             if not done.exists():
                 do()
