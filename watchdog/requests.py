@@ -128,7 +128,7 @@ class Requests:
         self._sockets.shut_down()
 
     def _dispatch(self, client: Client, request: messages.Request) -> Reply:
-        if type(request) in CHANGES:
+        if type(request) in REFUSED_AT_STOP:
             self._stopping.refuse()
         return HANDLERS[type(request)](self, request, client)
 
@@ -283,10 +283,10 @@ class Requests:
         return {"changes": True, "sync": str(wanted)}
 
 
-CHANGES: Final[dict[type, Callable[[Requests, Any, Client], Reply]]] = {
-    messages.Own: lambda ours, request, client: ours._batches.assign(request),
-    messages.SetWork: lambda ours, request, client: ours._batches.set_work(request),
-    messages.Load: lambda ours, request, client: {"answer": ours._loading.ask(request)},
+REFUSED_AT_STOP: Final[dict[type, Callable[[Requests, Any, Client], Reply]]] = {
+    messages.Own: lambda self, request, client: self._batches.assign(request),
+    messages.SetWork: lambda self, request, client: self._batches.set_work(request),
+    messages.Load: lambda self, request, client: {"answer": self._loading.ask(request)},
     messages.Checkpoint: Requests._checkpoint,
     messages.Discard: Requests._discard,
     messages.Reload: Requests._reload,
@@ -294,13 +294,13 @@ CHANGES: Final[dict[type, Callable[[Requests, Any, Client], Reply]]] = {
     messages.SetSync: Requests._set_sync,
 }
 """Those that a job refuses once its stop has begun."""
-HANDLERS: Final = CHANGES | {
-    messages.Status: lambda ours, request, client: ours.report(),
-    messages.Offer: lambda ours, request, client: ours._admission.offer(client, request),
-    messages.Attach: lambda ours, request, client: ours._admission.attach(client, request),
-    messages.FirstBatch: lambda ours, request, client: ours._admission.first_batch(client, request),
-    messages.Launch: lambda ours, request, client: ours._launches.reserve(
-        client.pid, request, ours._roster.rows
+HANDLERS: Final = REFUSED_AT_STOP | {
+    messages.Status: lambda self, request, client: self.report(),
+    messages.Offer: lambda self, request, client: self._admission.offer(client, request),
+    messages.Attach: lambda self, request, client: self._admission.attach(client, request),
+    messages.FirstBatch: lambda self, request, client: self._admission.first_batch(client, request),
+    messages.Launch: lambda self, request, client: self._launches.reserve(
+        client.pid, request, self._roster.rows
     ),
     messages.Detach: Requests._detach,
     messages.Measured: Requests._measured,

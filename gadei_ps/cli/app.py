@@ -103,4 +103,4 @@ def command_tree() -> Any:
 
 def main() -> None:
     """Entry point of `gadei-ps` and of `python -m gadei_ps`."""
-    process.leave(exits.execute(command_tree(), sys.argv[1:]))
+    process.leave(exits.execute(command_tree, sys.argv[1:]))

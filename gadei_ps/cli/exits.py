@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,9 +53,13 @@ EXIT_CODES = (
 )
 
 
-def execute(command: Any, args: Sequence[str]) -> int:
-    """Run a command line of this tree; return its exit code. Call it once, from the main thread."""
+def execute(make_tree: Callable[[], Any], args: Sequence[str]) -> int:
+    """Run a command line of a tree of commands; return its exit code.
+
+    Call it once, from the main thread.
+    """
     interrupts.install()
+    command = make_tree()
     log.outlive_reader()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if our parent closed it

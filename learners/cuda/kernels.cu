@@ -22,7 +22,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 enum { FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
-enum { THREADS = 256, ITEMS = 224, AHEAD = 4 };
+enum { THREADS = 256, ITEMS = 224, AHEAD = 4, LINE = 64 };
 #define SKIPPED (~0ull)
 #define INFINITE 0x7f800000u
 #define MAGNITUDE 0x7fffffffu
@@ -72,8 +72,9 @@ struct stage_args {
     u64 *sums;       /* enum in native/ps_land.h; NULL if another launch prepares them */
     const u32 *loss; /* a float, or NULL */
     u64 tensors;
+    u64 dense;       /* whether tensors lie as in the model, with its gaps; else in lines of 64 bytes */
     u32 wire;
-    u32 first;      /* the tensor of items[0] */
+    u32 first;       /* the tensor of items[0] */
     item items[ITEMS];
 };
 
@@ -200,6 +201,8 @@ extern "C" __global__ void stage(const stage_args a)
     if (a.sums && !blockIdx.x) {
         if (a.loss && !threadIdx.x)
             *(u32 *)(a.sums + 1) = *a.loss;
+        if (!threadIdx.x)
+            a.sums[0] = 0;
         for (u64 i = threadIdx.x; i < a.tensors; i += THREADS)
             a.sums[2 + i] = 0;
     }
@@ -228,7 +231,10 @@ extern "C" __global__ void stage(const stage_args a)
                 one(to, from, residue, i, a.wire, &seen);
             done = piece.count;
         }
-        for (u64 i = done + threadIdx.x; i < piece.padded; i += THREADS)
+        u64 line = (piece.count * width + LINE - 1) / LINE * LINE / width, end = piece.padded;
+        if (!a.dense && end > line)
+            end = line;
+        for (u64 i = done + threadIdx.x; i < end; i += THREADS)
             write(to, i, 0, a.wire);
     }
     add_up(&seen, a.parts + blockIdx.x);

@@ -39,7 +39,7 @@ CHUNK = np.dtype(_words("start begin padded") + _halves("count tensor"))
 ITEM = np.dtype(_words("from to"))
 STAGE = np.dtype(
     [
-        *_words("chunks residue staging parts sums loss tensors"),
+        *_words("chunks residue staging parts sums loss tensors dense"),
         *_halves("wire first"),
         ("items", ITEM, (ITEMS,)),
     ]

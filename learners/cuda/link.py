@@ -164,7 +164,7 @@ class CudaLink:
         indices: address of `count` int64 on the device; to: of float32, (count, width).
         """
         found = self._tensors[tensor]
-        if not count:
+        if not count or not found.count:
             return
         width = found.count // found.rows
         where = (self._source + 4 * found.start, indices, to, found.rows, width, count)
@@ -270,7 +270,6 @@ class CudaLink:
                 return
             tensor = self._client.model.tensors[bad.value - 1]
             bad.value = 0
-            runtime.memsetAsync(last.sums.data.ptr, 0, 8, self._compute())
         raise ModelMismatch(
             f"a gradient named a row that {tensor.name!r} does not have (it has {tensor.rows}); "
             "it was not applied"

@@ -132,9 +132,9 @@ class RowStaging:
             *(first, order, head, listed),
             *(sums, parts, to, residue, number, self._wire_number, whole),
         )
-        blocks = min(count, blocks_for(count))
+        blocks = blocks_for(count)
         # add_rows writes a sum of squares for each of its blocks; there is room for the chunks'.
-        pieces = min(count * -(-tensor.row // THREADS), end - chunk)
+        pieces = max(1, min(count * -(-tensor.row // THREADS), end - chunk))
         for launch, wanted in ((self._link, blocks), (self._list, blocks), (self._add, pieces)):
             launch.set(*argument)
             launch(stream, wanted)

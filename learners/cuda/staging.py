@@ -177,4 +177,5 @@ class Staging:
             for at, word in enumerate(itertools.chain.from_iterable(pairs)):
                 part.items[at] = word
             part.launch.argument["loss"] = loss_at
+            part.launch.argument["dense"] = offsets is self._offsets
             part.launch(stream, part.blocks)

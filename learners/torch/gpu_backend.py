@@ -111,7 +111,7 @@ class GpuBackend:
     # -- push -----------------------------------------------------------------------------------
 
     def loss(self, loss: torch.Tensor) -> float | torch.Tensor:
-        if is_on_gpu(loss) and loss.numel() == 1:
+        if is_on_gpu(loss) and loss.numel() == 1 and loss.device == self._trained.device:
             return loss.detach()
         return float(loss.detach())
 

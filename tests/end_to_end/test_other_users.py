@@ -278,7 +278,7 @@ def _dies_at(pipe: Connection, path: str) -> None:
 
 def _finishes(pipe: Connection, job: str, file: Path) -> None:
     _become_another()
-    pipe.send(exits.execute(app.command_tree(), ["serve", "--finish", "--name", job, str(file)]))
+    pipe.send(exits.execute(app.command_tree, ["serve", "--finish", "--name", job, str(file)]))
 
 
 def test_a_job_file_that_its_user_cannot_read(

@@ -74,7 +74,9 @@ static void launch(unsigned blocks, unsigned threads, void (*which)(const void *
     argument = with;
     gridDim.x = blocks;
     blockDim.x = threads;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+    /* Blocks are in no order; the last ones first shows what a later one would write over. */
+    for (unsigned left = blocks; left; left--) {
+        blockIdx.x = left - 1;
         for (unsigned i = 0; i < threads; i++) {
             fiber &one = fibers[i];
             one.stack.resize(1 << 14);

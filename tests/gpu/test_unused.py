@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from support import daemon, status
@@ -53,6 +54,24 @@ def test_equal_to_torch(gpu: str, job_name: str) -> None:
         train(model, optimizer, gpu)
         local = torch.optim.SGD(twin.parameters(), 0.05, momentum=0.8, weight_decay=0.01)
         train(twin, local, "cpu")
+        optimizer.close()
+        same_state(model, twin)
+
+
+def test_groups_whose_tensors_end_early(gpu: str, job_name: str) -> None:
+    """A group begins at a chunk; in a frame of rows no gap before it is left."""
+    torch.manual_seed(3)
+    model = Heads()
+    twin = copy.deepcopy(model)
+    model.to(gpu)
+
+    def groups(of: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": of.trunk.parameters()}, {"params": of.heads.parameters()}]
+
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.05}):
+        optimizer = Optimizer(model, job_name, groups=groups(model))
+        train(model, optimizer, gpu)
+        train(twin, torch.optim.SGD(groups(twin), 0.05), "cpu")
         optimizer.close()
         same_state(model, twin)
 

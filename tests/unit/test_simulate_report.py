@@ -247,7 +247,7 @@ def test_as_a_process(tmp_path: Path) -> None:
         "import sys, typer; from gadei_ps.cli import exits; "
         "from gadei_ps.cli.research import simulate; "
         "app = typer.Typer(); app.command()(simulate); "
-        "sys.exit(exits.execute(typer.main.get_command(app), sys.argv[1:]))"
+        "sys.exit(exits.execute(lambda: typer.main.get_command(app), sys.argv[1:]))"
     )
     line = [sys.executable, "-c", script, "bsp", "--learners=2", f"--times={file}", "--json"]
     done = subprocess.run([*line, "--iterations=5"], capture_output=True, text=True, check=True)
