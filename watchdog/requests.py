@@ -294,7 +294,7 @@ REFUSED_AT_STOP: Final[dict[type, Callable[[Requests, Any, Client], Reply]]] = {
     messages.SetSync: Requests._set_sync,
 }
 """Those that a job refuses once its stop has begun."""
-HANDLERS: Final = REFUSED_AT_STOP | {
+HANDLERS: Final[dict[type, Callable[[Requests, Any, Client], Reply]]] = REFUSED_AT_STOP | {
     messages.Status: lambda self, request, client: self.report(),
     messages.Offer: lambda self, request, client: self._admission.offer(client, request),
     messages.Attach: lambda self, request, client: self._admission.attach(client, request),

@@ -1,7 +1,7 @@
 """Samples per second of learners on one GPU, beside torch's own ways to train there.
 
 Networks are the sentence classifier and an LSTM, with mini-batches from 1 to 128. Contenders are
-those of `bench nlc`: gadei-ps with one, two, four and eight learners; torch in one process; Hogwild
+those of `bench nlc`: gadei-ps with one, four and eight learners; torch in one process; Hogwild
 on parameters in the GPU's memory that processes share; DistributedDataParallel, by gloo if
 processes share a GPU, by NCCL if each has its own. Gradients of the contenders named sparse have
 only the words of a batch.

@@ -8,6 +8,8 @@
 # at once), faults, bench, bench:NAME:SECONDS. What fails or takes too long ends alone. DIR gets log.txt
 # and the results as they are made; a summary ends the log.
 #
+# Exits with the number of steps that failed.
+#
 # PYTHON: an interpreter that has PyTorch and CuPy (python3). WHEELS: a folder with wheels of what it
 # lacks. CACHE: an archive of ~/.cache/gadei-ps of such a machine, which saves a minute of compiling; `units`
 # leaves one in DIR. COMMIT: what results name where there is no repository. Data sets of the benchmarks are
@@ -18,6 +20,7 @@ out=$(realpath "$1")
 shift
 log=$out/log.txt
 work=$(mktemp -d /tmp/gpu-lease.XXXXXX)
+trap 'rm -rf "$work"' EXIT
 python=${PYTHON:-python3}
 bin=$(dirname "$("$python" -c 'import sys; print(sys.executable)')")
 python=$bin/python3
@@ -41,7 +44,6 @@ step() {
 probe() {
     step machine 20 bash -c 'nvidia-smi; df -h /dev/shm /tmp; nproc; free -g; uname -r; ulimit -l
         lscpu | grep -E "Model name|L3|NUMA"; which gcc cc nvcc nvidia-cuda-mps-control; '"$python"' -V'
-    if [ -e "${PROBE:-}" ]; then step probe 60 "$python" "$PROBE"; fi
 }
 
 doctor() {
@@ -93,5 +95,5 @@ for one in "$@"; do
         *) echo "$0: unknown step $one" >&2; exit 2 ;;
     esac
 done
-{ echo "=== summary"; cat "$work/summary"; } | tee -a "$log"
-ls -la /dev/shm | tee -a "$log"
+{ echo "=== summary"; cat "$work/summary"; echo "left in /dev/shm:"; ls /dev/shm; } | tee -a "$log"
+exit "$(grep -vc " rc   0 " "$work/summary")"

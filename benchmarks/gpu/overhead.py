@@ -4,7 +4,8 @@ On the stream that computes, a step has two parts: from zero_grad() to backward(
 the end of optimizer.step(). The second part is the figure, measured in two ways:
 
 - busy: before each step there is a kernel that only waits, so that the host has queued the whole
-  step when it begins. This is the GPU's time in step();
+  step when it begins. This is the GPU's time in step(), unless step() itself waits for the GPU, as
+  torch's SGD does for gradients of rows;
 - as it trains: without that kernel. If the GPU waits for the host, this contains the host's time.
 
 A third figure is the host's time in step(). The peer is step() of torch's SGD, on a copy of the
