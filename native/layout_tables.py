@@ -1,10 +1,10 @@
-"""Writes the drawings and tables of two pages from the structs of ps_layout.h.
+"""Draws the structs of ps_layout.h above their lists, and writes the tables of two pages.
 
 Run it after a change of the layout, with the extension built from it:
 
     python -m pip install --no-deps --no-build-isolation -e . && python native/layout_tables.py
 
-A test compares the pages with what this would write.
+A test compares both files with what this would write.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from gadei_ps import _native
 
 ROOT = Path(__file__).resolve().parents[1]
+HEADER = ROOT / "native" / "ps_layout.h"
 PAGES = [ROOT / "docs" / name for name in ("memory-layout.md", "memory-layout-data.md")]
 
 LINE = 64  # bytes of a cache line
@@ -79,6 +80,21 @@ def _width(row: list[Cell]) -> int:
     return max(len(line) for line in _lines(row))
 
 
+def header(text: str) -> str:
+    """Renew the drawings of the header: the lines before the end of a comment."""
+
+    def renewed(match: re.Match[str]) -> str:
+        tag = match["tag"].lower()
+        drawn = "".join(f" * {line}".rstrip() + "\n" for line in drawing(tag))
+        return f"{match['comment']} *\n{drawn} */\n#define {match['tag']}_FIELDS("
+
+    pattern = r"(?P<comment>^/\* (?:.+\n)(?: \* \S.*\n)*?) \*\n(?: \* .*\n)* \*/\n"
+    return re.sub(pattern + r"#define (?P<tag>PS_\w+)_FIELDS\(", renewed, text, flags=re.M)
+
+
+TYPES = {"char": "bytes"}
+
+
 def struct_table(tag: str) -> list[str]:
     """Return the fields of a struct as a table in Markdown."""
     lines = ["| field | at | type | writer | holds |", "| --- | --- | --- | --- | --- |"]
@@ -127,10 +143,10 @@ def page(text: str) -> str:
 
 
 def main() -> None:
-    for path in PAGES:
+    for path, renew in ((HEADER, header), *((path, page) for path in PAGES)):
         text = path.read_text()
-        if page(text) != text:
-            path.write_text(page(text))
+        if renew(text) != text:
+            path.write_text(renew(text))
             print(f"{path.relative_to(ROOT)} renewed")
 
 

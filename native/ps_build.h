@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x36dbf9fab51ecf14ull
+#define PS_BUILD 0xffb87d4996b1992cull
 
 #endif

@@ -13,8 +13,8 @@
  *   F(struct, offset, type, field, dimensions, writer, "meaning")    P(offset, bytes of padding)
  *
  * ps_structs.h makes C structs of the lists; module_layout.c makes the table from which
- * gadei_ps/memory/layout.py makes NumPy dtypes; layout_tables.py makes the drawings and tables of
- * docs/memory-layout.md and of the page below it. The writers of a word:
+ * gadei_ps/memory/layout.py makes NumPy dtypes; layout_tables.py makes the drawings, where || begins
+ * a cache line of 64 bytes, and the tables of docs/memory-layout.md. The writers of a word:
  *
  *   W  watchdog                      s  thread of that shard    server  manager of that server
  *   S  manager of the active server  0  thread of shard 0       writer  makes a checkpoint
@@ -28,7 +28,13 @@
 
 #include "ps_codes.h"
 
-/* Begins every segment. */
+/* Begins every segment.
+ *
+ * 0        8                12     16           32      40           48          52      56
+ * || magic | layout_version | kind | job_id[16] | bytes | generation | owner_pid | index |
+ * 56            64              120               128
+ * | owner_start || job_name[56] | owner_namespace ||
+ */
 #define PS_HEADER_FIELDS(F, P, T)                                                                  \
   F(T, 0, u64, magic, , W, "GADEIPS as a number; stored last, with release: before it, half made") \
   F(T, 8, u32, layout_version, , W, "attaching refuses another one")                               \
@@ -42,7 +48,11 @@
   F(T, 64, char, job_name, [56], W, "")                                                            \
   F(T, 120, u64, owner_namespace, , W, "inode of its pid namespace: all pids are pids of that one")
 
-/* One for each shard. */
+/* One for each shard.
+ *
+ * 0            8          16       24       32    36          40    44     48 64          128
+ * || heartbeat | sequence | frames | parked | tid | recovered | cpu | mode |  || lease[8] ||
+ */
 #define PS_SHARD_FIELDS(F, P, T)                                                                 \
   F(T, 0, u64, heartbeat, , s, "passes of its loop; moves at least every 0.1 s")                 \
   F(T, 8, u64, sequence, , s, "sequence lock over its part of the weights: odd while it writes") \
@@ -54,7 +64,11 @@
   F(T, 44, u32, mode, , s, "control's `mode`, as adopted") P(48, 16)                             \
   F(T, 64, u64, lease, [8], kernel, "robust mutex (ps_lease.h): its holder writes the part")
 
-/* One for each of the two server processes. */
+/* One for each of the two server processes.
+ *
+ * 0      4       8       16     24          28 64
+ * || pid | state | start | beat | confirmed |  ||
+ */
 #define PS_SERVER_FIELDS(F, P, T)                                                           \
   F(T, 0, i32, pid, , W, "of the process; 0: none")                                         \
   F(T, 4, u32, state, , W/server, "enum ps_server_state")                                   \
@@ -62,7 +76,19 @@
   F(T, 16, u64, beat, , server, "passes of its manager's loop; moves at least every 0.1 s") \
   F(T, 24, u32, confirmed, , W/server, "1: active, and has had the leases of all shards") P(28, 36)
 
-/* A row of the roster. W clears the words of 0 for a new learner, before `generation`. */
+/* A row of the roster. W clears the words of 0 for a new learner, before `generation`.
+ *
+ * 0             8        16    20     24          32         64
+ * || generation | wanted | pid | gone | pid_start | name[32] ||
+ * 64        72        80      88          92       96     104        112      120         128
+ * || served | retired | grant | grant_seq | member | base | obsolete | broken | exclusive ||
+ * 128        136       144       152       160    168       176        184       192
+ * || applied | dropped | refused | samples | loss | started | finished | version ||
+ * 192              200             208     216      220       224       232      240    248
+ * || staleness_sum | staleness_max | clock | reason | drained | unasked | handed | norm |
+ * 248          256              512                640          768         776 832
+ * | loss_count || histogram[32] || outstanding[16] || items[16] || loss_sum |   ||
+ */
 #define PS_ENTRY_FIELDS(F, P, T)                                                                  \
   F(T, 0, u64, generation, , W, "of the learner that has the row, or had it last; stored last")   \
   F(T, 8, u64, wanted, , W/S, "`generation` while it is there, else 0; S: without a watchdog")   \
@@ -99,7 +125,49 @@
   F(T, 640, u64, items, [PS_AHEAD], 0, "batches handed: n at n % PS_AHEAD; the ring has a copy")  \
   F(T, 768, f64, loss_sum, , 0, "of these losses") P(776, 56)
 
-/* The control segment. W writes what is below 448 once, before the magic, unless it says more. */
+/* The control segment. W writes what stands below 448 once, before the magic, unless it says more.
+ *
+ * 0         128
+ * || header ||
+ * 128       132     136     140    144      148                152               156         160
+ * || shards | slots | ahead | mode | report | refuse_nonfinite | staleness_aware | optimizer |
+ * 160       168     176            184 192
+ * | spin_ns | build | server_build |   ||
+ * 192       196 200           208               212                  216                 224
+ * || groups |   | script_word | fork_server_pid | fork_server_deaths | fork_server_start |
+ * 224               232 448
+ * | checkpoint_time |   ||
+ * 448      452    456           460            464              472     480         488     496
+ * || phase | stop | model_ready | watchdog_pid | watchdog_start | pause | temporary | saves |
+ * 496           504              512
+ * | sync_wanted | numbers_wanted ||
+ * 512                 520         524           528           536            544 576
+ * || lease_generation | lease_pid | lease_state | lease_start | lease_shards |   ||
+ * 576        584               592 640           644            648        656 704
+ * || version | supersteps_done |   || shard_bell | manager_bell | sleepers |   ||
+ * 704          712         720    728            736               744      752 768
+ * || superstep | sync_done | wave | numbers_done | numbers_version | pauses |   ||
+ * 768     772 776       784      792    800    808           816        824           832
+ * || work |   | batches | epochs | seed | next | epochs_done | requeued | owned_range ||
+ * 832             840            848            856            864              872        880
+ * || past_applied | past_dropped | past_refused | past_samples | requeued_total | owned_at |
+ * 880               888             896         960                 1024
+ * | past_loss_count | past_loss_sum || lease[8] || standby_lease[8] ||
+ * 1024             1032            1040             1048              1056          1064
+ * || server_deaths | server_starts | learner_deaths | watchdog_starts | checkpoints |
+ * 1064                 1072                  1080      1088         1120          1152
+ * | checkpoint_version | checkpoint_failures | started || config[8] | finished[4] ||
+ * 1152         1280         9472           222464                   223488
+ * || server[2] || shard[64] || roster[256] || superstep_action[256] ||
+ * 223488                   224512                 226560           259328               260352
+ * || superstep_reason[256] || superstep_upto[256] || requeue[4096] || sync_text[2][512] ||
+ * 260352             262400           264448                266496               270592
+ * || ring_inode[256] || hyper[16][16] || hyper_next[16][16] || script[2][16][16] ||
+ * 270592   270600        270608       270616         270624 270656                 271680
+ * || owned | owned_given | owned_from | owned_passes |      || owned_ranges[64][2] ||
+ * 271680              271936
+ * || has_buffers[256] ||
+ */
 #define PS_CONTROL_FIELDS(F, P, T)                                                               \
   F(T, 0, header, header, , W, "")                                                               \
   F(T, 128, u32, shards, , W, "shard threads; written before `model_ready`")                     \
@@ -184,7 +252,11 @@
   F(T, 270656, u64, owned_ranges, [PS_OWNED][2], W, "n at n % PS_OWNED: first batch, and its end") \
   F(T, 271680, u8, has_buffers, [PS_MAX_LEARNERS], W, "1: it may write the job's buffers; the lowest does")
 
-/* A row of the table in the weights segment. */
+/* A row of the table in the weights segment.
+ *
+ * 0            376    380    384         448      456     464     472        480 512
+ * || name[376] | role | dims || shape[8] || start | count | group | dtype[8] |   ||
+ */
 #define PS_TENSOR_FIELDS(F, P, T)                                          \
   F(T, 0, char, name, [376], W, "UTF-8, ends with a zero byte")            \
   F(T, 376, u32, role, , W, "enum ps_tensor_role") F(T, 380, u32, dims, , W, "") \
@@ -194,7 +266,15 @@
   F(T, 464, u64, group, , W, "of parameters, from 0; others: 0")   \
   F(T, 472, char, dtype, [8], W, "of its values, as safetensors names it: F32 of a parameter") P(480, 32)
 
-/* Begins the weights segment; W writes it before the magic. */
+/* Begins the weights segment; W writes it before the magic.
+ *
+ * 0         128
+ * || header ||
+ * 128        136        144       152        160          168      176       184       192
+ * || tensors | table_at | data_at | elements | parameters | values | aliases | trained ||
+ * 192       200     208 256
+ * || frozen | words |   ||
+ */
 #define PS_WEIGHTS_FIELDS(F, P, T)                                                                \
   F(T, 0, header, header, , W, "")                                                                \
   F(T, 128, u64, tensors, , W, "rows of the table, each a struct ps_tensor")                      \
@@ -208,13 +288,25 @@
   F(T, 192, u64, frozen, , W, "rows after the aliases: tensors that nothing writes") \
   F(T, 200, u64, words, , W, "elements, and those of frozen tensors, which follow") P(208, 48)
 
-/* Chunks that follow each other, in number and in the weights: where an open one belongs. */
+/* Chunks that follow each other, in number and in the weights: where an open one belongs.
+ *
+ * 0        8       16    24
+ * || piece | start | end |
+ */
 #define PS_SPAN_FIELDS(F, P, T)                                                       \
   F(T, 0, u64, piece, , s, "number of its first chunk, stored last; PS_IDLE: no span") \
   F(T, 8, u64, start, , s, "its first element") F(T, 16, u64, end, , s, "the one after its last")
 
 /* What a shard is doing, so that its successor can finish it. Open: the half of the undo log that
- * belongs to the chunk holds it as it was. */
+ * belongs to the chunk holds it as it was.
+ *
+ * 0         8      16           24         32     40          48        56        64
+ * || cursor | ring | generation | sequence | step | staleness | version | applies ||
+ * 64       72           80          88     96     104         112         120        128
+ * || steps | supersteps | accounted | torn | tear | next_step | gradients | momentum ||
+ * 128        176 192         320
+ * || span[2] |   || rate[16] ||
+ */
 #define PS_RECORD_FIELDS(F, P, T)                                                               \
   F(T, 0, u64, cursor, , s, "PS_IDLE, PS_ALL_APPLIED or chunk << 1 | open; stored last, release") \
   F(T, 8, u64, ring, , s, "row of the open gradient; PS_MAX_LEARNERS: a superstep")             \
@@ -236,19 +328,33 @@
   F(T, 192, f64, rate, [PS_MAX_GROUPS], s, "each group's rate that the gradient is applied with")
 
 /* Old values of what a transaction of the accounts changes. A block: the old words, then one word
- * that says where they belong; `used` is stored after each block. */
+ * that says where they belong; `used` is stored after each block.
+ *
+ * 0       8 64            2048
+ * || used | || words[248] ||
+ */
 #define PS_JOURNAL_FIELDS(F, P, T)                                                        \
   F(T, 0, u64, used, , 0, "words in use, release; 0: no open transaction") P(8, 56)       \
   F(T, 64, u64, words, [PS_JOURNAL], 0, "blocks: old words, then where they belong")
 
-/* One iteration of a learner. */
+/* One iteration of a learner.
+ *
+ * 0           8         16         24       28         32
+ * || sequence | started | finished | action | censored |
+ */
 #define PS_RUN_FIELDS(F, P, T)                                                 \
   F(T, 0, u64, sequence, , 0, "of the iteration's frame, plus 1; stored last") \
   F(T, 8, f64, started, , 0, "CLOCK_MONOTONIC, seconds") F(T, 16, f64, finished, , 0, "") \
   F(T, 24, u32, action, , 0, "enum ps_action: what became of its gradient")    \
   F(T, 28, u32, censored, , 0, "1: it was abandoned, and would have taken longer")
 
-/* Begins the state segment. An undo log: PS_UNDO_HALVES * PS_MAX_STREAMS * PS_CHUNK float32. */
+/* Begins the state segment. An undo log: PS_UNDO_HALVES * PS_MAX_STREAMS * PS_CHUNK float32.
+ *
+ * 0         128        136        144          152       160          176         192
+ * || header || streams | slots_at | slot_bytes | undo_at | loading[2] | loaded[2] ||
+ * 192           20672               151744     153792            1202368
+ * || record[64] || applied[64][256] || journal || runs[256][128] ||
+ */
 #define PS_STATE_FIELDS(F, P, T)                                                           \
   F(T, 0, header, header, , W, "")                                                         \
   F(T, 128, u64, streams, , W, "optimizer slots of its kind: 0, 1 or 2")                      \
@@ -262,7 +368,15 @@
   F(T, 151744, journal, journal, , 0, "old values of the open transaction")                \
   F(T, 153792, run, runs, [PS_MAX_LEARNERS][PS_RUNS], 0, "frame n at n % PS_RUNS")
 
-/* A frame: this header, and its payload PS_PAYLOAD_AT bytes after the slot's begin. */
+/* A frame: this header, and its payload PS_PAYLOAD_AT bytes after the slot's begin.
+ *
+ * 0           8            16      24        32     36      40              48      52       56
+ * || sequence | generation | clock | version | kind | dtype | payload_bytes | flags | blocks |
+ * 56      64         68         72     80        88         96        104      112     120 128
+ * | batch || samples | momentum | loss | started | finished | squares | stream | steps |   ||
+ * 128               192
+ * || rate_scale[16] ||
+ */
 #define PS_FRAME_FIELDS(F, P, T)                                                              \
   F(T, 0, u64, sequence, , L, "0 for the ring's first frame, then one more each time")        \
   F(T, 8, u64, generation, , L, "of the ring")                                                \
@@ -280,7 +394,11 @@
   F(T, 112, u64, steps, , L, "of an assignment: steps after it, or PS_SAME_STEPS") P(120, 8)  \
   F(T, 128, f32, rate_scale, [PS_MAX_GROUPS], L, "times each group's learning rate; normally 1")
 
-/* One tensor of a rows frame; the blocks stand at the payload's begin. */
+/* One tensor of a rows frame; the blocks stand at the payload's begin.
+ *
+ * 0         4      8      16           24          32
+ * || tensor | form | rows | indices_at | values_at |
+ */
 #define PS_BLOCK_FIELDS(F, P, T)                                                                 \
   F(T, 0, u32, tensor, , L, "index in the table of tensors; one without a block is left alone")  \
   F(T, 4, u32, form, , L, "PS_DENSE all of the tensor, PS_ROWS the rows listed")                 \
@@ -288,11 +406,23 @@
   F(T, 16, u64, indices_at, , L, "int64 each; bytes from the payload's begin, a multiple of 64") \
   F(T, 24, u64, values_at, , L, "values; bytes from the payload's begin, a multiple of 64")
 
-/* One cache line for each shard. */
+/* One cache line for each shard.
+ *
+ * 0        8 64
+ * || value | ||
+ */
 #define PS_TAIL_FIELDS(F, P, T) \
   F(T, 0, u64, value, , s, "frames consumed") P(8, 56)
 
-/* Begins the segment of a ring; slot n is at slots_at + n * slot_bytes. */
+/* Begins the segment of a ring; slot n is at slots_at + n * slot_bytes.
+ *
+ * 0         128      132      136          144        152        160 192     200 256
+ * || header || slots | shards | slot_bytes | slots_at | capacity |   || head |   ||
+ * 256           260          264    268     272         280      288         296        304
+ * || waits_slot | waits_work | hold | wants | heartbeat | pulled | work_tail | detached |
+ * 304          308 312         320         324 384          388 448               576         4672
+ * | publishing |   | exclusive || released |   || work_head |   || work_items[16] || tail[64] ||
+ */
 #define PS_RING_FIELDS(F, P, T)                                                                   \
   F(T, 0, header, header, , W, "") F(T, 128, u32, slots, , W, "") \
   F(T, 132, u32, shards, , W, "consumers")                                                        \

@@ -1,8 +1,8 @@
 """The layout of the shared memory as NumPy dtypes.
 
 Every number comes from native/ps_layout.h and native/ps_codes.h, by way of gadei_ps._native. The
-writer of each word and its meaning stand there. The IntEnums repeat the codes for the type checker;
-a test compares them with the enums in C.
+drawings, the writer of each word and the meanings stand there. The IntEnums repeat the codes for
+the type checker; a test compares them with the enums in C.
 """
 
 from __future__ import annotations
