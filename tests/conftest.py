@@ -112,17 +112,22 @@ def needs_compiled(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tests that need nothing compiled come first: the compiler runs beside them.
 
-    So for each worker: pytest-xdist gives each of them a piece of the list. Of the others, those
-    that may take long come first, so that no worker is left with one of them at the end.
+    So for each worker: pytest-xdist gives each of them a piece of the list. Of the others, files
+    with tests that may take long come first, so that no worker is left with one of them at the end.
     """
     workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
     plain = [one for one in items if not needs_compiled(one)]
-    others = sorted(filter(needs_compiled, items), key=limit_s, reverse=True)
+    files: dict[Path, list[pytest.Item]] = {}
+    for one in filter(needs_compiled, items):
+        files.setdefault(one.path, []).append(one)
+    longest = sorted(files.values(), key=lambda tests: max(map(limit_s, tests)), reverse=True)
     items[:] = [
         one
         for worker in range(workers)
-        for part in (plain, others)
-        for one in part[len(part) * worker // workers : len(part) * (worker + 1) // workers]
+        for one in (
+            *plain[len(plain) * worker // workers : len(plain) * (worker + 1) // workers],
+            *itertools.chain.from_iterable(longest[worker::workers]),
+        )
     ]
     # Threads that PyTorch has started here would be missing in forks, which would wait for them.
     if "torch" in sys.modules:
