@@ -18,7 +18,8 @@ MISSING = "Not measured yet."
 class Table:
     """A table between the comments `<!-- RESULT.json: table -->` and `<!-- end of table -->`.
 
-    lines: those of the table, given the result. The result's notes stand below it.
+    lines: those of the table, given the result.
+    notes: the result's notes stand below it; if False, `lines` has them.
     all_results: `lines` reads all results itself; RESULT is then no file, and `.json` is left out.
     """
 
@@ -26,6 +27,7 @@ class Table:
     page: str
     lines: Callable[[dict[str, Any]], list[str]]
     all_results: bool = False
+    notes: bool = True
 
     @property
     def mark(self) -> re.Pattern[str]:
@@ -46,7 +48,8 @@ class Table:
             table = "\n".join(self.lines({}))
         elif path.exists():
             result = json.loads(path.read_text())
-            table = "\n".join([*self.lines(result), *(f"\n{note}" for note in result["notes"])])
+            notes = result["notes"] if self.notes else []
+            table = "\n".join([*self.lines(result), *(f"\n{note}" for note in notes)])
         return self.mark.sub(lambda found: found[1] + table, self.text())
 
     def write(self) -> None:

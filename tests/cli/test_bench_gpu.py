@@ -167,7 +167,7 @@ def test_ratios_of_learners() -> None:
 
 def lines_of(name: str, report: bandwidth.Report) -> list[str]:
     (table,) = (one for one in tables.TABLES if one.result == f"gpu-{name}")
-    result = {"rows": report.rows, "ratios": report.ratios, "commit": "abc"}
+    result = {"rows": report.rows, "ratios": report.ratios, "notes": report.notes, "commit": "abc"}
     result |= {"gpu": {"gpus": ["H100"], "driver": "580", "cupy": "14"}}
     return table.lines(result | {"machine": {"torch": "2.11", "cores": 16, "cpu": "Xeon"}})
 
@@ -182,16 +182,37 @@ def test_tables_of_learners_and_of_the_timeline() -> None:
     learners._tell(report, learners.WITHOUT, figures)
     report.rows.append({**figures[0], "block": learners.WITHOUT, "part": "forward"})
     assert lines_of("learners", report) == [
-        "| network | block | mini-batch | gadei-ps, 1 | gadei-ps, 4 | Hogwild, 4 "
-        "| 4 learners / 1 | fastest / fastest peer |",
-        "| --- " * 8 + "|",
-        "| sentence classifier | without MPS | 1 | 10 | 2,000 | 1,000 | 200.00 | 2.00 |",
+        "| mini-batch | contender | processes | sentence classifier, without MPS, samples/s |",
+        "| --- " * 4 + "|",
+        "| 1 | gadei-ps | 1 | 10 |",
+        "| 1 | gadei-ps | 4 | 2,000 |",
+        "| 1 | Hogwild | 4 | 1,000 |",
         "",
-        "H100, driver 580, CuPy 14, PyTorch 2.11; 16 cores of Xeon; commit abc.",
+        "H100, driver 580, CuPy 14, PyTorch 2.11, 16 cores; commit abc.",
     ]
     report = bandwidth.Report([])
     timeline._tell(report, "vgg", 64, timeline.lanes(TRACE))
-    assert lines_of("timeline", report)[2] == "| vgg | 64 | 80% | 50% | 100% |"
+    assert lines_of("timeline", report)[2] == "| VGG | 64 | 80% | 50% | 100% |"
+
+
+def test_notes_are_sentences() -> None:
+    report = bandwidth.Report([])
+    learners._tell(report, learners.WITHOUT, [figure(OURS, 1, learners.LSTM, [10, 10])])
+    report.notes += [
+        "nvidia-cuda-mps-control of others runs: no",
+        "VGG's images are noise: no data",
+        "8 shards",
+        "Hogwild with 4: not measured: out of memory",
+        "250 MB: not measured: no time",
+        "5 MB: not measured: no time",
+        "vgg with 32: not measured: no time",
+        "without MPS: LSTM: no time for mini-batches [2, 4]",
+    ]
+    assert lines_of("learners", report)[-1] == (
+        "H100, driver 580, CuPy 14, PyTorch 2.11, 16 cores; commit abc. The job has 8 shards. "
+        "Hogwild with 4: not measured: out of memory. "
+        "Not measured for lack of time: mini-batches 2, 4, 5 MB, VGG at mini-batch 32, 250 MB."
+    )
 
 
 # -- what is around the measured code ------------------------------------------------------------

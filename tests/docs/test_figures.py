@@ -32,7 +32,7 @@ from gadei_ps.benchmarks.tables import Table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "gpu.md")
 MARK = re.compile(r"^<!-- figures: (.+?) -->\n(.*?)(?=\n\n|\Z)", re.M | re.S)
 NUMBER = re.compile(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
 UNITS = r"(?:ns|µs|ms|s|seconds|minutes|%|times|x|MB|GB|MB/s|GB/s|samples/s)"
@@ -231,6 +231,21 @@ def apply() -> list[str]:
     return shown
 
 
+def on_one_gpu() -> list[str]:
+    """Return speeds over those of torch in one process, which does not run with MPS."""
+    shown = []
+    for contender, count in ((OURS, 1), (OURS, 4), (OURS, 8), ("Hogwild", 4)):
+        shown.append(str(count))
+        for network in ("sentence classifier", "LSTM"):
+            here = {"network": network, "mini_batch": 1, "unit": "samples/s"}
+            alone = median("gpu-learners.json", contender="torch single", **here)
+            for block in ("without MPS", "with MPS"):
+                wanted = {"contender": contender, "learners": count, "block": block, **here}
+                ratio = median("gpu-learners.json", **wanted) / alone
+                shown.append(f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}")
+    return shown
+
+
 FIGURES: dict[str, Callable[[], list[str]]] = {
     "kills.json, both runs": kills,
     "failover.json, front": lambda: [f"{1e3 * next_gradient(OURS):.0f}", "22"],
@@ -249,6 +264,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "memory.json, two learners": memory,
     "failover.json, deaths": failover,
     "learners.json, all": learners,
+    "gpu-learners.json, over torch alone": on_one_gpu,
 }
 
 
