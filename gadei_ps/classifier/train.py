@@ -27,7 +27,7 @@ from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.foreground import suspends
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import Compute, Learners
-from gadei_ps.memory import segment, shm, weights
+from gadei_ps.memory import layout, segment, shm, weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.weights import FloatArray
 from gadei_ps.show import view
@@ -227,8 +227,9 @@ class _Run:
         if not self.plan.measures:
             self.display.event("the job was stopped: the weights of the first run are kept")
             return
-        if self._flat is None:
-            raise JobStopped(f"job {self.daemon.config.name!r} was stopped before its first epoch")
+        if self._flat is None or not int(self._control["version"]):
+            job = self.daemon.config.name
+            raise JobStopped(f"job {job!r} was stopped before its first gradient")
         self.display.event("the job was stopped: the best weights so far are kept")
         self._measure(round(handed_out(self.status["work"]), 2))
 
@@ -241,6 +242,8 @@ class _Run:
             self._replace_dead(learners)
             self.status = self.daemon.request(Status())
             self._check_refused()
+            if self.status["model"]:
+                self._map()  # before a stop can take the weights away
             work = self.status["work"]
             before, now = now, time.monotonic()
             if self.status["version"] != progress or not last_progress:
@@ -251,7 +254,6 @@ class _Run:
                 raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
             if first_gradient:
                 self.train_seconds = now - first_gradient
-                self._map()
             begun = handed_out(work)
             self.display.update(self.status, self.earlier + begun, self._left(begun))
             if (number := self.signalled()) is not None:
@@ -307,15 +309,18 @@ class _Run:
                 raise JobFailed("no learner is left")
 
     def _map(self) -> None:
-        """Map the weights, which outlive a stop of the job by another process."""
-        if self._flat is None:
-            mapped = segment.attach(
-                shm.segment_name(self.daemon.config.name, "weights"),
-                SegmentKind.WEIGHTS,
-                writable=False,
+        """Map the weights and their version, which outlive a stop of the job by another process."""
+        if self._flat is not None:
+            return
+        control, mapped = (
+            segment.attach(
+                shm.segment_name(self.daemon.config.name, kind.name.lower()), kind, writable=False
             )
-            self._flat = weights.data(mapped)
-            self._placed = weights.read_table(mapped)
+            for kind in (SegmentKind.CONTROL, SegmentKind.WEIGHTS)
+        )
+        self._control = control.view(layout.CONTROL)
+        self._placed = weights.read_table(mapped)
+        self._flat = weights.data(mapped)
 
     def _weights(self) -> Tensors:
         """A copy of the current weights. Gradients may be applied during the copy (Hogwild)."""

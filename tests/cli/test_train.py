@@ -204,14 +204,18 @@ def test_model_in_numbers(trained: tuple[Path, Result]) -> None:
 
 
 def endless(cli: Cli, job_name: str, out: str = "model-1", **env: str) -> Running:
-    """An endless training, once gradients are applied."""
+    """An endless training, once gradients are applied and it has mapped the weights."""
     write_csv(cli.directory / "data.csv", ROWS)
     words = ["train", "data.csv", "--epochs", "100000", "--job", job_name]
     training = cli.start(*words, "--out", out, **env)
     support.eventually(
         lambda: (
             training.process.poll() is not None
-            or (is_running(job_name) and support.status(job_name)["version"] > 0)
+            or (
+                is_running(job_name)
+                and support.status(job_name)["version"] > 0
+                and f"{job_name}.weights" in Path(f"/proc/{training.process.pid}/maps").read_text()
+            )
         )
     )
     return training
