@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 COMPILE = Path(__file__).parent / "kept.py"
-BUILD = Path(__file__).parents[2] / "build"
 
 
 @contextlib.contextmanager
@@ -65,10 +64,5 @@ class Turns:
         It is compiled in a process of its own. This takes 50 s of a core if the cache is empty,
         which no test's time-out should have to allow.
         """
-        self.once("compiled", _compile)
-
-
-def _compile() -> None:
-    BUILD.mkdir(exist_ok=True)
-    with _locked(BUILD / "compiling.lock", fcntl.LOCK_EX):  # beside the run of the other part
-        subprocess.run([sys.executable, "-P", str(COMPILE)], check=True)
+        command = [sys.executable, "-P", str(COMPILE)]
+        self.once("compiled", lambda: subprocess.run(command, check=True))
