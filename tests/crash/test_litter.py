@@ -95,11 +95,6 @@ def test_servers_that_die_at_once_are_given_up(
 ) -> None:
     """Check that the job fails, reports it, and leaves nothing if each start of a server fails."""
     die = tmp_path / "die"
-
-    def starting(program: str) -> None:
-        if program == "gadei_ps.server.manager" and die.exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-
     delay = restart.delay
 
     def hurried(*history: Any) -> float:
@@ -108,7 +103,7 @@ def test_servers_that_die_at_once_are_given_up(
 
     # The watchdog, a fork, inherits both.
     monkeypatch.setattr(restart, "delay", hurried)
-    monkeypatch.setattr(quick, "STARTING", [*quick.STARTING, starting])
+    monkeypatch.setattr(quick, "STARTING", [*quick.STARTING, quick.servers_die_once(die)])
     with daemon(job_name, tensors=TENSORS) as job, fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
         pid = status(job_name)["watchdog_pid"]

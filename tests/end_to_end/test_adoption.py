@@ -363,13 +363,8 @@ def test_a_job_that_has_failed_is_adopted(
 ) -> None:
     """Check that what it learned is still there after its servers died one after another."""
     die = cli.directory / "die"
-
-    def starting(program: str) -> None:
-        # At its start: one that is killed later may have been of use, and is started again.
-        if program == "gadei_ps.server.manager" and die.exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(quick, "STARTING", [*quick.STARTING, starting])  # the fork inherits it
+    # The watchdog, a fork, inherits it.
+    monkeypatch.setattr(quick, "STARTING", [*quick.STARTING, quick.servers_die_once(die)])
     watchdog = Child(_fail, job_name)
     eventually(lambda: is_running(job_name))
     with team(job_name, 1) as (child,):

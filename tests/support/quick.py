@@ -294,6 +294,19 @@ def fork_quickly(*, fork_server: bool = False) -> Iterator[None]:
         yield
 
 
+def servers_die_once(there: Path) -> Callable[[str], None]:
+    """Return a function for STARTING by which servers die at their start once the file is there.
+
+    One that is killed from outside may have been of use before, and is started again.
+    """
+
+    def starting(program: str) -> None:
+        if program == "gadei_ps.server.manager" and there.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return starting
+
+
 class QuickDaemon(Daemon):
     """A daemon whose processes start quickly, and however often they are killed."""
 
