@@ -300,7 +300,9 @@ JOB: Final = (
     ),
     _measured("learners_attached", "Learners that have a ring", "learners"),
     Metric("shared_bytes", "Shared memory of the job", _WATCHDOG, "", _GAUGE, "bytes", _NOW),
-    _measured("server_private_bytes", "Private memory of the active server", "bytes"),
+    _measured(
+        "server_private_bytes", "Private memory of the active server, at most 1 s old", "bytes"
+    ),
 )
 """Metrics of a job: fields of its status."""
 

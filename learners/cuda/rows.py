@@ -100,7 +100,6 @@ class RowStaging:
         self._parts_at = parts_at
         self._residue = residue
         self._wire = wire
-        self._wire_number = int(wire)
         self._link = compiled.launch("link_rows")
         self._list = compiled.launch("list_rows")
         self._add = compiled.launch("add_rows")
@@ -130,7 +129,7 @@ class RowStaging:
         argument = (
             *(where[1], where[0], count, tensor.rows, tensor.row),
             *(first, order, head, listed),
-            *(sums, parts, to, residue, number, self._wire_number, whole),
+            *(sums, parts, to, residue, number, self._wire, whole),
         )
         blocks = blocks_for(count)
         # add_rows writes a sum of squares for each of its blocks; there is room for the chunks'.

@@ -83,7 +83,7 @@ class Staging:
         rounds = client.error_feedback and self._wire is not WireType.FLOAT32
         self._residue = cupy.zeros(model.elements if rounds else 0, np.float32)
         self._parts_at = 8 * (LISTED + len(self._tensors))
-        words = self._parts_at // 8 + self.squares
+        words = LISTED + len(self._tensors) + self.squares
         # Pinned: a transfer into other memory would make the host wait.
         each = 8 * words + _native.LANDING_BYTES
         self._pinned = cupy.cuda.alloc_pinned_memory(2 * each)

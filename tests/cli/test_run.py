@@ -534,7 +534,7 @@ def test_killed_meanwhile(cli: Cli, job_name: str, learner: list[str], who: str)
         if not is_running(job_name):
             return False
         now = support.status(job_name)
-        # Gradients are applied after the look, too, before the process dies.
+        # Gradients are also applied after the look, before the process dies.
         return now[who] != before[who] and now["version"] > before["version"] + 9
 
     support.eventually(goes_on)

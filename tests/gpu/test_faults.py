@@ -245,7 +245,7 @@ def test_learners_killed_while_kernels_and_transfers_run(
 def test_a_gpu_that_another_process_has_filled(forks: Forks, job_name: str, tmp_path: Path) -> None:
     """New learners end with a line, those that are there continue; then there is room again.
 
-    Killed learners have freed their memory, too.
+    Killed learners have also freed their memory.
     """
     free = forks.free_bytes()
     with Job(forks, job_name) as job:

@@ -120,7 +120,7 @@ class Kernel:
                 interrupt_at = ""
                 self._manager.interrupt_kernel()
 
-        # Otherwise the kernel may drop the next cell, too, if this one ends with an error.
+        # Otherwise the kernel may also drop the next cell if this one ends with an error.
         reply = self._client.execute_interactive(
             cell, timeout=PATIENCE_S, output_hook=hear, stop_on_error=False
         )

@@ -269,7 +269,7 @@ def test_uris_of_mlflow(place: str, problem: str) -> None:
 
 
 def test_a_reload_keeps_the_curves_of_the_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept any [curves] in the file: those that run may come from a command line, too."""
+    """Accept any [curves] in the file: those that run may also come from a command line."""
     monkeypatch.setattr(sync_change, "requested", lambda _: 0)
     monkeypatch.setattr(sync_change, "text", lambda *_: "asp")
     running = config("demo", history=True, curves={"tensorboard": "/a", "mlflow": "/b"})
