@@ -15,9 +15,13 @@
 # leaves one in DIR. COMMIT: what results name where there is no repository. Data sets of the benchmarks are
 # taken from .data, if it exists.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
-out=$(realpath "$1")
+if [ $# -lt 2 ]; then
+    echo "usage: $0 DIR STEP..., as build units tests bench; see its first lines" >&2
+    exit 2
+fi
+mkdir -p "$1" && out=$(realpath "$1") || exit 2
 shift
+cd "$(dirname "$0")/../.."
 log=$out/log.txt
 work=$(mktemp -d /tmp/gpu-lease.XXXXXX)
 trap 'rm -rf "$work"' EXIT
