@@ -1,21 +1,22 @@
-"""Accuracy of `gadei-ps train` on real data: one learner, two, and two with kills.
+"""Accuracy and speed of `gadei-ps train` with one learner, two, kills, and 16-bit gradients.
 
-    python -m gadei_ps.benchmarks.accuracy [--data DIR] [--sets trec6 mr] [--kill-every 10]
-        [--model ensemble] [--out DIR]
+    python -m gadei_ps.benchmarks.accuracy [--data DIR] [--sets trec6 mr] [--seeds 5]
+        [--kill-every 5] [--model ensemble] [--cases CASE ...] [--out DIR]
 
 DIR contains trec6/{train,test}.csv and mr/all.csv. A tenth of mr becomes its test file. Writes
-accuracy.json into the directory of --out (results/), which has figures of the CNN. Takes minutes to
-hours, because it uses the defaults of the model.
+accuracy.json into the directory of --out (results/) after each run.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import itertools
 import json
+import math
 import os
 import random
 import signal
+import statistics
 import subprocess
 import tempfile
 import threading
@@ -24,31 +25,20 @@ from pathlib import Path
 from typing import Any
 
 from gadei_ps.benchmarks import suite
+from gadei_ps.benchmarks.classifier import SHARED, files
 from gadei_ps.benchmarks.common import Report, table
-from gadei_ps.classifier import dataset, hold_out
+from gadei_ps.benchmarks.tables import Table
 from gadei_ps.errors import GadeiError
 from gadei_ps.job.control import Status, ask
 from gadei_ps.machine import process
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-KIM = {"trec6": 0.912, "mr": 0.761}  # Kim (2014), CNN-rand
-REACH = {"trec6": 0.88, "mr": 0.74}
-
-
-def files(data: Path, name: str, scratch: Path) -> tuple[Path, Path]:
-    """The training and the test file of a data set. Without a test file, a tenth is held out."""
-    if (data / name / "test.csv").exists():
-        return data / name / "train.csv", data / name / "test.csv"
-    whole = dataset.read_training(data / name / "all.csv")
-    parts = hold_out.split(whole, 0.1, seed=1)
-    paths = (scratch / f"{name}-train.csv", scratch / f"{name}-test.csv")
-    for path, part in zip(paths, parts, strict=True):
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file, quoting=csv.QUOTE_ALL)
-            writer.writerow(["text", "label"])
-            for text, label in zip(part.texts, part.labels, strict=True):
-                writer.writerow([text, part.label_names[label]])
-    return paths
+Row = dict[str, Any]
+KEPT = (
+    *("test_accuracy", "validation_accuracy", "calibration_error", "epochs", "samples_per_s"),
+    *("gradients_applied", "gradients_dropped", "training_seconds", "seconds", "learner_deaths"),
+    "kills",
+)
+"""What is written of the summary of `gadei-ps train`."""
 
 
 class Killer:
@@ -89,9 +79,9 @@ def train(
     seed: int,
     out: Path,
     more: Sequence[str],
-    model: str = "cnn",
+    model: str,
 ) -> dict[str, Any]:
-    """Run the command once with the defaults. Returns its summary and the number of kills."""
+    """Run the command once. Returns its summary and the number of kills."""
     job = f"accuracy-{os.getpid()}"
     command = process.module_command("gadei_ps", "train", str(train_file), "--json")
     command += ["--test", str(test_file), "--learners", str(learners), "--seed", str(seed)]
@@ -102,89 +92,77 @@ def train(
     return found | {"kills": killer.kills}
 
 
-def keep(rows: list[dict[str, Any]], ratios: list[dict[str, Any]], out: Path) -> Path:
-    """Write the rows and ratios so far into the directory `out`."""
-    report = Report([], rows=rows, ratios=ratios)
-    return suite.write(suite.result_of("accuracy", report, suite.command("accuracy")), out)
+def lines_of(rows: list[Row]) -> list[list[str]]:
+    """Summarize the runs: a line for each set and case, with means and standard errors."""
+    lines = []
+    for name, case in dict.fromkeys((row["set"], row["contender"]) for row in rows):
+        own = [row for row in rows if (row["set"], row["contender"]) == (name, case)]
+        cells = [name, case]
+        for figures in (
+            [100 * row["test_accuracy"] for row in own],
+            [row["samples_per_s"] for row in own],
+        ):
+            error = statistics.stdev(figures) / len(own) ** 0.5 if len(own) > 1 else math.nan
+            digits = 2 if figures[0] <= 100 else 0
+            cells.append(f"{statistics.mean(figures):,.{digits}f} ± {error:,.{digits}f}")
+        lines.append([*cells, str(sum(row["kills"] for row in own)), str(len(own))])
+    return lines
+
+
+HEADER = ("set", "case", "accuracy, %", "samples/s", "kills", "seeds")
+
+
+def _markdown(result: Row) -> list[str]:
+    cells = [HEADER, ["---"] * len(HEADER), *lines_of(result["rows"])]
+    return [f"| {' | '.join(line)} |" for line in cells]
+
+
+TABLE = Table("accuracy", "performance.md", _markdown)
+
+
+def cases(kill_every_s: float) -> dict[str, tuple[int, float, list[str]]]:
+    """Return the learners, the seconds between kills and the options of each case."""
+    feedback = ["--wire", "float16", "--error-feedback"]
+    return {
+        "1 learner": (1, 0.0, []),
+        "2 learners": (2, 0.0, []),
+        f"2 learners, one killed every {kill_every_s:g} s": (2, kill_every_s, []),
+        "2 learners, bfloat16": (2, 0.0, ["--wire", "bfloat16"]),
+        "2 learners, float16": (2, 0.0, ["--wire", "float16"]),
+        "2 learners, float16, error feedback": (2, 0.0, feedback),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SHARED)
     parser.add_argument("--sets", nargs="+", default=["trec6", "mr"])
-    parser.add_argument("--kill-every", type=float, default=10.0)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--cases", nargs="+", default=[], help="run only these cases")
-    parser.add_argument("--model", default="cnn", choices=["cnn", "ensemble"])
+    parser.add_argument("--kill-every", type=float, default=5.0)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", help="run only these cases")
+    parser.add_argument("--model", default="ensemble", choices=["cnn", "ensemble"])
     parser.add_argument("--out", type=Path, default=suite.RESULTS)
-    parser.add_argument("--resume", action="store_true", help="keep the rows of the existing file")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
     suite.prepare(options.out)
-    if options.resume and (options.out / "accuracy.json").exists():
-        rows = json.loads((options.out / "accuracy.json").read_text())["rows"]
-    ratios: list[dict[str, Any]] = []
-    killed = f"2 learners, one killed every {options.kill_every:g} s"
-    feedback = ["--wire", "float16", "--error-feedback"]
-    cases: list[tuple[str, int, float, list[str]]] = [
-        ("1 learner", 1, 0.0, []),
-        ("2 learners", 2, 0.0, []),
-        (killed, 2, options.kill_every, []),
-        ("2 learners, bfloat16", 2, 0.0, ["--wire", "bfloat16"]),
-        ("2 learners, float16", 2, 0.0, ["--wire", "float16"]),
-        ("2 learners, float16, error feedback", 2, 0.0, feedback),
-    ]
-    cases = [case for case in cases if not options.cases or case[0] in options.cases]
+    rows: list[Row] = []
+    chosen = cases(options.kill_every)
     with tempfile.TemporaryDirectory() as scratch:
-        for name in options.sets:
-            train_file, test_file = files(options.data, name, Path(scratch))
-            for seed in range(options.seeds):
-                for case, learners, kill_every_s, more in cases:
-                    told = {"contender": case, "set": name, "seed": seed}
-                    if any(told.items() <= row.items() for row in rows):
-                        continue
-                    found = train(
-                        train_file,
-                        test_file,
-                        learners,
-                        kill_every_s,
-                        seed,
-                        Path(scratch) / "model",
-                        more,
-                        options.model,
-                    )
-                    found.pop("model_dir")
-                    rows.append(told | found)
-                    print(json.dumps(rows[-1]), flush=True)
-                    keep(rows, ratios, options.out)
-            mine = [row for row in rows if row["set"] == name]
-            one = next(row for row in mine if row["learners"] == 1)
-            ratios += [
-                {
-                    "set": name,
-                    "contender": row["contender"],
-                    "test_accuracy": row["test_accuracy"],
-                    "less_than_one_learner": one["test_accuracy"] - row["test_accuracy"],
-                    "reach": REACH.get(name),
-                    "kim_2014": KIM.get(name),
-                }
-                for row in mine
-            ]
-    header = ["set", "case", "test", "validation", "epochs", "samples/s", "kills"]
-    lines = [
-        [
-            row["set"],
-            row["contender"],
-            f"{row['test_accuracy']:.4f}",
-            f"{row['validation_accuracy']:.4f}",
-            str(row["epochs"]),
-            f"{row['samples_per_s']:.0f}",
-            str(row["kills"]),
-        ]
-        for row in rows
-    ]
-    print(table(header, lines))
-    print(keep(rows, ratios, options.out))
+        model = Path(scratch) / "model"
+        for name, seed, case in itertools.product(
+            options.sets, range(options.seeds), options.cases or chosen
+        ):
+            pair = files(options.data, name, 1, Path(scratch))
+            learners, kill_every_s, more = chosen[case]
+            found = train(*pair, learners, kill_every_s, seed, model, more, options.model)
+            kept = {key: found[key] for key in KEPT}
+            rows.append({"contender": case, "set": name, "seed": seed} | kept)
+            print(json.dumps(rows[-1]), flush=True)
+            report = Report([], rows=rows, ratios=[])
+            path = suite.write(
+                suite.result_of("accuracy", report, suite.command("accuracy")), options.out
+            )
+    print(table(HEADER, lines_of(rows)))
+    print(path)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from gadei_ps.benchmarks.accuracy import files, train
+from gadei_ps.benchmarks.accuracy import train
+from gadei_ps.benchmarks.classifier import files
 from gadei_ps.benchmarks.nlc_texts import data_directory
 from gadei_ps.benchmarks.reproduce.part import Part, Row
 
@@ -25,12 +26,12 @@ def run(quick: bool = False) -> Part:
     found = {}
     more = ["--epochs", "1"] if quick else []
     with tempfile.TemporaryDirectory() as scratch:
-        train_file, test_file = files(data_directory(), "trec6", Path(scratch))
+        train_file, test_file = files(data_directory(), "trec6", 1, Path(scratch))
         out = Path(scratch) / "model"
         cases = [("one learner", 1, "asp"), *((model, 2, model) for model in MODELS)]
         for name, learners, model in cases:
             options = ["--sync", model, *more]
-            found[name] = train(train_file, test_file, learners, 0.0, 0, out, options)
+            found[name] = train(train_file, test_file, learners, 0.0, 0, out, options, "cnn")
             found[name].pop("model_dir")  # a temporary directory
             print(name, found[name]["test_accuracy"], flush=True)
     one = found.pop("one learner")

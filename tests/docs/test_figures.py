@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gadei_ps.benchmarks import (
+    accuracy,
     asynchrony_tables,
     classifier,
     group_tables,
@@ -187,16 +188,6 @@ def time_to_accuracy() -> list[str]:
     return shown
 
 
-def accuracies() -> list[str]:
-    shown = []
-    for one in results("accuracy.json")["rows"]:
-        shares = [f"{100 * one[key]:.1f}" for key in ("test_accuracy", "validation_accuracy")]
-        every = ["10"] if one["kills"] else []
-        counts = [str(one["epochs"]), f"{one['samples_per_s']:,.0f}", str(one["kills"])]
-        shown += [str(one["learners"]), *every, *shares, *counts]
-    return shown
-
-
 def latencies() -> list[str]:
     def us(contender: str, mode: str) -> str:
         wanted = {"contender": contender, "mode": mode, "quantile": "p50"}
@@ -255,7 +246,6 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "nlc.json, all sizes": lambda: nlc((1, 2, 4, 8, 32, 128)),
     "nlc.json, ratios": nlc_ratios,
     "time_to_accuracy.json, seconds": time_to_accuracy,
-    "accuracy.json, table": accuracies,
     "latency.json, all p50": latencies,
     "ingest.json, two learners": ingest,
     "apply.json, two threads": apply,
@@ -326,6 +316,7 @@ def test_the_tables_of_virtual_workers_are_those_of_the_results() -> None:
 
 
 TABLES = (
+    accuracy.TABLE,
     classifier.TABLE,
     script_tables.TABLE,
     asynchrony_tables.TABLE,
