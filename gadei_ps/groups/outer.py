@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from gadei_ps.groups.parts import Floats
-from gadei_ps.groups.rules import Rule, blocks, mix, number
+from gadei_ps.groups.parts import BLOCK, Floats
+from gadei_ps.groups.rules import Rule, number
 from gadei_ps.sync.parameters import Parameter, whole_number
 
 MOST_RATE = 2
@@ -36,8 +36,6 @@ class Outer(Rule):
     by rate / N. Here a round brings several, so the mean may be of some more than N. And as without
     a delay, the group's own difference counts with the whole rate in each round, and late ones draw
     the groups together. N = 1 is naive asynchrony: whatever comes is in the momentum at once.
-
-    Buffers have no momentum: they become the mean of the group's aggregate and of what has arrived.
     """
 
     name = "outer"
@@ -83,12 +81,9 @@ class Outer(Rule):
             )
         self.differences += (1 + len(arrived)) if self.delay else 0
         moves = self.differences >= self.delay
-        parameters = len(aggregate) if self.buffers_at is None else self.buffers_at
-        for here in blocks(parameters):
+        for begin in range(0, len(aggregate), BLOCK):
+            here = slice(begin, begin + BLOCK)
             self._step(aggregate[here], [model[here] for model in arrived], here, moves)
-        own = aggregate[parameters:]
-        mix(own, [model[parameters:] for model in arrived], len(arrived) / (1 + len(arrived)))
-        self.common[parameters:] = own
         if moves:
             self.differences = 0
 

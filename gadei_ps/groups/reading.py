@@ -13,11 +13,6 @@ from gadei_ps.sync.parameters import SpecError, converted, short_repr
 _RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Replace, Mix, Outer)}
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of all rules."""
-    return tuple(_RULES)
-
-
 def parse(text: str) -> Rule:
     """Make a rule from text: `replace`, `mix:0.5`, `outer:0.7:0.9`, `outer:rate=0.7,delay=4`.
 

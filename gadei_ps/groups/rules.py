@@ -14,14 +14,14 @@ What each replica sends for a rule is in `gadei_ps.groups.traffic`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
 
 from gadei_ps.groups import parts
-from gadei_ps.groups.parts import BLOCK, Floats
+from gadei_ps.groups.parts import Floats
 from gadei_ps.sync.parameters import Parameter, short_repr
 
 
@@ -38,26 +38,6 @@ def number(low: float, high: float) -> Parameter:
         return found
 
     return Parameter(convert)
-
-
-def blocks(values: int) -> Iterator[slice]:
-    """Yield slices that cover an array, so that the scratch memory of a step stays small."""
-    return (slice(begin, min(begin + BLOCK, values)) for begin in range(0, values, BLOCK))
-
-
-def mix(own: Floats, models: Sequence[Floats], weight: float) -> None:
-    """Replace `own` by (1 - weight) times `own` plus weight times the mean of the models.
-
-    Without models, `own` stays as it is. The model with the greatest weight comes first, since its
-    small values would be lost beside great values of another one (see parts.aggregate).
-    """
-    if not models:
-        return
-    rest, each = np.float32(1 - weight), np.float32(weight / len(models))
-    counted = [(own, rest), *((model, each) for model in models)]
-    if rest < each:
-        counted = [*counted[1:], counted[0]]
-    parts.aggregate([one for one, _ in counted], np.array([one for _, one in counted]), own)
 
 
 class Rule(ABC):
@@ -89,13 +69,6 @@ class Rule(ABC):
     state_arrays: tuple[str, ...] = ()
     """Names of the arrays of the state, each as long as the model. A joining member needs them
     beside the weights, and so does a member whose part has changed."""
-
-    buffers_at: int | None = None
-    """Index of the first buffer value, such as a statistic of batch-norm; None: no buffers.
-
-    Buffers follow the parameters. A rule averages them: a variance that is extrapolated may be
-    below 0.
-    """
 
     state_counts: ClassVar[tuple[str, ...]] = ()
     """Names of the whole numbers of the state."""
@@ -168,4 +141,11 @@ class Mix(Rule):
 
     def end_round(self, aggregate: Floats, arrived: Sequence[Floats]) -> None:
         """See Rule."""
-        mix(aggregate, arrived, self.weight)
+        if not arrived:
+            return
+        own, each = np.float32(1 - self.weight), np.float32(self.weight / len(arrived))
+        counted = [(aggregate, own), *((model, each) for model in arrived)]
+        if own < each:  # small values of the first model are lost beside great ones of another
+            counted = [*counted[1:], counted[0]]
+        models, weights = zip(*counted, strict=True)
+        parts.aggregate(models, np.array(weights), aggregate)

@@ -12,7 +12,6 @@ At most two passes are open. Of several groups each has an equal part of every p
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -74,10 +73,6 @@ class Shares:
         """Passes of which the group has answered its part."""
         self._open: dict[int, Subsets[Member]] = {}
 
-    def __str__(self) -> str:
-        """Return the name of the part of each pass; it is the same on all replicas of the group."""
-        return f"part {self.group} of {self.groups}"
-
     def of(self, member: Member) -> list[Span]:
         """Return the batches that this replica owns and has not answered, the oldest pass first."""
         begin = self._bounds[0]
@@ -112,10 +107,6 @@ class Shares:
             del self._open[self.done]
             self.done += 1
         self._begin_pass(answered)
-
-    def copy(self) -> Shares:
-        """Return an independent copy."""
-        return copy.deepcopy(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole state, for JSON."""

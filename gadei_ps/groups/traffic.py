@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gadei_ps.groups.compress import Wire, size
 from gadei_ps.groups.parts import cut
 
@@ -37,8 +35,3 @@ def broadcast(
         model = size(values, wire)
         return [model * len(range(place, receivers, members)) for place in range(members)]
     return [size(part.stop - part.start, wire) for part in cut(values, members)]
-
-
-def in_models(sent: Sequence[int], values: int) -> float:
-    """Return the mean of what members send, in models of float32, the unit of the paper."""
-    return sum(sent) / len(sent) / size(values, Wire.FLOAT32) if values else 0.0

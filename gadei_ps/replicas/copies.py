@@ -1,11 +1,8 @@
-"""Copies of a replica's weights: made beside its job, and handed on through files."""
+"""Copies of the weights of a job on this host."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -16,9 +13,6 @@ from gadei_ps.memory.weights import FloatArray
 
 COPY_S = 60.0
 """Time limit until a job has made its copy (s)."""
-
-Table = list[tuple[str, list[int]]]
-"""Names and shapes of tensors, in the order in which their values lie in a file."""
 
 
 def of_job(job: str) -> dict[str, FloatArray]:
@@ -38,19 +32,3 @@ def of_job(job: str) -> dict[str, FloatArray]:
     finally:
         os.close(file)
     return model.views(flat)
-
-
-def write(tensors: Mapping[str, FloatArray], path: Path) -> Table:
-    """Write the values of all tensors, one after the other; return their names and shapes."""
-    with path.open("wb") as stream:
-        for one in tensors.values():
-            stream.write(np.ascontiguousarray(one, np.float32).data)
-    return [(name, list(one.shape)) for name, one in tensors.items()]
-
-
-def read(path: Path, table: Sequence[tuple[str, Sequence[int]]]) -> dict[str, FloatArray]:
-    """Read the tensors that `write()` has written."""
-    flat = np.fromfile(path, np.float32)
-    ends = np.cumsum([math.prod(shape) for _, shape in table])
-    parts = np.split(flat, ends[:-1])
-    return {name: part.reshape(shape) for (name, shape), part in zip(table, parts, strict=True)}

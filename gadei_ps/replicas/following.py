@@ -136,7 +136,7 @@ class Following:
         }
         self._found: Actors = {}
         self._coordinator: Any = None
-        self._is_new, self._was_stopped = False, False
+        self._is_new = False
         self._looking = threading.Lock()
         self._applied: dict[int, int] = {}
         self._shown: dict[int, str] = {}
@@ -366,7 +366,6 @@ class Following:
                 if number in self._applied:  # a replica may have ended too soon to know it
                     row["ended"] = {"gradients_applied": self._applied[number]} | row["ended"]
                 is_stopped = row["ended"].get("asked") == "stop"
-                self._was_stopped |= is_stopped and not self.stops
                 if not (self.stops and is_stopped):
                     self._line(f"replica {number} {how_ended(row['ended'])}")
             elif number in self._applied:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections import Counter
@@ -107,7 +108,7 @@ def test_each_batch_is_in_the_weights_once(
         for one in bad:
             one.forget()
         for one in machines:
-            one.take(shares.copy())
+            one.take(copy.deepcopy(shares))
     wanted = {(epoch, one) for epoch in range(epochs) for one in range(*part)}
     assert in_weights == Counter(wanted)
 
