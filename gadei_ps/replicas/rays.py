@@ -25,15 +25,16 @@ from gadei_ps.machine.addresses import parse
 from gadei_ps.storage import files
 
 CONNECT_S = 5.0
+"""Time limit of a host to accept a connection (s)."""
 GONE_S, AGAIN_S = 5.0, 0.1
 """Time limit until the processes of a lost cluster end; time between tries to remove files (s)."""
 ADDRESS_VARIABLE, TOKEN_VARIABLE = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
 _MODE = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "8"}
-"""Settings for a cluster whose port answers, but which does not answer itself."""
+_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "4"}
+"""Settings for a cluster whose port answers, but which rejects the token."""
+_NODE_TRIES = {"RAY_gcs_server_request_timeout_seconds": "20"}
+"""Settings for a cluster of other hosts, which may have no node on this one."""
 _MOST_NOTE = 1 << 16  # bytes
-_ALIVE = 0
-"""Ray's GcsNodeInfo.GcsNodeState."""
 _INSTALL = "pip install 'gadei-ps[cluster]'"
 
 
@@ -117,8 +118,7 @@ def forget(run: str) -> None:
 def loaded(token: str | None) -> Any:
     """Load Ray, with authentication by a token. Raises UsageError without Ray."""
     os.environ.update(_MODE | _TRIES)
-    if token is not None:
-        os.environ[TOKEN_VARIABLE] = token
+    os.environ.update(_NODE_TRIES if token is None else {TOKEN_VARIABLE: token})
     try:
         import ray
     except ImportError:
@@ -129,7 +129,7 @@ def loaded(token: str | None) -> Any:
 def connect(address: str, token: str | None = None) -> Any:
     """Connect Ray to the cluster at HOST:PORT. Raises UsageError, or ClusterError."""
     try:
-        host, _ = parse(address)
+        parse(address)
     except ValueError:
         wanted = "write HOST:PORT, as `ray start --head` prints it"
         raise UsageError(f"--address {address}: {wanted}") from None
@@ -138,17 +138,9 @@ def connect(address: str, token: str | None = None) -> Any:
     ray = loaded(token)
     try:
         with _silenced():
-            _knock(ray, address)
-            _check_node(ray, address)
             ray.init(
-                address=address,
-                namespace="gadei-ps",
-                log_to_driver=False,
-                logging_level="ERROR",
-                _node_ip_address=host if host.startswith("127.") else None,
+                address=address, namespace="gadei-ps", log_to_driver=False, logging_level="ERROR"
             )
-    except ClusterError:
-        raise
     except Exception as error:  # Ray raises RuntimeError, ConnectionError and others
         raise _explained(error, address) from None
     return ray
@@ -170,42 +162,6 @@ def _silenced() -> Iterator[None]:
         os.close(nothing)
 
 
-def _knock(ray: Any, address: str) -> None:
-    """Raise an error of Ray if the cluster rejects the token; `init()` would retry for long."""
-    try:
-        if ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
-            ray._raylet.GcsClient(address=address)  # without a token it would end this process
-    except ray.exceptions.AuthenticationError:
-        raise
-    except Exception:
-        return  # init() tries it again
-
-
-def _check_node(ray: Any, address: str) -> None:
-    """Raise ClusterError if the cluster has no node on this host; `init()` would retry for long."""
-    try:
-        found = ray._raylet.GcsClient(address=address).get_all_node_info(timeout=CONNECT_S)
-        living = {one.node_manager_address for one in found.values() if one.state == _ALIVE}
-    except Exception:
-        return  # init() tries it again
-    if not any(map(_is_here, living)):
-        raise ClusterMistake(
-            f"this host is not a node of the Ray cluster at {address}: start Ray here (ray start "
-            f"--address={address}); if it runs, it is of another cluster: ray stop first"
-        )
-
-
-def _is_here(host: str) -> bool:
-    """Return whether this host has the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as any_one:
-        try:
-            any_one.bind((host, 0))
-        except OSError:
-            return False
-    return True
-
-
 def answers(address: str) -> bool:
     """Return whether a process listens there."""
     try:
@@ -215,14 +171,22 @@ def answers(address: str) -> bool:
         return False
 
 
-def _explained(error: Exception, address: str) -> ClusterError:
-    text = " ".join(str(error).split())
+def _explained(error: BaseException, address: str) -> ClusterError:
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    text = " ".join(" ".join(map(str, causes)).split())
     lower = text.lower()
     if "version mismatch" in lower:
         return ClusterMistake(
             f"the cluster at {address} has another version of Ray or Python: {text[:300]}"
         )
-    if "token" in lower or "unauthenticated" in lower or "failed to connect to ray" in lower:
+    if "no node info found" in lower:
+        return ClusterMistake(
+            f"this host is not a node of the Ray cluster at {address}: start Ray here (ray start "
+            f"--address={address}); if it runs, it is of another cluster: ray stop first"
+        )
+    if "token" in lower or "unauthenticated" in lower:
         return ClusterMistake(
             f"the cluster at {address} lets nobody in without its token: set {TOKEN_VARIABLE} to "
             "that with which its nodes were started, or copy their ~/.ray/auth_token"
