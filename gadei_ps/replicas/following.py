@@ -28,7 +28,7 @@ from gadei_ps.show.counts import counted
 from gadei_ps.show.groups import how_ended
 
 ANSWER_S, LOOK_S = 10.0, 0.3
-PROGRESS_S = 5.0
+PROGRESS_S, SIGN_S = 5.0, 1.0
 LOST_S = 3.0
 """Time without an answer of Ray's head after which its cluster is lost (s)."""
 ENDING = ("ending", "leaving", "stopping")
@@ -142,6 +142,8 @@ class Following:
         self._shown: dict[int, str] = {}
         self._logs: set[int] = set()
         self._token = secrets.token_hex(8)
+        self._other: str | None = None
+        """Another command that follows the run in place of this one."""
         self._answered = self._progress = self._signed = time.monotonic()
 
     # -- beginning -------------------------------------------------------------------------------
@@ -204,18 +206,18 @@ class Following:
             ray.get(self._coordinator.ready.remote(), timeout=placing.ANSWER_S)
         except Exception as error:
             raise ClusterError(f"the coordinator does not start: {placing.line(error)}") from None
-        if other := self._sign(placing.ANSWER_S):
+        if self._sign(placing.ANSWER_S):
             raise ClusterError(
-                f"run {run.name} has its group run already, at {other}: end that command first, "
-                "its replicas continue"
+                f"run {run.name} has its group run already, at {self._other}: end that command "
+                "first, its replicas continue"
             )
 
     def _sign(self, timeout_s: float = ANSWER_S) -> str | None:
         """Report that this command follows the run. Returns another one that already does."""
         self._signed = time.monotonic()
         who = f"{ray.util.get_node_ip_address()}, process {os.getpid()}"
-        other: str | None = asked(self._coordinator.follow.remote(who, self._token), timeout_s)
-        return other
+        self._other = asked(self._coordinator.follow.remote(who, self._token), timeout_s)
+        return self._other
 
     def _prepare(self) -> dict[int, JsonObject]:
         """Return the facts on the hosts of the actors. Raises ClusterError for a mistake."""
@@ -315,6 +317,13 @@ class Following:
 
     def _look(self) -> bool:
         self._check_cluster()
+        if self._other is None and time.monotonic() - self._signed > SIGN_S:
+            self._sign()  # through the coordinator that is there now
+        if self._other is not None:  # this command was silent for too long
+            raise ClusterError(
+                f"another group run, at {self._other}, follows run {self.run.name} now: this one "
+                "ends, the replicas continue"
+            )
         now = actors(self.run.name)
         rows = statuses(now)
         for row in rows:
@@ -323,8 +332,6 @@ class Following:
             self._note_gone(number, is_last=not now)
         self._report_progress(rows)
         self._found = now
-        if time.monotonic() - self._signed > 1.0:
-            self._sign()  # through the coordinator that is there now
         if all(row["ended"] is not None for row in self.rows.values()):
             end_run(self.run.name, now)
             return True

@@ -195,6 +195,21 @@ def test_how_replicas_have_ended_that_another_command_has_ended(
     assert summary["machines"][0]["gradients_applied"] == 7
 
 
+def test_a_command_ends_where_another_one_follows_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped for too long, or cut off; it ends no replica of the other one."""
+    made, said = watching("training")
+    made._signed -= following.SIGN_S
+    monkeypatch.setattr(made, "_check_cluster", lambda: None)
+    monkeypatch.setattr(made, "_coordinator", SimpleNamespace(follow=SimpleNamespace(remote=str)))
+    monkeypatch.setattr(following, "asked", lambda *_: "x, process 7")
+    monkeypatch.setattr(following, "actors", lambda _: pytest.fail("it looks for replicas"))
+    line = r"^another group run, at x, process 7, follows run a now: this one ends, the replicas co"
+    for made.stops in (False, True):
+        with pytest.raises(ClusterError, match=line):
+            made.look()
+    assert len(said) == 1
+
+
 def test_nothing_is_printed_of_replicas_that_end_as_their_command_has_asked() -> None:
     made, said = watching("training")
     made.stops, said[:] = True, []
