@@ -131,16 +131,14 @@ class Shares:
         if state["work"] is not None:
             made.work = Work(*(int(one) for one in state["work"]))
         made.done = int(state["done"])
-        samples = made._bounds[1] - made._bounds[0]
         for epoch, owners in state["open"]:
             made._open[int(epoch)] = Subsets.owned_by(
-                samples,
                 {
                     Member(str(replica), int(incarnation)): [
                         (int(low), int(high)) for low, high in ranges
                     ]
                     for replica, incarnation, ranges in owners
-                },
+                }
             )
         return made
 

@@ -1,9 +1,8 @@
 """Ownership of the training set: each replica has a subset, and a dead replica's is divided.
 
-In a pass, every sample belongs to one replica until it is answered. A replica answers a sample when
-a gradient of it counts; what was handed out, and not answered, is still the replica's. If the
-replica dies, exactly what it had not answered is divided among the members of its group, so each
-sample is seen once a pass (Yan and Shao, section 3: data repartition).
+In a pass, every sample belongs to one replica until it is answered, which it is when a gradient of
+it counts. If the replica dies, exactly what it had not answered is divided among the members of its
+group, so each sample is seen once a pass (Yan and Shao, section 3: data repartition).
 
 Samples are numbered from 0. Sets of them are ranges, so the memory grows with the number of deaths
 and of batches in flight, not with that of samples. Replicas agree on an order of the samples for
@@ -77,116 +76,72 @@ class Ranges:
             taken.append((begin, end))
         return taken
 
-    def holds(self, begin: int, end: int) -> bool:
-        """Return whether all numbers from `begin` to `end` - 1 are in the set."""
-        first = bisect.bisect_right(self._begins, begin) - 1
-        return begin >= end or (first >= 0 and end <= self._ends[first])
-
 
 class Subsets(Generic[Owner]):
-    """The owners of the samples of the present pass, and the samples still to be answered."""
+    """The owners of the samples of a pass that are not answered yet."""
 
     def __init__(self, samples: int, owners: Sequence[Owner]) -> None:
         """Divide samples 0 to `samples` - 1 among the owners, as equally as that allows."""
         if samples < 0 or not owners or len(set(owners)) != len(owners):
             raise ValueError(f"{samples} samples cannot be divided among {len(owners)} owners")
-        self.samples = samples
-        self._waiting: dict[Owner, Ranges] = {owner: Ranges() for owner in owners}
-        self._handed: dict[Owner, Ranges] = {owner: Ranges() for owner in owners}
-        self._divide([(0, samples)] if samples else [], owners)
+        self._owned: dict[Owner, Ranges] = {}
+        self._divide(Ranges([(0, samples)]), owners)
 
     @classmethod
-    def owned_by(
-        cls, samples: int, owned: Mapping[Owner, Iterable[tuple[int, int]]]
-    ) -> Subsets[Owner]:
-        """Make a pass of which each owner has these samples left, and nothing is handed out."""
+    def owned_by(cls, owned: Mapping[Owner, Iterable[tuple[int, int]]]) -> Subsets[Owner]:
+        """Make a pass of which each owner has these samples left."""
         made = cls(0, list(owned))
-        made.samples = samples
-        made._waiting = {owner: Ranges(ranges) for owner, ranges in owned.items()}
+        made._owned = {owner: Ranges(ranges) for owner, ranges in owned.items()}
         return made
 
     @property
     def owners(self) -> tuple[Owner, ...]:
         """All owners, in the order in which they came."""
-        return tuple(self._waiting)
+        return tuple(self._owned)
 
     @property
     def left(self) -> int:
         """Number of samples of this pass that are not answered."""
-        return sum(map(self.owned, self._waiting))
+        return sum(map(len, self._owned.values()))
 
     def owned(self, owner: Owner) -> int:
         """Return the number of the owner's samples that are not answered."""
-        return len(self._waiting[owner]) + len(self._handed[owner])
+        return len(self._owned[owner])
 
     def ranges(self, owner: Owner) -> list[tuple[int, int]]:
         """Return the owner's samples that are not answered."""
-        return list(Ranges([*self._waiting[owner], *self._handed[owner]]))
+        return list(self._owned[owner])
 
     def keep(self, owner: Owner, unanswered: Ranges) -> int:
         """Record that all samples of the owner but these are answered; return how many."""
-        answered = Ranges(self.ranges(owner))
-        before = len(answered)
+        answered = Ranges(self._owned[owner])
         for begin, end in unanswered:
             answered.remove(begin, end)
-        left = Ranges(self.ranges(owner))
         for begin, end in answered:
-            left.remove(begin, end)
-        self._waiting[owner], self._handed[owner] = left, Ranges()
-        return before - len(left)
+            self._owned[owner].remove(begin, end)
+        return len(answered)
 
-    def hand_out(self, owner: Owner, count: int) -> list[tuple[int, int]]:
-        """Hand out the owner's next samples, at most `count`, as ranges. Empty: it has no more."""
-        ranges = self._waiting[owner].take(count)
-        for begin, end in ranges:
-            self._handed[owner].add(begin, end)
-        return ranges
-
-    def answer(self, owner: Owner, ranges: Iterable[tuple[int, int]]) -> None:
-        """Record answers to samples that were handed out to the owner. Raises ValueError if not."""
-        listed = list(ranges)
-        handed = self._handed[owner]
-        for begin, end in listed:
-            if not handed.holds(begin, end):
-                raise ValueError(f"samples {begin} to {end - 1} are not with {owner}")
-            handed.remove(begin, end)
+    def take(self, owner: Owner, count: int) -> list[tuple[int, int]]:
+        """Record answers to the owner's next samples, at most `count`; return their ranges."""
+        return self._owned[owner].take(count)
 
     def gone(self, owner: Owner, heirs: Sequence[Owner]) -> int:
         """Divide the unanswered samples of an owner that has died or left; return their number.
 
         heirs: the members of its group that remain, in their order; owners, or they become some.
-        If there are none, the samples stay with the dead replica until another one takes its
-        place or the pass is abandoned: see `replace`.
+        If there are none, the samples stay with the dead replica.
         """
-        left = Ranges([*self._waiting[owner], *self._handed[owner]])
-        self._waiting[owner], self._handed[owner] = left, Ranges()
-        if not heirs:
-            return len(left)
         if owner in heirs:
             raise ValueError(f"{owner} is gone and cannot be an heir")
-        del self._waiting[owner], self._handed[owner]
-        self._divide(left, heirs)
-        return len(left)
+        left = self.owned(owner)
+        if heirs:
+            self._divide(self._owned.pop(owner), heirs)
+        return left
 
-    def replace(self, owner: Owner, by: Owner) -> None:
-        """Give a joining replica all samples that a dead replica still owned."""
-        if by in self._waiting:
-            raise ValueError(f"{by} owns samples already")
-        self._waiting[by] = Ranges([*self._waiting.pop(owner), *self._handed.pop(owner)])
-        self._handed[by] = Ranges()
-
-    def next_pass(self, owners: Sequence[Owner]) -> None:
-        """Divide all samples for the next pass. Raises ValueError if some are not answered yet."""
-        if self.left:
-            raise ValueError(f"{self.left} samples of this pass are not answered")
-        self.__init__(self.samples, owners)  # type: ignore[misc]
-
-    def _divide(self, ranges: Iterable[tuple[int, int]], heirs: Sequence[Owner]) -> None:
+    def _divide(self, ranges: Ranges, heirs: Sequence[Owner]) -> None:
         """Give the numbers in these ranges to the heirs, in pieces that differ by at most one."""
-        rest = Ranges(ranges)
-        whole, more = divmod(len(rest), len(heirs))
+        whole, more = divmod(len(ranges), len(heirs))
         for place, heir in enumerate(heirs):
-            self._handed.setdefault(heir, Ranges())
-            waiting = self._waiting.setdefault(heir, Ranges())
-            for begin, end in rest.take(whole + (place < more)):
-                waiting.add(begin, end)
+            owned = self._owned.setdefault(heir, Ranges())
+            for begin, end in ranges.take(whole + (place < more)):
+                owned.add(begin, end)

@@ -88,7 +88,7 @@ class GroupTraining:
         """
         one = self._groups[group]
         if not one.subsets.left:
-            one.subsets.next_pass(members)
+            one.subsets = Subsets(len(one.span), members)
             one.passes += 1
             one.order = np.arange(0)
         if not len(one.order):
@@ -98,15 +98,13 @@ class GroupTraining:
         models, counts = [], []
         for member in members:
             ranges = (
-                one.subsets.hand_out(member, k * self.batch)
+                one.subsets.take(member, k * self.batch)
                 if member in one.subsets.owners
                 else []  # a joining member has a share from the next pass on
             )
             rows = np.concatenate([one.order[low:high] for low, high in ranges] or [one.order[:0]])
             models.append(self._descend(one, member, rows))
             counts.append(len(rows))
-            if ranges:
-                one.subsets.answer(member, ranges)
         self.samples += sum(counts)
         aggregate = np.empty_like(one.weights)
         parts.aggregate(models, parts.shares(counts), aggregate)

@@ -200,7 +200,8 @@ def test_a_command_ends_where_another_one_follows_its_run(monkeypatch: pytest.Mo
     made, said = watching("training")
     made._signed -= following.SIGN_S
     monkeypatch.setattr(made, "_check_cluster", lambda: None)
-    monkeypatch.setattr(made, "_coordinator", SimpleNamespace(follow=SimpleNamespace(remote=str)))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "h")
+    made._coordinator = SimpleNamespace(follow=SimpleNamespace(remote=lambda *_: None))
     monkeypatch.setattr(following, "asked", lambda *_: "x, process 7")
     monkeypatch.setattr(following, "actors", lambda _: pytest.fail("it looks for replicas"))
     line = r"^another group run, at x, process 7, follows run a now: this one ends, the replicas co"
