@@ -6,14 +6,15 @@ replica is a member of its group.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from typing import Any
 
 from gadei_ps.groups.coordinator import Group
-from gadei_ps.replicas import sockets
-from gadei_ps.replicas.rounds import Rounds, Settings
+from gadei_ps.replicas import config, sockets
+from gadei_ps.replicas.rounds import Rounds
 
 NEVER = 10**9
 LOOK_S = 0.05
@@ -38,10 +39,10 @@ class Alone:
 
 
 def main() -> None:
-    run = sys.argv[1]  # its job has the same name
-    sockets.Server(sockets.actor_path(run, 0), Alone().answer)
-    settings = Settings(*(run, 0, 0, run, NEVER, "outer:1:0", True, "float32", False, False, 3.0))
-    rounds = Rounds(settings, print)
+    name = f"idle-{os.getpid()}"
+    values = {"name": name, "every": NEVER, "rule": "outer:1:0", "groups": [{"machines": 1}]}
+    sockets.Server(sockets.actor_path(name, 0), Alone().answer)
+    rounds = Rounds(config.from_mapping(values, "run"), 0, 0, sys.argv[1], print)
     rounds.start(sys.exit)
     while rounds.facts.state != "member":
         time.sleep(LOOK_S)

@@ -35,7 +35,7 @@ from gadei_ps.machine import process
 from gadei_ps.memory import shm
 from gadei_ps.memory.weights import FloatArray
 from gadei_ps.replicas import copies, rays, sockets
-from gadei_ps.replicas.config import from_mapping, job_name
+from gadei_ps.replicas.config import job_name
 from gadei_ps.replicas.coordinator import coordinator_name
 from gadei_ps.replicas.program import Bytes, Data, Program
 
@@ -44,8 +44,6 @@ START_S, ANSWER_S, FETCH_S = 60.0, 5.0, 100.0
 FIRST_REST_S, MOST_REST_S = 0.2, 5.0
 CALLS = 16
 _KILLED = "its process was killed: it joins again"
-
-Plan = dict[str, Any]
 
 
 def actor_name(run: str, number: int) -> str:
@@ -207,32 +205,14 @@ class ReplicaActor:
     def _begin(self) -> None:
         """Start the process. Raises UsageError."""
         plan = self._call("plan", START_S)
-        run = from_mapping(plan["run"], "run")
         if plan["program"] is not None and self._data is None:
             self._data = self._others_data()
-        sources = {one for group in range(len(run.groups)) for one in run.sources(group)}
-        settings = {
-            "run": self._run,
+        settings = {name: plan[name] for name in ("run", "command", "program", "directory")}
+        settings |= {
             "number": self._number,
             "group": self._group,
-            "machines": run.machines,
-            "command": plan["command"],
-            "program": plan["program"],
             "data": "" if self._data is None else self._data.path,
-            "learners": run.learners,
-            "restart": run.restart,
-            "overrides": run.overrides(),
-            "directory": plan["directory"],
             "log": str(state_directory() / f"{job_name(self._run, self._number)}.log"),
-            "rounds": {
-                "every": run.every,
-                "rule": run.rule,
-                "overlap": run.overlap,
-                "wire": run.wire,
-                "divides": run.divide,
-                "takers": self._group in sources,
-                "silence_s": run.silence_s,
-            },
         }
         _spawn(settings)
         self._lives += 1

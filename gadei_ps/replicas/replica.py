@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gadei_ps.commands import daemon, jobs
@@ -24,8 +24,7 @@ from gadei_ps.commands.run import RunOptions, run_learners
 from gadei_ps.errors import GadeiError, JobInUse, JobNotFound, in_words
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.interrupts import Interrupted
-from gadei_ps.replicas import rounds, sockets
-from gadei_ps.replicas.config import job_name
+from gadei_ps.replicas import config, sockets
 from gadei_ps.replicas.program import Data, Program
 from gadei_ps.replicas.rounds import Rounds
 
@@ -51,30 +50,19 @@ COUNT_VARIABLE = "GADEI_PS_MACHINES"
 class Settings:
     """Settings of one replica.
 
-    run, number, group: names of the run and of the replica in it. machines: number of replicas that
-    began together. command: of a learner, which runs in this directory. program: a Program instead
-    of it, whose data are at this path. learners, restart, overrides: as RunOptions. rounds: other
-    settings of the exchange, as rounds.Settings. log: file of the output.
+    run: settings of the run, as in GROUPS.toml. number, group: of the replica. command: of a
+    learner, which runs in this directory. program: a Program instead of it, whose data are at this
+    path. log: file of the output.
     """
 
-    run: str
+    run: dict[str, Any]
     number: int
     group: int
-    machines: int
     command: list[str]
     directory: str
-    learners: int
-    restart: int | None
-    rounds: dict[str, Any]
     log: str
-    overrides: dict[str, Any] = field(default_factory=dict)
-    program: dict[str, Any] | None = None
-    data: str = ""
-
-    @property
-    def job(self) -> str:
-        """The name of its job."""
-        return job_name(self.run, self.number)
+    program: dict[str, Any] | None
+    data: str
 
 
 class Replica:
@@ -85,9 +73,10 @@ class Replica:
         self.settings = settings
         self._program = Program(**settings.program) if settings.program is not None else None
         self._data = Data.at(settings.data) if self._program is not None else None
-        self._lock = sockets.replica_lock(settings.run, settings.number)
-        where = settings.run, settings.number, settings.group, settings.job
-        self._rounds = Rounds(rounds.Settings(*where, **settings.rounds), _log)
+        run, number = config.from_mapping(settings.run, "run"), settings.number
+        self._run, self._job = run, config.job_name(run.name, number)
+        self._lock = sockets.replica_lock(run.name, number)
+        self._rounds = Rounds(run, number, settings.group, self._job, _log)
         self._begin = time.monotonic()
         self._asked = ""
         self._error: str | None = None
@@ -97,8 +86,7 @@ class Replica:
         self._ended = threading.Event()
         self._answered = threading.Event()
         self._summary: dict[str, Any] = {"exit_code": 1}
-        path = sockets.replica_path(settings.run, settings.number)
-        self._server = sockets.Server(path, self.answer)
+        self._server = sockets.Server(sockets.replica_path(run.name, number), self.answer)
 
     def run(self) -> None:
         """Train until the learners end, or until a request to end. For the main thread."""
@@ -137,22 +125,22 @@ class Replica:
         self._lock.release()
 
     def _train(self) -> dict[str, Any]:
-        settings = self.settings
-        os.environ[NUMBER_VARIABLE] = str(settings.number)
-        os.environ[COUNT_VARIABLE] = str(settings.machines)
-        command = settings.command
-        joined = RunOptions(settings.learners, settings.restart, join=True, survives=False)
+        run, job = self._run, self._job
+        os.environ[NUMBER_VARIABLE] = str(self.settings.number)
+        os.environ[COUNT_VARIABLE] = str(run.machines)
+        command = self.settings.command
+        joined = RunOptions(run.learners, run.restart, join=True, survives=False)
         if self._program is not None and self._data is not None:
             command = self._program.command(self._data.path)
             joined = replace(joined, device=self._program.device, stays=self._stays)
-        options = replace(joined, overrides=settings.overrides, join=False)
+        options = replace(joined, overrides=run.overrides(), join=False)
         until = time.monotonic() + BEFORE_S
         while not (self._asked or self._error):
-            there = daemon.running(settings.job)
+            there = daemon.running(job)
             late = time.monotonic() > until
             try:
                 if not there or late:
-                    return run_learners(settings.job, command, joined if there else options)
+                    return run_learners(job, command, joined if there else options)
             except JobInUse:
                 if late:
                     raise
@@ -199,7 +187,7 @@ class Replica:
             if what == "leave":
                 self._rounds.leave(LEAVE_S)
             self._rounds.end()
-            jobs.stop(self.settings.job, drain=False, timeout_s=STOP_S)
+            jobs.stop(self._job, drain=False, timeout_s=STOP_S)
         except JobNotFound:
             os.kill(os.getpid(), signal.SIGTERM)  # it is not there yet
         except (GadeiError, OSError) as error:
@@ -214,14 +202,14 @@ class Replica:
         state = "trained" if self._stays_until else "training"
         job = None
         try:
-            job = jobs.status(settings.job)
+            job = jobs.status(self._job)
             self._is_seen = True
         except (GadeiError, OSError):  # also for a moment while another watchdog takes over
             state = state if self._is_seen else "starting"
         if self._is_ending or (job and job["phase"] == "draining"):
             state = "ending"
         return {
-            "run": settings.run,
+            "run": self._run.name,
             "machine": settings.number,
             "group": settings.group,
             "pid": os.getpid(),

@@ -35,6 +35,7 @@ from gadei_ps.groups.coordinator import NOT_FINITE, Reply, Report
 from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats, is_finite
 from gadei_ps.groups.shares import Span, Work
+from gadei_ps.replicas.config import Run
 from gadei_ps.replicas.link import Link
 from gadei_ps.replicas.owning import OwningTraining
 from gadei_ps.replicas.training import Copied, JobTraining
@@ -53,26 +54,6 @@ _RANDOM_BITS = 48  # so that programs that read the status as JSON keep all of t
 
 Model = tuple[int, int]
 """A model of another group: the group and its version."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the exchange of a replica.
-
-    divides: whether the group divides batches. takers: whether other groups take its models.
-    """
-
-    run: str
-    number: int
-    group: int
-    job: str
-    every: int
-    rule: str
-    overlap: bool
-    wire: str
-    divides: bool
-    takers: bool
-    silence_s: float
 
 
 @dataclass
@@ -123,14 +104,17 @@ class Facts:
 class Rounds:
     """Exchange of the weights of a replica's job with its group."""
 
-    def __init__(self, settings: Settings, noted: Callable[[str], None]) -> None:
-        """Prepare the exchange. noted: receives lines for users."""
-        self.settings, self._noted = settings, noted
+    def __init__(
+        self, run: Run, number: int, group: int, job: str, noted: Callable[[str], None]
+    ) -> None:
+        """Prepare the exchange of replica `number`. noted: receives lines for users."""
+        self._run, self._number, self._group, self._job = run, number, group, job
+        self._noted = noted
         self.facts = Facts()
-        self._rule = reading.parse(settings.rule)
-        self._wire = Wire(settings.wire)
+        self._rule = reading.parse(run.rule)
+        self._is_source = any(group in run.sources(one) for one in range(len(run.groups)))
         report = Report(self._member(), secrets.randbits(_RANDOM_BITS))
-        self._link = Link(settings.run, settings.number, settings.group, report)
+        self._link = Link(run.name, number, group, report)
         self._training: JobTraining | None = None
         self._transport: Transport | None = None
         self._copied: Copied | None = None
@@ -143,7 +127,7 @@ class Rounds:
         self._feedback: Feedback | None = None
 
     def _member(self) -> Member:
-        return Member(str(self.settings.number), secrets.randbits(_RANDOM_BITS))
+        return Member(str(self._number), secrets.randbits(_RANDOM_BITS))
 
     def start(self, failed: Callable[[str], None]) -> None:
         """Begin. failed: is called with the reason if the replica cannot continue."""
@@ -165,7 +149,7 @@ class Rounds:
 
     def _beat(self) -> None:
         """Report that the replica lives."""
-        while not self._is_over.wait(self.settings.silence_s / 6):
+        while not self._is_over.wait(self._run.silence_s / 6):
             if not self._link.report.facts:
                 continue  # its job has no model yet, so nobody knows whether it fits
             self._link.sync()
@@ -174,12 +158,13 @@ class Rounds:
                     self._training.check()
 
     def _work(self) -> None:
-        settings = self.settings
+        run = self._run
+        given = self._job, run.every, run.overlap, PATIENCE_S, self._note
         try:
-            if settings.divides:
-                self._training = OwningTraining(*self._job(), self._is_over.is_set)
+            if run.divide:
+                self._training = OwningTraining(*given, self._is_over.is_set)
             else:
-                self._training = JobTraining(*self._job())
+                self._training = JobTraining(*given)
             self.facts.note = None  # that its job had no model
             # PyTorch loads for seconds, in which others would wait for a member.
             import gadei_ps.replicas.transport  # noqa: F401
@@ -202,10 +187,6 @@ class Rounds:
                 with contextlib.suppress(Exception):  # the job may have ended
                     self._training.close()
 
-    def _job(self) -> tuple[str, int, bool, float, Callable[[str], None]]:
-        one = self.settings
-        return one.job, one.every, one.overlap, PATIENCE_S, self._note
-
     def _job_has_ended(self) -> bool:
         try:
             assert self._training is not None
@@ -218,9 +199,9 @@ class Rounds:
         """Return the settings that must be equal in a group."""
         return {
             "values": training.values,
-            "rule": self.settings.rule,
-            "wire": self.settings.wire,
-            "divide": self.settings.divides,
+            "rule": self._run.rule,
+            "wire": self._run.wire.value,
+            "divide": self._run.divide,
         }
 
     def _note(self, line: str) -> None:
@@ -325,14 +306,14 @@ class Rounds:
         assert reply.place is not None and self._training is not None
         if reply.place == reply.source and self._state is None:
             self._begin(reply)
-        limit_s = max(self.settings.silence_s, 2.0)
+        limit_s = max(self._run.silence_s, 2.0)
         if len(reply.members) > 1:
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             from gadei_ps.replicas.transport import Transport
 
             host, port = self._link.store
-            prefix = f"{self.settings.group}/{reply.state['epoch']}/{reply.generation}"
+            prefix = f"{self._group}/{reply.state['epoch']}/{reply.generation}"
             try:
                 store = TCPStore(
                     host, port, wait_for_workers=False, timeout=timedelta(seconds=limit_s)
@@ -436,7 +417,7 @@ class Rounds:
         if data is None:
             raise ExchangeFailed("a model of another group is gone")
         values = np.empty(len(self._copied.weights), np.float32)
-        compress.decode(np.frombuffer(data, np.uint8), self._wire, values)
+        compress.decode(np.frombuffer(data, np.uint8), self._run.wire, values)
         return values
 
     def _apply(self, held: Held, reply: Reply) -> None:
@@ -450,7 +431,7 @@ class Rounds:
         self._training.write(weights)
         self._copied = self._held = None
         self._finish(State(held.key[1] + 1, weights), reply)
-        if self.settings.takers and reply.place == 0:
+        if self._is_source and reply.place == 0:
             self._publishing.append(weights if own is None else own)
             self._has_models.set()
 
@@ -467,7 +448,7 @@ class Rounds:
         self._link.sync()
 
     def _own(self, reply: Reply) -> None:
-        if not self.settings.divides:
+        if not self._run.divide:
             return
         assert isinstance(self._training, OwningTraining)
         theirs, ours = reply.state["shares"]["work"], self._training.work()
@@ -514,7 +495,7 @@ class Rounds:
         """Publish the newest model of the group, and fetch those of its neighbours."""
         began = 0
         while not self._is_over.is_set():
-            self._has_models.wait(self.settings.silence_s / 6)
+            self._has_models.wait(self._run.silence_s / 6)
             self._has_models.clear()
             if began != self._link.began:  # versions are those of one coordinator
                 began = self._link.began
@@ -552,10 +533,10 @@ class Rounds:
         self._link.sync()
 
     def _encoded(self, weights: Floats) -> bytes:
-        if self._wire is Wire.FLOAT32:
+        if self._run.wire is Wire.FLOAT32:
             return weights.tobytes()
         if self._feedback is None or len(self._feedback.residual) != len(weights):
-            self._feedback = Feedback(len(weights), self._wire)
-        data = np.empty(compress.size(len(weights), self._wire), np.uint8)
+            self._feedback = Feedback(len(weights), self._run.wire)
+        data = np.empty(compress.size(len(weights), self._run.wire), np.uint8)
         self._feedback.encode(weights, data)
         return data.tobytes()

@@ -14,8 +14,8 @@ from support import eventually
 
 from gadei_ps.errors import ControlError
 from gadei_ps.groups.coordinator import Group
-from gadei_ps.replicas import link, rounds
-from gadei_ps.replicas.rounds import Rounds, Settings
+from gadei_ps.replicas import config, link, rounds
+from gadei_ps.replicas.rounds import Rounds
 from gadei_ps.replicas.training import Copied
 
 VALUES = 64
@@ -70,10 +70,9 @@ class Run:
         return told | {"began": 1, "store": ("", 0), "host": ""}
 
     def start(self, number: int) -> Rounds:
-        settings = Settings(
-            "r", number, 0, str(number), 10, "mix:0.5", True, "float32", False, False, 3.0
-        )
-        made = Rounds(settings, self.noted.append)
+        values = {"name": "r", "every": 10, "rule": "mix:0.5", "groups": [{"machines": 2}]}
+        settings = config.from_mapping(values, "run")
+        made = Rounds(settings, number, 0, str(number), self.noted.append)
         made.start(self.failed.append)
         self.replicas.append(made)
         return made
