@@ -234,7 +234,7 @@ class _Launcher:
             raise JobStopped(f"run {summary['run']} was stopped meanwhile")
         for one in summary["machines"]:
             if one["exit_code"]:
-                why = one.get("error") or one.get("said") or f"exit code {one['exit_code']}"
+                why = one.get("error") or one.get("reason") or f"exit code {one['exit_code']}"
                 raise JobFailed(f"replica {one['machine']} has failed: {why}")
 
     def finish(self, begin: float) -> dict[str, Any]:

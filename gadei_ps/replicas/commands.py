@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -312,33 +313,15 @@ def _join(name: str, address: str, group: int, node: str | None) -> JsonObject:
     return {"run": name, "machine": number, "group": group, "host": place["host"]}
 
 
-def _leave(name: str, address: str, machine: int) -> JsonObject:
-    """Have a replica leave its group; its job ends."""
-    return _end(name, address, "leave", machine)
-
-
-def _stop(name: str, address: str) -> JsonObject:
-    """End all replicas."""
-    return _end(name, address, "stop", None)
-
-
-_ORDERS: dict[str, Callable[..., JsonObject]] = {
-    "status": _status,
-    "join": _join,
-    "leave": _leave,
-    "stop": _stop,
-}
-
-
-def _end(name: str, address: str, what: str, number: int | None) -> JsonObject:
+def _end(name: str, address: str, what: str, machine: int | None = None) -> JsonObject:
     """Have one replica leave, or all stop; wait until they have. Raises ClusterError."""
     from gadei_ps.replicas import following
 
     found = _found(name, address)
-    if number is not None and number not in found:
+    if machine is not None and machine not in found:
         numbers = ", ".join(map(str, sorted(found)))
-        raise UsageError(f"run {name} has no replica {number}: it has {numbers}")
-    wanted = found if number is None else {number: found[number]}
+        raise UsageError(f"run {name} has no replica {machine}: it has {numbers}")
+    wanted = found if machine is None else {machine: found[machine]}
     begin = time.monotonic()
     while True:
         rows = following.statuses(wanted)
@@ -357,7 +340,7 @@ def _end(name: str, address: str, what: str, number: int | None) -> JsonObject:
             if row["state"] not in following.ENDING:
                 wanted[row["machine"]].ask.remote(what)
         time.sleep(POLL_S)
-    _clean_up(name, wanted, is_whole=number is None)
+    _clean_up(name, wanted, is_whole=machine is None)
     if missed:
         silent = [int(row["machine"]) for row in missed]
         commands = ", ".join(f"gadei-ps stop {job_name(name, each)}" for each in silent)
@@ -367,6 +350,14 @@ def _end(name: str, address: str, what: str, number: int | None) -> JsonObject:
         )
     hosts = [{"machine": row["machine"], "host": row.get("host")} for row in rows]
     return {"run": name, "machines": hosts}
+
+
+_ORDERS: dict[str, Callable[..., JsonObject]] = {
+    "status": _status,
+    "join": _join,
+    "leave": partial(_end, what="leave"),
+    "stop": partial(_end, what="stop"),
+}
 
 
 def _clean_up(name: str, wanted: Any, *, is_whole: bool) -> None:

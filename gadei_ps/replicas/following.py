@@ -369,14 +369,12 @@ class Following:
         number, before = row["machine"], self.rows.get(row["machine"], {})
         self.rows[number] = row
         if row["ended"] is not None:
+            if number in self._applied:  # a replica may have ended too soon to know it
+                row["ended"] = {"gradients_applied": self._applied[number]} | row["ended"]
             if before.get("ended") is None:
-                if number in self._applied:  # a replica may have ended too soon to know it
-                    row["ended"] = {"gradients_applied": self._applied[number]} | row["ended"]
                 is_stopped = row["ended"].get("asked") == "stop"
                 if not (self.stops and is_stopped):
                     self._line(f"replica {number} {how_ended(row['ended'])}")
-            elif number in self._applied:
-                row["ended"] = {"gradients_applied": self._applied[number]} | row["ended"]
             return
         if row.get("job"):
             self._applied[number] = row["job"]["gradients_applied"]

@@ -50,12 +50,11 @@ class Seat:
     bundle: Mapping[str, float]
 
 
-def living(run: str, *, all_hosts: bool = True) -> dict[int, tuple[str, int]]:
+def living(run: str) -> dict[int, tuple[str, int]]:
     """Return host and group of each living replica of the run, even if Ray has lost it.
 
     Raises ClusterError for a host whose gadei-ps is another one, or none, or that has the run in a
-    cluster of its own. all_hosts: False: such a host, or one that does not answer, is left out
-    instead.
+    cluster of its own.
     """
     by_host = {one["NodeManagerAddress"]: one["NodeID"] for one in nodes()}
     if len(by_host) == 1:  # a driver is on a node, which may be of a cluster of this host's own
@@ -68,10 +67,7 @@ def living(run: str, *, all_hosts: bool = True) -> dict[int, tuple[str, int]]:
             ).remote()
             for host, node in by_host.items()
         }
-        looks = {}
-        for host, one in asked.items():
-            with contextlib.nullcontext() if all_hosts else contextlib.suppress(ClusterError):
-                looks[host] = _look_at(host, one, run)
+        looks = {host: _look_at(host, one, run) for host, one in asked.items()}
     return {
         number: (host, group)
         for host, found in looks.items()

@@ -116,8 +116,7 @@ class Replica:
         elif self._summary["exit_code"] and "error" not in self._summary:
             killed = _killed(self._summary)
             failed = any(one["exit_code"] for one in self._summary.get("ended", ()))
-            last_words = killed or _last_words(self.settings.log, theirs=failed)
-            self._summary |= {"said": last_words}
+            self._summary |= {"reason": killed or _last_line(self.settings.log, theirs=failed)}
         self._summary |= {"log": self.settings.log}
         self._ended.set()
         self._answered.wait(ANSWERED_S)
@@ -247,7 +246,7 @@ def _killed(summary: dict[str, Any]) -> str:
     return ""
 
 
-def _last_words(log: str, *, theirs: bool) -> str:
+def _last_line(log: str, *, theirs: bool) -> str:
     """Return the last line of learners, or of `run`, which knows why none has trained."""
     try:
         with open(log, "rb") as file:

@@ -96,7 +96,7 @@ def ran(summary: Mapping[str, Any]) -> str:
     elif ours:
         told += f"; it was interrupted by {ours}"
     told += f"; failed: {', '.join(map(str, failed))}" if failed else ""
-    left = [row["machine"] for row in rows if row.get("unreached") or row.get("asked") == "lost"]
+    left = [row["machine"] for row in rows if row.get("asked") == "lost"]
     which = f"replica{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
     return f"{told}; {which} may train on" if left else told
 
@@ -104,15 +104,13 @@ def ran(summary: Mapping[str, Any]) -> str:
 def how_ended(summary: Mapping[str, Any]) -> str:
     """Describe how a replica has ended, to be put after its number."""
     if asked := summary.get("asked"):
-        if summary.get("unreached"):
-            return f"could not be asked to {asked}, and may train on"
         return _ASKED[asked]
     if "error" in summary:
         return f"has failed: {summary['error']}"
     code, applied = summary["exit_code"], summary.get("gradients_applied")
     if code and code < 128:
-        said = f": {summary['said']}" if summary.get("said") else ""
-        return f"has ended with exit code {code}{said}; see its log, {summary['log']}"
+        reason = f": {summary['reason']}" if summary.get("reason") else ""
+        return f"has ended with exit code {code}{reason}; see its log, {summary['log']}"
     told = f": {counted(applied, 'gradient')} applied" if applied is not None else ""
     if summary.get("interrupted"):
         return f"was interrupted by {summary['interrupted']}{told}"

@@ -51,7 +51,7 @@ def test_what_is_said_of_a_machine() -> None:
     assert not shown([row(0, 0, why=why)], 80)[2:]
     exchange |= {"state": "member", "note": "its weights hold a NaN"}
     assert shown([row(0, 0, exchange=exchange)], 80)[2:] == ["replica 0: its weights hold a NaN"]
-    over = {"exit_code": 1, "said": "no data", "log": "a-0.log"}
+    over = {"exit_code": 1, "reason": "no data", "log": "a-0.log"}
     ended = {"machine": 0, "host": "h", "state": "ended", "why": None, "ended": over}
     said = "replica 0: has ended with exit code 1: no data; see its log, a-0.log"
     assert shown([ended], 80)[2:] == [said]
@@ -70,10 +70,9 @@ def test_how_a_run_has_ended() -> None:
     assert ran(summary | {"interrupted": None}) == f"{told}; failed: 0, 1"
     assert ran(summary | {"interrupted": None, "stopped": True}) == f"{told}; it was stopped"
     lost = {"machine": 2, "exit_code": 0, "asked": "lost"}
-    unasked = {"machine": 3, "exit_code": 0, "asked": "stop", "unreached": True}
     ended = {"run": "a", "machines": [lost], "stopped": False, "interrupted": None}
     assert ran(ended) == "run a: 1 replica, 0 gradients applied; replica 2 may train on"
-    ended |= {"machines": [lost, unasked], "stopped": True}
+    ended |= {"machines": [lost, lost | {"machine": 3}], "stopped": True}
     assert ran(ended).endswith("; it was stopped; replicas 2, 3 may train on")
     assert how_ended(passed) == "was interrupted by SIGINT: 1,000 gradients applied"
     assert how_ended(passed | {"asked": "stop"}) == "was stopped"
