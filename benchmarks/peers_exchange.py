@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 
 import numpy as np
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gadei_ps.benchmarks.peers import answer, orders
 from gadei_ps.replicas.transport import Transport

@@ -67,13 +67,13 @@ def run(server: Any, workers: list[Any], times: int) -> None:
 def begin_ray(store_bytes: int) -> None:
     """Start Ray on this machine alone."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_TMPDIR"] = sys.argv[1]  # for sockets and logs, which would stay in /tmp/ray
     ray.init(
         num_cpus=16,  # only for the scheduler, so that all actors run
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
         object_store_memory=store_bytes,
-        _temp_dir=sys.argv[1],  # for sockets and logs, which would stay in /tmp/ray
     )
 
 

@@ -1,13 +1,14 @@
-"""Names of Numba and llvmlite that are not public: none is used.
+"""Names of Numba, llvmlite, Ray and torch.distributed that are not public: none is used.
 
-A release of Numba may change or remove any of them. The bound on Numba's version in pyproject.toml
-relies on this test. Not found: what a subclass uses of itself.
+A release may change or remove any of them. The bounds on versions in pyproject.toml rely on this
+test. Not found: what a subclass uses of itself.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from gadei_ps import __file__ as package
 PUBLIC = {"numba", "numba.types", "numba.extending", "llvmlite", "llvmlite.ir", "llvmlite.binding"}
 PRIVATE = {"core", "np", "misc", "cpython", "parfors"}  # packages within Numba
 OTHERS = {"self", "cls", "os", "torch"}
+PRIVATE_OF_RAY = re.compile(r"(ray|torch\.distributed)\.(\w+\.)*_(?!_)|torch\._C\.")
 # Numba's pages on extending it show how an intrinsic returns an array that it has built.
 DOCUMENTED = {"_getvalue"}
 
@@ -48,12 +50,51 @@ def private(text: str) -> set[str]:
     return found - DOCUMENTED
 
 
-def test_no_other_private_name_of_numba_is_used() -> None:
+def private_of_ray(text: str) -> set[str]:
+    """Return names of Ray and torch.distributed that a source uses and that are not public."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{one.name}" for one in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Call):
+            names = [f"{ast.unparse(node.func)}.{one.arg}" for one in node.keywords]
+        found |= {one for one in names if PRIVATE_OF_RAY.match(one)}
+    return found
+
+
+def private_in_sources(private: Callable[[str], set[str]]) -> dict[str, list[str]]:
     root = Path(package).parents[1]
     folders = ("gadei_ps", "learners", "watchdog", "benchmarks")
     sources = sorted(path for one in folders for path in (root / one).rglob("*.py"))
-    found = {path.name: sorted(names) for path in sources if (names := private(path.read_text()))}
-    assert found == {}, "use a public name"
+    return {path.name: sorted(names) for path in sources if (names := private(path.read_text()))}
+
+
+def test_no_other_private_name_of_numba_is_used() -> None:
+    assert private_in_sources(private) == {}, "use a public name"
+
+
+def test_no_private_name_of_ray_is_used() -> None:
+    assert private_in_sources(private_of_ray) == {}, "use a public name"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ray._raylet.GcsClient",
+        "from ray._private import worker",
+        "ray.init(_node_ip_address='127.0.0.2')",
+        "from torch._C._distributed_c10d import TCPStore",
+        "import torch.distributed._tensor",
+    ],
+)
+def test_a_private_name_of_ray_is_found(text: str) -> None:
+    assert private_of_ray(text)
+    assert not private_of_ray(re.sub(r"\b_", "", text))
 
 
 @pytest.mark.parametrize(
