@@ -1,7 +1,7 @@
 """Machines of one run, all on this host: started by `gadei-ps group run`, watched, killed.
 
-Ray has a node for each replica (`gadei_ps/replicas/own_cluster.py`). Runtime and state directories
-are of their own, so that what is left behind is seen.
+Ray has one node (`gadei_ps/replicas/own_cluster.py`). Runtime and state directories are of their
+own, so that what is left behind is seen.
 """
 
 from __future__ import annotations

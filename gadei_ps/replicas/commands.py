@@ -28,7 +28,6 @@ from gadei_ps.job.lock_file import LockFile
 from gadei_ps.machine import interrupts, process
 from gadei_ps.replicas import config, rays, sockets
 from gadei_ps.replicas.config import Run, job_name
-from gadei_ps.show.counts import counted
 
 POLL_S = 0.3
 END_S, AWAY_S = 90.0, 20.0
@@ -103,7 +102,7 @@ def cluster_of(wanted: Run, file: Path, address: str | None, say: Say) -> Iterat
         return
     _check_own(wanted, file)
     with _alone(wanted.name, say), rays.directory() as directory:
-        say(f"starting Ray on this host, with {counted(wanted.machines, 'node')}", False)
+        say("starting Ray on this host", False)
         if (there := rays.nearby()) is not None and rays.answers(there):
             say(f"Ray runs already, at {there}: give --address to train on its hosts", False)
         with rays.own(wanted.machines, directory) as (made, token), _connected(made, token):
@@ -289,6 +288,8 @@ def _join(name: str, address: str, group: int, node: str | None) -> JsonObject:
     number = max(max(found) + 1, wanted.machines)
     rows = following.statuses(found)
     used = {row["node"] for row in rows if "node" in row and row["ended"] is None}
+    if rays.own_address(name) is not None:
+        used = set()  # its one node is for all replicas
     try:
         one = placing.beside(name, number, group, used, node)
     except ValueError:  # Ray has an actor of this name

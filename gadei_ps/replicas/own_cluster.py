@@ -19,17 +19,17 @@ import psutil
 
 TRIES, END_S = 3, 1.0
 NODE: dict[str, Any] = {
-    "num_cpus": 1,
     "node_ip_address": "127.0.0.2",  # nobody outside reaches it; 127.0.0.1 Ray takes for another
-    "object_store_memory": 80_000_000,  # what does not fit goes through the disk
     "include_dashboard": False,
     "no_monitor": True,  # its size stays
     "include_log_monitor": False,
 }
+EACH_BYTES = 80_000_000
+"""Object store for each replica (bytes); what does not fit goes through the disk."""
 
 
 def main(count: int, directory: Path) -> None:
-    """Run the cluster, with so many nodes."""
+    """Run the cluster: one node, with a CPU for each of so many replicas."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     (directory / "ray").mkdir(exist_ok=True)
@@ -41,9 +41,7 @@ def main(count: int, directory: Path) -> None:
         from ray.cluster_utils import Cluster
 
         made = Cluster(shutdown_at_exit=False)
-        for _ in range(count):
-            made.add_node(wait=False, **NODE)
-        made.wait_for_nodes()
+        made.add_node(num_cpus=count, object_store_memory=count * EACH_BYTES, **NODE)
         print(made.address, file=out, flush=True)
         threading.Event().wait()
     except Exception as error:  # of Ray; its messages have many lines

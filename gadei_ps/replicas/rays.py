@@ -222,7 +222,7 @@ def _remove(directory: Path) -> None:
 
 @contextlib.contextmanager
 def own(replicas: int, directory: Path) -> Iterator[tuple[str, str]]:
-    """Start a cluster of this host, with a node for each replica, until the end of the block.
+    """Start a cluster of this host, with a CPU for each replica, until the end of the block.
 
     directory: for its files, which is removed. Gives its address and its token. Raises UsageError
     without Ray, or ClusterError.

@@ -40,7 +40,7 @@ LONG_S = 4 * support.PATIENCE_S
 """Each command loads Ray; on a busy machine several tests do that at once."""
 eventually = functools.partial(support.eventually, timeout_s=LONG_S)
 LEARN = Path(__file__).parents[2] / "docs" / "learn"
-STARTING = "gadei-ps: starting Ray on this host, with 2 nodes"
+STARTING = "gadei-ps: starting Ray on this host"
 """The line of a cluster of the command's own."""
 UNTIL_END = "iter(lambda: not __import__('os').path.exists('end'), False)"
 """Steps of the tutorial's script, for as long as the test wants it."""
