@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.tutorials import blocks, fits, masked
 
 from gadei_ps.cli.exits import EXIT_CODES
 from gadei_ps.show import plot_style
@@ -68,6 +69,27 @@ def test_pages_install_from_the_checkout() -> None:
         ["-e", ".[torch,dev]"],
         ["."],
     ]
+
+
+def outputs(text: str) -> dict[str, str]:
+    return {command: out for block in blocks(text) for command, out in block.commands}
+
+
+def test_the_quick_start_prints_what_the_tutorials_print() -> None:
+    """Their commands are run by test_learn.py. The script is another one, with its own lines."""
+    learn = ROOT / "docs" / "learn"
+    shown, killed = outputs(README), outputs((learn / "kill.md").read_text())
+    chaos = "gadei-ps chaos --for 60s"
+    assert fits(killed[chaos], shown[chaos])
+    run = "gadei-ps run demo --learners 2 -- python "
+    first = outputs((learn / "first-job.md").read_text())
+    trained = next(out for command, out in first.items() if command.startswith("gadei-ps run"))
+    ours = [line for line in masked(trained) if line.startswith("gadei-ps: ")]
+    ours[-1] = ours[-1].removesuffix("; weights in weights.npz")
+    lines = masked(shown[f"{run}examples/my_train.py"])
+    assert [line for line in lines if line.startswith("gadei-ps: ")] == ours
+    epoch = masked("[0] epoch 1: accuracy 0.5")
+    assert {line for line in lines if not line.startswith("gadei-ps: ")} <= {*epoch, "..."}
 
 
 def test_results_of_the_front_page_have_a_commit_and_a_row() -> None:
