@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,13 @@ def test_messages_are_those_of_the_code() -> None:
     assert not unknown_messages((ROOT / "docs" / "troubleshooting.md").read_text())
     table = "| m | n |\n| --- | --- |\n| `no job 'X' is running`, `no job 'X' was running` | |\n"
     assert unknown_messages(table) == ["no job 'X' was running"]
+
+
+def test_every_extra_is_listed() -> None:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    rows = tables(section("docs/install.md", "Install"))[0]
+    listed = [name for row in rows for name in code(row[0])]
+    assert sorted(listed) == sorted(project["optional-dependencies"])
 
 
 def packages() -> set[str]:
