@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import configparser
 import importlib.util
+import itertools
+import operator
 import os
 import re
 import shlex
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -45,6 +47,7 @@ DRAWN = re.compile("[│├└┌╭]")  # a block with such characters is a dra
 PREFIX = re.compile(r"^(?:\$ )?(?:sudo (?:-u \S+ )?)?(?:env )?(?:[A-Z_]+=\S+ )*")
 COMMAND = re.compile(r"(gadei-ps|make|pip|systemctl) +\S")
 PATIENCE_S = 4 * support.PATIENCE_S  # for a training, on a busy machine
+LONG = 80  # iterations that a trace must have for `runtime-model train`
 TREE = command_tree()
 
 
@@ -262,14 +265,19 @@ class Bench:
             self.run(*words)
 
     def trace(self) -> None:
-        """Return traces of a second each, repeated until they have a run time of both learners."""
+        """Record traces, longer ones until they have enough iterations of both learners."""
         for words in lines_of("traced", self.job):
             out = words[words.index("--out") + 1] if "--out" in words else f"{self.job}-trace.csv"
+            seconds = itertools.accumulate(itertools.repeat(2), operator.mul, initial=1)
 
-            def whole(words: tuple[str, ...] = words, out: str = out) -> bool:
-                self.run(*words)
+            def whole(
+                words: tuple[str, ...] = words, out: str = out, seconds: Iterator[int] = seconds
+            ) -> bool:
+                longer = f"{next(seconds)}s"
+                self.run(*(longer if word == "1s" else word for word in words))
                 known = ~np.isnan(traces.read(self.cli.directory / out).times)
-                return known.shape[1] == 2 and bool(known.any(axis=0).all())
+                enough = len(known) >= LONG and known.shape[1] == 2
+                return enough and bool(known.any(axis=0).all())
 
             support.eventually(whole)
 
