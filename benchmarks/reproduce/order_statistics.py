@@ -161,6 +161,7 @@ def _plot(measured: list[Measured]) -> None:
             axes.axvline(best_cutoff(found[0]), color="tab:gray", linestyle="--", linewidth=0.8)
             axes.set_title(f"{one.cluster.learners:,}: iteration {iteration}", fontsize=8)
             axes.tick_params(labelsize=8)
+            axes.set_xlabel("rank of the learner", fontsize=8)
         line[0].set_ylabel("run time, s")
     grid[0][0].legend(loc="upper left")
     part.save(figure, "cutoff_order_statistics.svg")

@@ -124,6 +124,14 @@ def test_benchmarks_and_the_reproduction(drawn: dict[str, Figure], tmp_path: Pat
             assert again == kept, f"{name} is not that of the results: draw it again"
 
 
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.svg")), ids=lambda path: path.name)
+def test_plots_of_the_documents_have_the_style(path: Path) -> None:
+    """Also those of the simulator, and of measurements that are not repeated here."""
+    drawn_part = path.read_text().partition("</style>")[2]
+    assert any(shade in drawn_part for shade in (plot_style.GRID, plot_style.DARK[plot_style.GRID]))
+    assert "#cccccc" not in drawn_part  # the frame of matplotlib's own legends
+
+
 @pytest.mark.parametrize("loss", [None, ProblemName.CONVEX])
 def test_the_simulator(drawn: dict[str, Figure], tmp_path: Path, loss: ProblemName | None) -> None:
     models = ["bsp", "ssp:1", "ssp:3", "asp", "elastic-bsp", "cutoff:by=order", "wsp:0"]
