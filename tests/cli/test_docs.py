@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_all_pages_are_listed(cli: Cli) -> None:
     listed = cli("docs", "--json").json["pages"]
     assert {"page": "exit-codes", "title": "Exit codes"} in listed
-    assert {"page": "scripts/data", "title": "Which data a learner sees"} in listed
+    assert {"page": "scripts/data", "title": "Data and DataLoader"} in listed
     assert "glossary" in cli("docs").out
 
 
@@ -44,6 +44,14 @@ def test_a_page_is_shown(cli: Cli) -> None:
         ("Docker", "containers"),
         ("Kubernetes", "containers"),
         ("split brain", "faq"),
+        ("torch.compile", "scripts/optimizer"),
+        ("learner hangs", "learner-failures"),
+        ("DataLoader workers", "scripts/data"),
+        ("Adam state", "scripts/optimizer"),
+        ("change number of learners", "faq"),
+        ("Docker 64 MB", "containers"),
+        ("stop everything", "faq"),
+        ("wandb", "watching"),
     ],
 )
 def test_words_of_users_are_found(words: str, page: str) -> None:
