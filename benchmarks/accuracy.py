@@ -38,7 +38,7 @@ KEPT = (
     *("gradients_applied", "gradients_dropped", "training_seconds", "seconds", "learner_deaths"),
     "kills",
 )
-"""What is written of the summary of `gadei-ps train`."""
+"""Fields of the summary of `gadei-ps train` that are written."""
 
 
 class Killer:
