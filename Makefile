@@ -17,7 +17,7 @@ train: $(VENV)/built
 WORKERS ?= 3  # of pytest; most tests wait for processes, so more than the cores
 
 # In two parts: tests fork their own process, so those that make it large have processes of their own.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not systemd"
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -rs -m "not gpu and not systemd"
 
 test: $(VENV)/frameworks
 	$(PYTEST) --part large; large=$$?; $(PYTEST) --part small && exit $$large
@@ -108,8 +108,8 @@ $(VENV)/built: pyproject.toml setup.py $(NATIVE) | $(VENV)/bin/python
 	$(set-up)
 	touch $@
 
-# With the frameworks: some 30 MB more to fetch, 200 MB on the disk.
-$(VENV)/frameworks: EXTRAS = torch,dev,frameworks
+# With what only tests need: some 80 MB more to fetch, 330 MB on the disk.
+$(VENV)/frameworks: EXTRAS = torch,dev,browser,frameworks
 $(VENV)/frameworks: pyproject.toml setup.py $(NATIVE) | $(VENV)/bin/python
 	$(set-up)
 	touch $(VENV)/built $@
