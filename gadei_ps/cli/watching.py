@@ -105,6 +105,7 @@ def metrics(
 
     As root, of the jobs of all users. The metrics are read from shared memory: no job is asked.
     """
+    from gadei_ps.machine import listening
     from gadei_ps.monitoring import web
     from gadei_ps.monitoring.exporter import Exporter
 
@@ -114,8 +115,8 @@ def metrics(
         return 0
     host, port = web.address(listen)
     server = web.Server(exporter.text, host, port)
-    shown = f"[{host}]" if ":" in host else host
-    print_text(f"gadei-ps: metrics are at http://{shown}:{server.port}/metrics")
+    where = listening.shown(host, server.port)
+    print_text(f"gadei-ps: metrics are at http://{where}/metrics")
     web.run(server)
     return 0
 

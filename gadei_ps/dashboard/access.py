@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hmac
 import html
-import ipaddress
 import secrets
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gadei_ps.machine import listening
 
 MOST_BODY: Final = 16 << 10  # bytes of an action's form
 SAFE: Final = ("GET", "HEAD")
@@ -57,7 +58,9 @@ class Access:
     def refusal(self, method: str, headers: Headers) -> tuple[int, str] | None:
         """Return why a request is refused, with the status; None if it is not."""
         host = headers.get("host", "").lower()
-        if len(headers.getlist("host")) != 1 or not self._is_known(host):
+        name = listening.host_of(host)
+        is_known = name in self.hosts or (self.any_address and listening.is_address(name))
+        if len(headers.getlist("host")) != 1 or not is_known:
             return 421, f"this dashboard is not at {host[:100]!r}: see --allow-host"
         if self.token is not None and not self.has_session(headers):
             return 403, NO_TOKEN
@@ -71,16 +74,6 @@ class Access:
         if not length.isdecimal() or int(length) > MOST_BODY:
             return 413, "the request is too long"
         return None
-
-    def _is_known(self, host: str) -> bool:
-        try:
-            parts = urlsplit(f"//{host}")
-            name, _ = parts.hostname or "", parts.port
-        except ValueError:
-            return False
-        if parts.netloc != host or "@" in host or not name:
-            return False
-        return name in self.hosts or (self.any_address and is_address(name))
 
     def has_session(self, headers: Headers) -> bool:
         """Return whether the request has the cookie."""
@@ -97,15 +90,6 @@ class Access:
 
 def _are_equal(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())
-
-
-def is_address(name: str) -> bool:
-    """Return whether the name of a host is an IP address."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 class Guard:
@@ -127,7 +111,8 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers[name] = value
-                headers.setdefault("Cache-Control", "no-store")
+                # Only static files have an ETag, by which a browser asks whether they have changed.
+                headers["Cache-Control"] = "no-cache" if "etag" in headers else "no-store"
             await send(message)
 
         reply = self._reply(scope)

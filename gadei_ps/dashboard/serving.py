@@ -16,16 +16,16 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gadei_ps.dashboard.access import Access, is_address
+from gadei_ps.dashboard.access import Access
 from gadei_ps.dashboard.pages import Dashboard
 from gadei_ps.errors import UsageError
+from gadei_ps.machine import listening
 
 REQUEST_S = 10.0  # for a whole request, from its first byte; actions are short
 KEEP_S = 30  # that a connection waits for its next request
 MOST_CONNECTIONS = 256
 MOST_HEADER = 16 << 10  # bytes
 END_S = 3  # for what is under way when the server stops
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Protocol(H11Protocol):
@@ -92,40 +92,19 @@ class Options:
     allow_hosts: Sequence[str] = ()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there. Raises UsageError."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        made = socket.socket(family, kind, protocol)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-        except BaseException:
-            made.close()
-            raise
-    except (OSError, OverflowError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"cannot listen at {host}:{port}: {why}; --port gives another port"
-        ) from None
-    made.set_inheritable(False)
-    return made
-
-
 def access(options: Options, port: int) -> Access:
     """Return the conditions for requests. Raises UsageError if strangers would meet them."""
-    is_local = options.host in LOOPBACK
+    is_local = listening.is_loopback(options.host)
     if not options.token and not is_local:
         raise UsageError(
             f"--no-token: at {options.host} everyone who reaches this machine could see your jobs; "
             "leave out the option, or listen at 127.0.0.1"
         )
-    names = {*LOOPBACK, *(one.lower() for one in options.allow_hosts)}
+    names = {*listening.LOCAL, options.host, *options.allow_hosts}
     if not is_local:
-        names |= {options.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+        names |= {socket.gethostname(), socket.getfqdn()}
     return Access(
-        hosts=frozenset(names),
+        hosts=frozenset(one.lower() for one in names if one),
         any_address=not is_local,
         token=secrets.token_urlsafe(24) if options.token else None,
         # Other users of this machine reach the loopback address, too.
@@ -136,17 +115,13 @@ def access(options: Options, port: int) -> Access:
 
 def link(options: Options, port: int, token: str | None) -> str:
     """Return the link to the dashboard, as a browser of this machine opens it."""
-    host = options.host
-    if is_address(host) and ":" in host:
-        host = f"[{host}]"
-    if host in ("0.0.0.0", "[::]"):
-        host = socket.gethostname()
-    return f"http://{host}:{port}/" + (f"?token={token}" if token else "")
+    host = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
+    return f"http://{listening.shown(host, port)}/" + (f"?token={token}" if token else "")
 
 
 def serve(options: Options, started: Callable[[str, Access], None]) -> None:
     """Serve the dashboard until a signal. started: called with the link."""
-    with listen(options.host, options.port) as there:
+    with listening.listen(options.host, options.port, "--host or --port") as there:
         port = int(there.getsockname()[1])
         allowed = access(options, port)
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # no line for each bad request
@@ -165,6 +140,5 @@ def serve(options: Options, started: Callable[[str, Access], None]) -> None:
             timeout_graceful_shutdown=END_S,
             h11_max_incomplete_event_size=MOST_HEADER,
         )
-        there.listen(128)
         started(link(options, port, allowed.token), allowed)
         Server(config).run([there])

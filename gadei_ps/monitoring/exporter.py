@@ -9,7 +9,8 @@ series of each restart.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Final
 
 from prometheus_client.core import (
@@ -21,7 +22,6 @@ from prometheus_client.core import (
     Metric as Family,
 )
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import CollectorRegistry
 from prometheus_client.samples import Sample
 
 import gadei_ps
@@ -34,7 +34,11 @@ from gadei_ps.monitoring.reading import Job, Reader, State, Value
 MOST_S: Final = 2**53  # of an interval, in a job file of another user
 MOST_NAMES: Final = 1000  # of measurements of a job
 FRESH_S: Final = 0.25  # in which a second request gets the same answer
+# All names are valid without escapes, and this encoder would copy them character by character.
+OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
+END: Final = b"# EOF\n"  # of a text in OpenMetrics
 Labels = dict[str, str]
+Row = tuple[Labels, Value]
 
 
 def exported(one: Metric, of: str = "") -> str:
@@ -47,10 +51,6 @@ def exported(one: Metric, of: str = "") -> str:
     elif of and one.kind is Kind.COUNTER and one.unit == "gradients":
         stem = f"gradients_{stem}"
     return f"gadei_{of}{stem}"
-
-
-def _is_missing(value: Value, one: Metric) -> bool:
-    return value is None or (one.values is Values.TIME and not value)
 
 
 def _checkpoint_interval(job: Job) -> Value:
@@ -99,46 +99,33 @@ class JobCollector:
         self._scalars: dict[str, tuple[Follower, dict[str, float]]] = {}
         self._users: dict[int, str] = {}
 
-    def describe(self) -> list[Family]:
-        """Nothing, so that a registry does not collect when it is made."""
-        return []
-
     def collect(self) -> Iterator[Family]:
         """Read the jobs, and yield one family after the other."""
         jobs = self._reader.jobs() if self._job is None else [self._reader.job(self._job)]
-        found = [(one, self._labels(one)) for one in jobs if one is not None]
+        found = [(self._labels(job), job) for job in jobs if job is not None]
         yield from _states(found)
-        read = [one for one in found if one[0].state is not State.UNREADABLE]
-        for one in metrics.JOB:
-            yield _family(
-                one, exported(one), [(labels, job.metrics[one.name]) for job, labels in read]
-            )
-        for name, (help_, value) in GAUGES.items():
-            family = GaugeMetricFamily(name, help_)
-            family.samples += [
-                Sample(name, labels, told)
-                for job, labels in read
-                if (told := value(job)) is not None
-            ]
-            yield family
-        yield from self._named(read)
-        rows = [
-            (learner.metrics, {**labels, "learner": str(learner.row)})
-            for job, labels in read
-            for learner in job.learners
+        read = [(labels, job) for labels, job in found if job.state is not State.UNREADABLE]
+        of_jobs = [(labels, job.metrics) for labels, job in read]
+        of_learners = [
+            ({**labels, "learner": str(one.row)}, one.metrics)
+            for labels, job in read
+            for one in job.learners
         ]
-        for one in metrics.LEARNER:
-            values = [(labels, told[one.name]) for told, labels in rows]
-            yield _family(one, exported(one, "learner_"), values)
-
-    def _labels(self, job: Job) -> Labels:
-        if job.uid not in self._users:
-            self._users[job.uid] = paths.user(job.uid)
-        return {"gadei_job": job.name, "user": self._users[job.uid]}
-
-    def _named(self, read: list[tuple[Job, Labels]]) -> Iterator[Family]:
-        """Yield hyperparameters and measurements, each by its name."""
-        for name, help_, values in (
+        for table, of, rows in (
+            (metrics.JOB, "", of_jobs),
+            (metrics.LEARNER, "learner_", of_learners),
+        ):
+            for one in table:
+                values = [(labels, values[one.name]) for labels, values in rows]
+                if one.values is Values.TIME:
+                    values = [row for row in values if row[1]]  # 0: it has not happened
+                kind = CounterMetricFamily if one.kind is Kind.COUNTER else GaugeMetricFamily
+                yield _family(kind(exported(one, of), one.help), values)
+        for name, (help_, value) in GAUGES.items():
+            yield _family(
+                GaugeMetricFamily(name, help_), [(labels, value(job)) for labels, job in read]
+            )
+        for name, help_, named in (
             (
                 "gadei_hyperparameter",
                 "Setting of the optimizer, of parameters without a group",
@@ -146,13 +133,17 @@ class JobCollector:
             ),
             ("gadei_scalar", "Last value that was measured or reported", self._reported),
         ):
-            family = GaugeMetricFamily(name, help_)
-            family.samples += [
-                Sample(name, {**labels, "name": key}, value)
-                for job, labels in read
-                for key, value in values(job).items()
+            values = [
+                ({**labels, "name": key}, value)
+                for labels, job in read
+                for key, value in named(job).items()
             ]
-            yield family
+            yield _family(GaugeMetricFamily(name, help_), values)
+
+    def _labels(self, job: Job) -> Labels:
+        if job.uid not in self._users:
+            self._users[job.uid] = paths.user(job.uid)
+        return {"gadei_job": job.name, "user": self._users[job.uid]}
 
     def _reported(self, job: Job) -> dict[str, float]:
         if job.history is None:
@@ -168,29 +159,23 @@ class JobCollector:
         return known[1]
 
 
-def _states(found: list[tuple[Job, Labels]]) -> Iterator[Family]:
-    info = InfoMetricFamily("gadei_job", "Settings of a job")
-    state = GaugeMetricFamily("gadei_job_state", "1 for the state that the job is in")
-    for job, labels in found:
-        state.samples.append(Sample("gadei_job_state", labels | {"state": job.state.value}, 1))
+def _states(found: list[tuple[Labels, Job]]) -> Iterator[Family]:
+    info, states = [], []
+    for labels, job in found:
+        states.append((labels | {"state": job.state.value}, 1))
         if job.state is not State.UNREADABLE:
             facts = {"sync": job.sync, "optimizer": job.optimizer, "version": gadei_ps.__version__}
-            info.samples.append(Sample("gadei_job_info", labels | facts, 1))
-    yield info
-    yield state
+            info.append((labels | facts, 1))
+    yield _family(InfoMetricFamily("gadei_job", "Settings of a job"), info)
+    yield _family(
+        GaugeMetricFamily("gadei_job_state", "1 for the state that the job is in"), states
+    )
 
 
-def _family(one: Metric, name: str, values: list[tuple[Labels, Value]]) -> Family:
-    if one.kind is Kind.COUNTER:
-        family: Family = CounterMetricFamily(name, one.help)
-        name = f"{name}_total"
-    else:
-        family = GaugeMetricFamily(name, one.help)
-    family.samples += [
-        Sample(name, labels, value)
-        for labels, value in values
-        if value is not None and not _is_missing(value, one)
-    ]
+def _family(family: Family, rows: Iterable[Row]) -> Family:
+    """Add the values that are known."""
+    name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+    family.samples += [Sample(name, labels, value) for labels, value in rows if value is not None]
     return family
 
 
@@ -199,15 +184,25 @@ class Exporter:
 
     def __init__(self, job: str | None = None) -> None:
         """job: the only one whose metrics are exported; by default all of the user."""
-        self._registry = CollectorRegistry()
-        self._registry.register(JobCollector(Reader(), job))
+        self._collector = JobCollector(Reader(), job)
         self._made: dict[str, tuple[float, bytes]] = {}
+        self._parts: dict[tuple[str, str], tuple[Family, bytes]] = {}
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
         """Return the text, and its content type. accept: the client's header of that name."""
-        encode, kind = choose_encoder(accept)
+        is_open = "openmetrics" in choose_encoder(accept)[1]
+        encode, kind = choose_encoder(OPENMETRICS if is_open else "")
         at, text = self._made.get(kind, (float("-inf"), b""))
         if time.monotonic() - at > FRESH_S:
-            text = encode(self._registry)
+            parts = [self._encoded(one, encode, kind) for one in self._collector.collect()]
+            text = b"".join(parts) + (END if is_open else b"")
             self._made[kind] = time.monotonic(), text
         return text, kind
+
+    def _encoded(self, family: Family, encode: Callable[..., bytes], kind: str) -> bytes:
+        """Return the text of a family: the last one if no value has changed, as of most."""
+        before = self._parts.get((kind, family.name))
+        if before is None or before[0] != family:
+            text = encode(SimpleNamespace(collect=lambda: [family])).removesuffix(END)
+            before = self._parts[kind, family.name] = family, text
+        return before[1]

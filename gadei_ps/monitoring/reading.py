@@ -12,6 +12,7 @@ job that vanishes while it is read is left out, and a job that this program cann
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -30,7 +31,7 @@ from gadei_ps.kernels import optimizers
 from gadei_ps.machine import ownership
 from gadei_ps.memory import holds, layout, shm
 from gadei_ps.memory.layout import CONTROL, RECORD, RING, STATE, WEIGHTS, Phase, Work
-from gadei_ps.metrics import Kind, Metric, Place
+from gadei_ps.metrics import Kind, Place
 
 Value = int | float | None
 
@@ -38,6 +39,11 @@ TRIES: Final = 8  # to copy the control segment between two transactions of the 
 TRY_S: Final = 0.0002
 _COUNTERS: Final = [one.name for one in metrics.JOB if one.kind is Kind.COUNTER]
 _LEARNER_COUNTERS: Final = [one.name for one in metrics.LEARNER if one.kind is Kind.COUNTER]
+_UNKNOWN: Final = dict.fromkeys(one.name for one in metrics.JOB)
+_OF_CONTROL, _OF_ROSTER = (
+    [(one.name, one.word) for one in metrics.JOB if one.place is place]
+    for place in (Place.CONTROL, Place.ROSTER)
+)
 _RECORD_AT: Final = layout.offset(STATE, "record")
 _IN_USE_AT: Final = layout.offset(STATE, "journal")  # its first word
 _PAST_AT: Final = [layout.offset(CONTROL, f"past_{word}") for word in layout.PAST]
@@ -330,9 +336,9 @@ class _Files:
 
     def ring(self, row: int, inode: int) -> tuple[np.void | None, int]:
         """The head of a learner's ring, whose file is this inode, and the segment's size."""
-        name = shm.segment_name(self.job, f"ring.{row}", self.uid)
+        path = f"{shm.SHM}{shm.segment_name(self.job, f'ring.{row}', self.uid)}"
         try:
-            fd = os.open(shm.path_of(name), os.O_RDONLY | ownership.SAFELY)
+            fd = os.open(path, os.O_RDONLY | ownership.SAFELY)
         except OSError:
             return None, 0
         try:
@@ -362,7 +368,10 @@ def _job(files: _Files, control: np.void, record: dict[str, Any]) -> Job:
         job_id=control["header"]["job_id"].tobytes().hex(),
         phase=phase,
         metrics={
-            **{one.name: _value(one, words, rows) for one in metrics.JOB},
+            **_UNKNOWN,
+            **{name: words[word] for name, word in _OF_CONTROL},
+            # Rows of learners that have left are zero, and their counts are in the past ones.
+            **{n: words[f"past_{word}"] + sum(row[word] for row in rows) for n, word in _OF_ROSTER},
             "parts_torn": files.torn(words["shards"]),
             "failovers": max(0, words["lease_generation"] - 1),
             "learners_attached": len(learners),
@@ -378,16 +387,6 @@ def _job(files: _Files, control: np.void, record: dict[str, Any]) -> Job:
         config=config if isinstance(config, dict) else {},
         history=Path(history) if isinstance(history, str) else None,
     )
-
-
-def _value(one: Metric, words: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Value:
-    """Return a metric of a job that is in its control segment; None for others."""
-    if one.place is Place.CONTROL:
-        return words[one.word]  # type: ignore[no-any-return]
-    if one.place is Place.ROSTER:
-        # Rows of learners that have left are zero, and their counts are in the past ones.
-        return words[f"past_{one.word}"] + sum(row[one.word] for row in rows)  # type: ignore[no-any-return]
-    return None
 
 
 def _state(phase: Phase, watchdog: bool, servers: bool, has_model: bool) -> State:
@@ -419,6 +418,7 @@ def _settings(control: np.void, words: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _places(kind: str) -> dict[str, int]:
     """Return the places of an optimizer's settings in their packed form."""
     if not kind:

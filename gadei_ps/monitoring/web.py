@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from typing import Final
 
 from gadei_ps.errors import GadeiError, UsageError
-from gadei_ps.machine import addresses
+from gadei_ps.machine import addresses, listening
 
 PORT: Final = 9469
 DEFAULT: Final = f"127.0.0.1:{PORT}"
@@ -24,7 +22,6 @@ PLAIN: Final = "text/plain; charset=utf-8"
 INDEX: Final = b"gadei-ps: metrics for Prometheus are at /metrics\n"
 _REQUEST: Final = re.compile(rb"(?P<method>[A-Z]+) (?P<path>[!-~]+) HTTP/1\.[01]")
 _HEADER: Final = re.compile(rb"(?P<name>[!-9;-~]+):[ \t]*(?P<value>[ -~\t]*?)[ \t]*")
-_LOCAL: Final = {"localhost", "127.0.0.1", "::1"}
 
 Text = Callable[[str], tuple[bytes, str]]
 """Makes an answer for an Accept header: its text and its content type."""
@@ -38,38 +35,16 @@ def address(text: str) -> tuple[str, int]:
         raise UsageError(f"{error}, such as {DEFAULT}") from None
 
 
-def _host(text: str) -> str:
-    """Return the host of a Host header, without its port."""
-    if text.startswith("["):
-        return text[1:].partition("]")[0].lower()
-    return text.rpartition(":")[0].lower() if text.count(":") == 1 else text.lower()
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only processes of this host can connect to an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class Server:
     """Answers GET /metrics."""
 
     def __init__(self, text: Text, host: str, port: int) -> None:
         """Listen. Raises UsageError if that is not possible."""
         self._text = text
-        self._hosts = {*_LOCAL, host.lower()} if is_loopback(host) else None
+        is_local = listening.is_loopback(host)
+        self._hosts = {*listening.LOCAL, host.lower()} if is_local else None
         self._open = 0
-        try:
-            family, _, _, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.create_server(at[:2], family=family, backlog=64)
-        except (OSError, UnicodeError) as error:  # a name such as `a..b` has no encoding
-            shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            why = getattr(error, "strerror", None) or str(error)
-            raise UsageError(f"cannot listen at {shown}: {why}; give another --listen") from None
+        self._socket = listening.listen(host, port, "--listen")
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
@@ -121,8 +96,8 @@ class Server:
         for one in found:
             if one is not None:
                 headers.setdefault(one["name"].decode().lower(), []).append(one["value"].decode())
-        hosts = headers.get("host", [])
-        if self._hosts is not None and (len(hosts) != 1 or _host(hosts[0]) not in self._hosts):
+        hosts = [listening.host_of(one) for one in headers.get("host", [])]
+        if self._hosts is not None and (len(hosts) != 1 or hosts[0] not in self._hosts):
             return _response(403, b"the Host header is not that of this server\n")
         if request["method"] != b"GET":
             return _response(405, b"GET only\n", more="Allow: GET\r\n")

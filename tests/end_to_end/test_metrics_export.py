@@ -29,6 +29,7 @@ from gadei_ps import metrics
 from gadei_ps.learners.client import Client
 from gadei_ps.memory.weights import Tensor
 from gadei_ps.metrics import Kind, Lifetime
+from gadei_ps.monitoring import exporter as module
 from gadei_ps.monitoring import web
 from gadei_ps.monitoring.exporter import GAUGES, Exporter, exported
 from gadei_ps.monitoring.following import scalars
@@ -317,8 +318,8 @@ def test_a_server_on_all_addresses_accepts_any_name() -> None:
         server.close()
 
 
-def test_a_scrape_of_many_jobs(job_name: str) -> None:
-    """A second client gets the same text."""
+def test_scrapes_of_many_jobs(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text is that of a new exporter, although unchanged families are not encoded again."""
     with contextlib.ExitStack() as rigs:
         for number in range(5):
             rig = rigs.enter_context(Rig(f"{job_name}-{number}", W, learners=4))
@@ -328,3 +329,27 @@ def test_a_scrape_of_many_jobs(job_name: str) -> None:
         text, _ = exporter.text()
         assert text.count(b"gadei_learner_samples_total{") >= 20
         assert exporter.text()[0] is text
+        monkeypatch.setattr(module, "FRESH_S", -1.0)
+        jobs = [f"{job_name}-{number}" for number in range(5)]
+        for accept in ("", module.OPENMETRICS, "", module.OPENMETRICS):
+            rig.roster[0]["samples"] += 7000
+            text, _ = exporter.text(accept)
+            assert of(jobs, text) == of(jobs, Exporter().text(accept)[0])
+            assert f"{rig.roster[0]['samples']}.0".encode() in text
+            assert text.endswith(module.END) == bool(accept) and text.count(module.END) <= 1
+
+
+def of(jobs: list[str], text: bytes) -> list[bytes]:
+    """Return the lines on these jobs: those of other tests change."""
+    return [line for line in text.splitlines() if any(job.encode() in line for job in jobs)]
+
+
+def test_clients_cannot_make_it_keep_more(job_name: str) -> None:
+    """An Accept header may have any version."""
+    with Rig(job_name, W):
+        exporter = Exporter(job_name)
+        kinds = {
+            exporter.text(f"application/openmetrics-text; version=1.0.{number}")[1]
+            for number in range(20)
+        }
+        assert len(kinds) == len(exporter._made) == 1

@@ -1,0 +1,57 @@
+"""Addresses at which HTTP servers listen, and hosts that requests name."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Final
+from urllib.parse import urlsplit
+
+from gadei_ps.errors import UsageError
+
+LOCAL: Final = ("127.0.0.1", "::1", "localhost")
+"""Names of this host that no other host can use."""
+
+
+def shown(host: str, port: int) -> str:
+    """Return HOST:PORT, or [HOST]:PORT."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(host: str, port: int, options: str) -> socket.socket:
+    """Return a socket that listens there. Raises UsageError.
+
+    options: of the command line, by which another address is given.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server(found[0][4], family=found[0][0], backlog=128)
+    except (OSError, UnicodeError) as error:  # a name such as `a..b` has no encoding
+        why = str(getattr(error, "strerror", None) or error).partition(" (while ")[0]
+        raise UsageError(
+            f"cannot listen at {shown(host, port)}: {why}; give another {options}"
+        ) from None
+
+
+def is_address(host: str) -> bool:
+    """Return whether it is an IP address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this host can connect to it."""
+    return host in LOCAL or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def host_of(header: str) -> str:
+    """Return the host of a Host header, in lower case; empty if it is not valid."""
+    try:
+        parts = urlsplit(f"//{header}")
+        name, _ = parts.hostname or "", parts.port
+    except ValueError:
+        return ""
+    return name if parts.netloc == header and "@" not in header else ""
