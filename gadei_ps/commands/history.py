@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from gadei_ps.commands import jobs
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
-from gadei_ps.job import config
+from gadei_ps.job import config, paths
 from gadei_ps.machine import user_files
 from gadei_ps.memory import shm
+from gadei_ps.monitoring.reading import Reader
 from gadei_ps.show import history_view
 from gadei_ps.storage import history_file
 
@@ -73,7 +74,8 @@ class Run(NamedTuple):
 
 def runs() -> list[Run]:
     """All runs that have a history in the state directory, and of running jobs; newest first."""
-    running = {one["history"]: one["job"] for one in jobs.statuses() if one["history"]}
+    there = [one for one in Reader(paths.owner()).jobs() if one.watchdog_pid and one.history]
+    running = {str(one.history): one.name for one in there}
     found = {str(path): path for path in files()} | {name: Path(name) for name in running}
     read = [_run(path, running.get(name)) for name, path in found.items()]
     return sorted((one for one in read if one), key=lambda one: one.changed, reverse=True)

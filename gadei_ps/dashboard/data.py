@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 
 from gadei_ps.job.faults import Role
-from gadei_ps.monitoring.reading import Job, Learner, Reader, State
-from gadei_ps.show.counts import counted
-from gadei_ps.show.status import counters
+from gadei_ps.monitoring.reading import Job, Reader, State
+from gadei_ps.show.counts import counted, rate
+from gadei_ps.show.status import checkpoints, counters
 from gadei_ps.show.tables import age, size, when
 
 RATE_S = 0.9  # shortest time over which a rate is taken
@@ -74,9 +74,46 @@ class View:
         found = [one.staleness_histogram for one in self.job.learners]
         return [sum(column) for column in zip(*found, strict=True)]
 
-    def learner(self, row: int) -> Learner:
-        """Return a learner by its row."""
-        return next(one for one in self.job.learners if one.row == row)
+    @property
+    def speed_text(self) -> str:
+        """Speed with its unit; empty if it is unknown."""
+        return f"{rate(self.speed)} {self.unit}" if self.speed is not None else ""
+
+    def cells(self) -> dict[str, str]:
+        """Describe the job by the columns of a table."""
+        job, values = self.job, self.job.metrics
+        return {
+            "job": job.name,
+            "user": str(job.uid),
+            "state": self.state,
+            "model": size(job.model.bytes) if job.model else "",
+            "learners": str(len(job.learners)),
+            "speed": self.speed_text,
+            "loss": f"{self.loss:.4g}" if self.loss is not None else "",
+            "queue": str(self.queue),
+            "failovers": str(values.get("failovers", "")),
+            "age": age(started) if (started := values.get("started")) else "",
+        }
+
+    def process_cells(self, one: Process) -> dict[str, str]:
+        """Describe a process by the columns of a table."""
+        cells = {
+            "process": one.name,
+            "pid": str(one.pid),
+            "CPU": f"{one.cpu_percent:.0f}%" if one.cpu_percent is not None else "",
+            "memory": size(one.memory_bytes),
+        }
+        if one.row is None:
+            return cells
+        values = next(each.metrics for each in self.job.learners if each.row == one.row)
+        speed, queue, loss = (self.rates or {}).get(one.row), values["queue"], values["loss"]
+        return cells | {
+            "speed": rate(speed) if speed is not None else "",
+            "applied": f"{values['applied']:,}",
+            "queue": str(queue) if queue is not None else "",
+            "staleness": f"{values['staleness_mean']:.1f}",
+            "loss": f"{loss:.4g}" if loss is not None else "",
+        }
 
     def facts(self) -> dict[str, str]:
         """Describe the job in lines, by their names."""
@@ -92,25 +129,17 @@ class View:
             + (f" (changing to {job.sync_wanted})" if job.sync_wanted else ""),
             "optimizer": f"{job.optimizer}, {settings}" if settings else job.optimizer,
             "model": f"{counted(model.values, 'value')}, {size(model.bytes)}" if model else "",
-            "speed": f"{self.speed:,.0f} {self.unit}" if self.speed is not None else "",
+            "speed": self.speed_text,
             "loss": f"{self.loss:.6g}" if self.loss is not None else "",
             "samples": f"{values['samples']:,}" if values["samples"] else "",
             "version": f"{values['version']:,}",
             "epochs": f"{work['epochs_done']} of {work['epochs']}" if work else "",
             "started": f"{when(values['started'] or 0)}, {age(values['started'] or 0)} ago",
             "memory": f"{size(int(values['shared_bytes'] or 0))} shared",
+            **lines,
+            "checkpoints": checkpoints(values),
         }
-        return {name: text for name, text in (rows | lines | self._checkpoint()).items() if text}
-
-    def _checkpoint(self) -> dict[str, str]:
-        values = self.job.metrics
-        if not values["checkpoints"] and not values["checkpoint_failures"]:
-            return {}
-        failed = f", {values['checkpoint_failures']:,} failed"
-        return {
-            "checkpoints": f"{values['checkpoints']:,} written, the newest of version "
-            f"{values['checkpoint_version']:,}" + (failed if values["checkpoint_failures"] else "")
-        }
+        return {name: text for name, text in rows.items() if text}
 
 
 class Watcher:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
@@ -22,29 +22,9 @@ WAITING = 8  # messages that a slow page may be behind; then it has to connect a
 SPARK_POINTS = 60
 SPEEDS = ("samples_per_s", "gradients_per_s")  # a history has one of them
 Render = Callable[..., str]
-
-
-class Feed(Protocol):
-    """A source of messages, which is asked once a second while a page shows it."""
-
-    def look(self) -> dict[str, Any] | None:
-        """Return what has changed since the last call; None at the end. Runs in a thread."""
-
-    def whole(self) -> dict[str, str]:
-        """Return all parts of a page, by their ids, for one that has just been opened."""
-
-
-class Fragments:
-    """Parts of a page, by their ids, and which of them have changed."""
-
-    def __init__(self) -> None:
-        self.all: dict[str, str] = {}
-
-    def changed(self, new: dict[str, str]) -> dict[str, str]:
-        """Return those that differ from the last ones."""
-        found = {name: html for name, html in new.items() if self.all.get(name) != html}
-        self.all = self.all | new
-        return found
+Feed = Callable[[], dict[str, Any] | None]
+"""Returns all parts of a page that change, by their ids (`html`), and what is new since its last
+call; None at the end. It is called once a second, in a thread."""
 
 
 class _Known:
@@ -86,21 +66,20 @@ class AllJobs:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._watcher = Watcher(paths.owner())
-        self._known: dict[str, _Known] = {}
-        self._fragments = Fragments()
+        self._known: dict[tuple[str, str], _Known] = {}
 
-    def look(self) -> dict[str, Any] | None:
+    def look(self) -> dict[str, Any]:
         """Look at all jobs that have a process."""
         views = [view for view in self._watcher.look() if view.job.state is not State.DEAD]
-        self._known = {view.name: self._known.get(view.name) or _Known(view) for view in views}
-        for view in views:
-            self._known[view.name].look(view)
-        html = self._render("_jobs.html", views=views, known=self._known)
-        return {"html": self._fragments.changed({"jobs": html})}
-
-    def whole(self) -> dict[str, str]:
-        """Return the table."""
-        return self._fragments.all
+        keys = [(view.name, view.job.job_id) for view in views]
+        self._known = {
+            key: self._known.get(key) or _Known(view) for key, view in zip(keys, views, strict=True)
+        }
+        jobs = list(zip(views, self._known.values(), strict=True))
+        for view, known in jobs:
+            known.look(view)
+        html = self._render("_jobs.html", jobs=jobs)
+        return {"html": {"jobs": html}}
 
 
 class OneJob:
@@ -110,8 +89,8 @@ class OneJob:
         self._job = job
         self._render = render
         self._watcher = Watcher(paths.owner())
-        self._fragments = Fragments()
         self._history: Follower | None = None
+        self._learning_rate: float | None = None
         self._version = -1
 
     def look(self) -> dict[str, Any] | None:
@@ -119,22 +98,22 @@ class OneJob:
         view = self._watcher.look_at(self._job)
         if view is None or view.job.state is State.DEAD:
             return None
+        is_new = self._history is None
         if self._history is None and view.job.history:
             self._history = Follower(view.job.history)
-            self._history.read()  # the page has these lines
         lines = self._history.read() if self._history else []
+        for one in lines:
+            found = series.numbers(one)
+            self._learning_rate = found.get("learning_rate", self._learning_rate)
+        if is_new:
+            lines = []  # the page has them
         points = [
             {"time": one["time"], "version": one.get("version"), "values": found}
             for one in lines
             if (found := series.scalars(one))
         ]
         events = [made for one in lines if (made := series.event(one)) is not None]
-        message: dict[str, Any] = {
-            "html": self._fragments.changed(self.fragments(view)),
-            "points": points + self._point(view),
-            "events": events,
-        }
-        return {name: value for name, value in message.items() if value}
+        return {"html": self.parts(view), "points": points + self._point(view), "events": events}
 
     def _point(self, view: View) -> list[dict[str, Any]]:
         version = int(view.job.metrics["version"] or 0)
@@ -147,26 +126,25 @@ class OneJob:
             "staleness": view.staleness,
             "queue": view.queue,
             "learners": len(view.job.learners),
+            "learning_rate": self._learning_rate,
         }
         values = {name: value for name, value in found.items() if value is not None}
         return [{"time": round(time.time(), 2), "version": version, "values": values}]
 
-    def fragments(self, view: View) -> dict[str, str]:
+    def parts(self, view: View) -> dict[str, str]:
         """Render the parts of the page that change."""
         names = ("facts", "processes", "histogram")
         return {name: self._render(f"_{name}.html", view=view) for name in names}
-
-    def whole(self) -> dict[str, str]:
-        """Return all parts."""
-        return self._fragments.all
 
 
 class Channel:
     """A feed and the pages that listen to it."""
 
     def __init__(self, feed: Feed) -> None:
-        self.feed = feed
+        self._feed = feed
         self.listeners: set[asyncio.Queue[bytes | None]] = set()
+        self.html: dict[str, str] = {}
+        """The newest parts of the page."""
         self.ended = False
         """Whether the feed has come to its end."""
 
@@ -174,11 +152,13 @@ class Channel:
         """Ask the feed once a second, until it has ended or no page listens any more."""
         while self.listeners:
             began = time.monotonic()
-            message = await run_in_threadpool(self.feed.look)
+            message = await run_in_threadpool(self._feed)
             if message is None:
                 self.ended = True
                 return
-            data = _event("update", message)
+            before, self.html = self.html, message["html"]
+            message["html"] = {k: v for k, v in self.html.items() if before.get(k) != v}
+            data = _event("update", {name: value for name, value in message.items() if value})
             for queue in list(self.listeners):
                 if queue.full():
                     self.close(queue)  # the page does not read; it connects again
@@ -223,8 +203,8 @@ class Live:
         channel.listeners.add(queue)
         try:
             yield b"retry: 2000\n\n"
-            if whole := channel.feed.whole():
-                yield _event("update", {"html": whole})
+            if channel.html:
+                yield _event("update", {"html": channel.html})
             while (data := await queue.get()) is not None:
                 yield data
             if channel.ended:

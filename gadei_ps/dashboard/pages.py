@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
+import mimetypes
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,40 +16,30 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from gadei_ps.commands import history
 from gadei_ps.dashboard import actions, series
 from gadei_ps.dashboard.access import MOST_BODY, Access, Guard
 from gadei_ps.dashboard.data import Watcher
-from gadei_ps.dashboard.live import AllJobs, Live, OneJob
+from gadei_ps.dashboard.live import AllJobs, Feed, Live, OneJob
 from gadei_ps.errors import GadeiError, JobNotFound, UsageError
 from gadei_ps.job import paths
 from gadei_ps.job.config import state_directory
 from gadei_ps.memory import shm
 from gadei_ps.monitoring.reading import State
 from gadei_ps.show import history_view, status
-from gadei_ps.show.counts import rate
-from gadei_ps.show.tables import age, size, when
+from gadei_ps.show.tables import age, when
 
 HERE: Final = Path(__file__).parent
-TYPES: Final = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-LEAST_PACKED: Final = 1000  # bytes
+COMPRESSION: Final = 5  # of gzip: a higher level takes longer than it saves
 MOST_ACTIONS: Final = 4  # at a time; a checkpoint may take minutes
 RUNS_S: Final = 5.0  # age of a list of runs that is shown again
 MOST_RUNS: Final = 200
-
-
-def static_files() -> dict[str, tuple[str, bytes, bytes]]:
-    """Read the static files: type, content and packed content by name. No other file is served."""
-    found = {}
-    for path in sorted((HERE / "static").iterdir()):
-        if path.suffix in TYPES:
-            raw = path.read_bytes()
-            found[path.name] = TYPES[path.suffix], raw, gzip.compress(raw, 9, mtime=0)
-    return found
 
 
 def template_environment(**more: Any) -> jinja2.Environment:
@@ -61,7 +51,7 @@ def template_environment(**more: Any) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"age": age, "size": size, "when": when, "rate": rate, "quote": quote}
+    made.filters |= {"age": age, "when": when, "quote": quote}
     made.globals |= {"bins": _bins, "spark": _spark} | more
     return made
 
@@ -91,7 +81,6 @@ class Dashboard:
     def __init__(self, access: Access) -> None:
         self._live = Live()
         self._access = access
-        self._static = static_files()
         self._templates = template_environment(read_only=access.read_only)
         self._acting = anyio.CapacityLimiter(MOST_ACTIONS)
         self._runs: tuple[float, list[history.Run]] = (float("-inf"), [])
@@ -99,7 +88,7 @@ class Dashboard:
     def application(self) -> Starlette:
         """Build the ASGI application."""
         get = partial(Route, methods=["GET"])
-
+        mimetypes.add_type("text/javascript", ".js")  # the system's table may have another type
         return Starlette(
             routes=[
                 get("/", self._all),
@@ -113,44 +102,45 @@ class Dashboard:
                 get("/data", self._data),
                 get("/csv", self._csv),
                 get("/svg", self._svg),
-                get("/static/{name}", self._file),
+                Mount("/static", StaticFiles(directory=HERE / "static")),
             ],
-            middleware=[Middleware(Guard, access=self._access)],
+            middleware=[
+                Middleware(Guard, access=self._access),
+                Middleware(GZipMiddleware, compresslevel=COMPRESSION),
+            ],
             exception_handlers={GadeiError: _failed, HTTPException: _refused},
         )
 
     def _render(self, name: str, /, **values: Any) -> str:
         return self._templates.get_template(name).render(**values)
 
-    def _page(self, request: Request, name: str, /, **values: Any) -> Response:
-        return packed(request, self._render(name, **values).encode(), "text/html; charset=utf-8")
+    def _page(self, name: str, /, **values: Any) -> Response:
+        return HTMLResponse(self._render(name, **values))
 
     # -- pages ----------------------------------------------------------------------------------
 
     async def _all(self, request: Request) -> Response:
-        feed = AllJobs(self._render)
-        await run_in_threadpool(feed.look)
-        return self._page(request, "jobs.html", table=feed.whole()["jobs"])
+        message = await run_in_threadpool(AllJobs(self._render).look)
+        return self._page("jobs.html", table=message["html"]["jobs"])
 
     async def _job(self, request: Request) -> Response:
         job = shm.check_job_name(request.path_params["job"])
-        feed = OneJob(job, self._render)
         view = await run_in_threadpool(Watcher(paths.owner()).look_at, job)
         if view is None or view.job.state is State.DEAD:
             raise JobNotFound(f"no job {job!r} is running; its history may be among the runs")
-        parts = await run_in_threadpool(feed.fragments, view)
-        return self._page(request, "job.html", job=job, view=view, parts=parts)
+        parts = await run_in_threadpool(OneJob(job, self._render).parts, view)
+        return self._page("job.html", job=job, view=view, parts=parts)
 
     async def _all_runs(self, request: Request) -> Response:
         found = await self._known_runs()
-        return self._page(request, "runs.html", runs=list(found.items())[:MOST_RUNS])
+        return self._page("runs.html", runs=list(found.items())[:MOST_RUNS])
 
     async def _run(self, request: Request) -> Response:
         name = request.path_params["run"]
         found = await self._known_runs()
         if name not in found:
             raise HTTPException(404, "there is no run of this name")
-        return self._page(request, "run.html", name=name, run=found[name])
+        return self._page("run.html", name=name, run=found[name])
 
     async def _compare(self, request: Request) -> Response:
         chosen = [request.query_params.get(one, "") for one in ("a", "b")]
@@ -158,7 +148,7 @@ class Dashboard:
         for name in chosen:
             if name and name not in found:
                 raise HTTPException(404, "there is no run of this name")
-        return self._page(request, "compare.html", runs=list(found.items()), chosen=chosen)
+        return self._page("compare.html", runs=list(found.items()), chosen=chosen)
 
     async def _known_runs(self) -> dict[str, history.Run]:
         """Return all runs by the names that pages use: the file below the state directory."""
@@ -185,7 +175,7 @@ class Dashboard:
     async def _data(self, request: Request) -> Response:
         _, lines = await self._lines(request)
         made = await run_in_threadpool(lambda: series.compact(series.columns(lines)))
-        return packed(request, made, "application/json")
+        return Response(made, media_type="application/json")
 
     async def _csv(self, request: Request) -> Response:
         name, lines = await self._lines(request)
@@ -199,26 +189,16 @@ class Dashboard:
         return _attachment(made, "image/svg+xml", f"{name}-history.svg")
 
     async def _stream_all(self, request: Request) -> Response:
-        return self._stream("", lambda: AllJobs(self._render))
+        return self._stream("", lambda: AllJobs(self._render).look)
 
     async def _stream_job(self, request: Request) -> Response:
         job = shm.check_job_name(request.path_params["job"])
-        return self._stream(job, lambda: OneJob(job, self._render))
+        return self._stream(job, lambda: OneJob(job, self._render).look)
 
-    def _stream(self, name: str, make: Callable[[], Any]) -> Response:
+    def _stream(self, name: str, make: Callable[[], Feed]) -> Response:
         if self._live.is_full:
             raise HTTPException(503, "too many pages are open")
         return StreamingResponse(self._live.stream(name, make), media_type="text/event-stream")
-
-    async def _file(self, request: Request) -> Response:
-        found = self._static.get(request.path_params["name"])
-        if found is None:
-            raise HTTPException(404, "there is no such file")
-        kind, raw, small = found
-        headers = {"Cache-Control": "max-age=3600"}
-        if _accepts_gzip(request):
-            return Response(small, 200, headers | {"Content-Encoding": "gzip"}, kind)
-        return Response(raw, 200, headers, kind)
 
     # -- actions --------------------------------------------------------------------------------
 
@@ -248,18 +228,6 @@ def _lines_of(job: str) -> list[dict[str, Any]]:
     view = Watcher(paths.owner()).look_at(job)
     path = view.job.history if view else None
     return series.read(path) if path and path.exists() else []
-
-
-def packed(request: Request, raw: bytes, kind: str) -> Response:
-    """Return a response, compressed if that helps."""
-    if len(raw) < LEAST_PACKED or not _accepts_gzip(request):
-        return Response(raw, media_type=kind)
-    small = gzip.compress(raw, 5, mtime=0)
-    return Response(small, headers={"Content-Encoding": "gzip"}, media_type=kind)
-
-
-def _accepts_gzip(request: Request) -> bool:
-    return "gzip" in request.headers.get("accept-encoding", "")
 
 
 def _attachment(text: str, kind: str, name: str) -> Response:

@@ -37,9 +37,7 @@ def numbers(line: Line) -> dict[str, float]:
     """Return what a chart shows of a line: by name, what was reported and measured included."""
     if any(name in line for name in history_file.EVENTS if name != "measured"):
         return {}
-    # The live points that follow those of the history have no learning rate.
-    others = line.keys() - {*PLACE, *COUNTERS, "learning_rate"}
-    found = {name: value for name, value in line.items() if name in others}
+    found = {name: value for name, value in line.items() if name not in {*PLACE, *COUNTERS}}
     return {n: float(value) for n, value in found.items() if _is_finite(value)} | scalars(line)
 
 

@@ -18,11 +18,12 @@ from gadei_ps.dashboard.screen import Screen
 from gadei_ps.errors import GadeiError
 from gadei_ps.job import paths
 from gadei_ps.monitoring.reading import State
-from gadei_ps.show.counts import counted, rate
-from gadei_ps.show.tables import FittedTable, age, size
+from gadei_ps.show.counts import counted
+from gadei_ps.show.tables import FittedTable
 
 INTERVAL_S: Final = 0.5
 LEAST_JOBS: Final = 3  # lines for jobs, however many processes one has
+MOST_TYPED: Final = 40  # characters
 HELP: Final = "tab processes  ↑↓ select  s sort  k kill  c checkpoint  l learning rate  q quit"
 SORTS: Final[dict[str, Callable[[View], object]]] = {
     "name": lambda view: view.name,
@@ -109,7 +110,7 @@ class Top:
             names = list(SORTS)
             self.sort = names[(names.index(self.sort) + 1) % len(names)]
             self.take(self.views)
-        elif self.job is not None and key in "kcl" and key:
+        elif self.job is not None and key in ("k", "c", "l"):
             if self.job.job.uid != paths.owner():
                 # Actions name a job of this user: one of the same name would be changed.
                 self.message = f"{self.job.name} is of user {self.job.job.uid}: act as that user"
@@ -127,12 +128,15 @@ class Top:
 
     def _answer(self, asked: Asked, key: str) -> None:
         if asked.takes_text and key not in ("enter", "escape"):
-            asked.typed = asked.typed[:-1] if key == "back" else (asked.typed + key)[:40]
+            if key == "back":
+                asked.typed = asked.typed[:-1]
+            elif len(key) == 1 and key.isprintable():  # others have names, or are unknown
+                asked.typed = f"{asked.typed}{key}"[:MOST_TYPED]
             return
         self.asked = None
         if key == "escape" or (asked.takes_text and not asked.typed):
             self.message = ""
-        elif asked.takes_text or key in "yY":
+        elif asked.takes_text or key in ("y", "Y"):  # an unknown key is the empty text
             asked.done(asked.typed)
 
     def _kill(self, view: View) -> None:
@@ -179,6 +183,8 @@ class Top:
         left = max(1, lines - len(processes.rows) - 5)
         asked = self.asked
         last = f"{asked.text}{asked.typed}" if asked else self.message
+        if asked and len(last) > columns:  # its end is where one answers
+            last = f"…{last[1 - columns :]}"
         parts: list[RenderableType] = [
             Text(f"gadei-ps top: {counted(len(self.views), 'job')}, by {self.sort}", style="bold"),
             self._job_lines(left) if self.views else Text("no job is running"),
@@ -200,20 +206,12 @@ class Top:
         at = next((i for i, view in enumerate(self.views) if _key(view) == self.chosen), 0)
         first = max(0, min(at - most // 2, len(self.views) - most))
         for view in self.views[first : first + most]:
-            job, values = view.job, view.job.metrics
             is_chosen = _key(view) == self.chosen
             style = "" if not is_chosen else "bold" if self.pid else "reverse"
             cells: dict[str, str | Text] = {
-                "job": Text(f"{'>' if is_chosen else ' '} {job.name}", style=style),
-                "user": str(job.uid),
-                "state": Text(view.state, style=STATE_STYLE.get(job.state, "yellow")),
-                "model": size(job.model.bytes) if job.model else "",
-                "learners": str(len(job.learners)),
-                "speed": f"{rate(view.speed)} {view.unit}" if view.speed is not None else "",
-                "loss": f"{view.loss:.4g}" if view.loss is not None else "",
-                "queue": str(view.queue),
-                "failovers": str(values.get("failovers", "")),
-                "age": age(started) if (started := values.get("started")) else "",
+                **view.cells(),
+                "job": _chosen(view.name, is_chosen, style),
+                "state": Text(view.state, style=STATE_STYLE.get(view.job.state, "yellow")),
             }
             made.add_row(*(cells[name] for name in names))
         return made
@@ -226,35 +224,21 @@ class Top:
             whole=("process",),
             dispensable=("applied", "memory", "queue"),
         )
+        if self.job is None:
+            return made
         there = list(self.processes)
         at = next((i for i, one in enumerate(there) if one.pid == self.pid), 0)
         first = max(0, min(at - most // 2, len(there) - most))
         for one in there[first : first + most]:
-            made.add_row(*self._process_cells(one))
+            cells = self.job.process_cells(one)
+            is_chosen = one.pid == self.pid
+            name = _chosen(one.name, is_chosen, "reverse" if is_chosen else "")
+            made.add_row(name, *(cells.get(number, "") for number in numbers))
         return made
 
-    def _process_cells(self, one: Process) -> list[str | Text]:
-        view, is_chosen = self.job, one.pid == self.pid
-        cpu = f"{one.cpu_percent:.0f}%" if one.cpu_percent is not None else ""
-        cells: list[str | Text] = [
-            Text(f"{'>' if is_chosen else ' '} {one.name}", style="reverse" if is_chosen else ""),
-            str(one.pid),
-            cpu,
-            size(one.memory_bytes),
-        ]
-        if view is None or one.row is None:
-            return [*cells, "", "", "", "", ""]
-        values = view.learner(one.row).metrics
-        speed = (view.rates or {}).get(one.row)
-        loss = values["loss"]
-        return [
-            *cells,
-            rate(speed) if speed is not None else "",
-            f"{values['applied']:,}",
-            str(values["queue"] or 0),
-            f"{values['staleness_mean']:.1f}",
-            f"{loss:.4g}" if loss is not None else "",
-        ]
+
+def _chosen(name: str, is_chosen: bool, style: str) -> Text:
+    return Text(f"{'>' if is_chosen else ' '} {name}", style=style)
 
 
 def run(uid: int | None, job: str | None, *, alone: bool) -> None:

@@ -132,8 +132,8 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
         f"watchdog {status['watchdog_pid']}, server {status['server_pid']}, standby {standby}"
     ) + (f", fork server {fork_server}" if (fork_server := status.get("fork_server_pid")) else "")
     rows |= lines
-    if status["checkpoints"] or status["checkpoint_failures"]:
-        rows["checkpoints"] = _checkpoints(status)
+    if written := checkpoints(status):
+        rows["checkpoints"] = written
     rows |= _warnings(status)
     rows["memory"] = f"{size(status['shared_bytes'])} shared" + (
         f", {size(status['server_private_bytes'])} private to the server"
@@ -191,8 +191,11 @@ def _slow(learner: Mapping[str, Any]) -> str:
     return f"{told}; killed in {left} if it neither pushes nor computes: see optimizer.pause()"
 
 
-def _checkpoints(status: Mapping[str, Any]) -> str:
+def checkpoints(status: Mapping[str, Any]) -> str:
+    """Describe the checkpoints of a job; empty if none has been written or has failed."""
     last, failed = status.get("last_checkpoint") or {}, status["checkpoint_failures"]
+    if not status["checkpoints"] and not failed:
+        return ""
     told = (
         f"{status['checkpoints']:,} written; the newest is of version "
         f"{status['checkpoint_version']:,}"

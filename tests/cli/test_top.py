@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
 import shlex
@@ -16,13 +17,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from shell import Cli
 from support import daemon, eventually, status
 from support.terminal import Terminal
 
-from gadei_ps.dashboard.data import View
+from gadei_ps.dashboard.data import Process, View
 from gadei_ps.dashboard.screen import ENTER, LEAVE
 from gadei_ps.dashboard.top import Top
+from gadei_ps.job.faults import Role
 from gadei_ps.learners.client import Client
 from gadei_ps.monitoring.reading import Job, State
 
@@ -84,6 +87,46 @@ def test_jobs_of_two_users_with_one_name() -> None:
         top.press(key)
         assert top.asked is None
         assert "act as that user" in top.message
+
+
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch) -> tuple[Top, list[tuple[Any, ...]]]:
+    """The display of a job with the longest name and a server, and the actions that it performs."""
+    done: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Top, "_perform", lambda _, *what: done.append(what))
+    top, job = Top(), Job("j" * 48, os.getuid(), State.RUNNING)
+    top.take([View(job, 0.0, "samples/s", processes=[Process(Role.SERVER, 4711)])])
+    top.press("tab")
+    return top, done
+
+
+def last_line(top: Top) -> str:
+    shown = Console(file=io.StringIO(), width=80)
+    with shown.capture() as made:
+        shown.print(top.render(80, 24), end="")
+    return made.get().splitlines()[-1].rstrip()
+
+
+def test_only_y_is_a_yes(asking: tuple[Top, list[tuple[Any, ...]]]) -> None:
+    top, done = asking
+    for key in ("", "up", "tab", "enter", "escape", "back", "n", " ", "yY"):  # "": an unknown key
+        top.press("k")
+        assert last_line(top).endswith("(y/n)")
+        top.press(key)
+        assert (top.asked, done) == (None, []), key
+    top.press("k")
+    top.press("y")
+    assert done == [("j" * 48, "kill", {"role": "server", "pid": "4711"})]
+
+
+def test_a_text_is_seen_while_it_is_typed(asking: tuple[Top, list[tuple[Any, ...]]]) -> None:
+    top, done = asking
+    top.press("l")
+    for key in ("0", "up", ".", "", "page down", "2", "5", "7", "back"):
+        top.press(key)
+    assert last_line(top).endswith(": 0.25")
+    top.press("enter")
+    assert done == [("j" * 48, "set", {"settings": "lr=0.25"})]
 
 
 @pytest.mark.usefixtures("compiled")

@@ -17,8 +17,7 @@ import pytest
 from shell import Cli
 from support import eventually, status
 
-for name in ("starlette", "uvicorn", "jinja2", "playwright"):
-    pytest.importorskip(name)
+pytest.importorskip("playwright")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium: install chromium")
 
@@ -88,8 +87,16 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
     page.locator("#result", has_text="lr 0.5 -> 0.25").wait_for()
     page.locator("#events li", has_text="set lr 0.5 -> 0.25").wait_for()
     assert status(job_name)["settings"]["lr"] == 0.25
+    page.locator(".chart[aria-label^='learning rate'][aria-label$='last value 0.25']").wait_for()
 
     eventually(lambda: status(job_name)["standby_pid"])
+    page.get_by_role("button", name="Kill learner 0").hover()
+    page.mouse.down()
+    before = page.evaluate("shown.runs[0].time.length")
+    eventually(lambda: page.evaluate("shown.runs[0].time.length") > before + 1)
+    page.mouse.up()  # a table that was replaced meanwhile would have lost the click
+    page.locator("#events li", has_text="learner 0 died").wait_for()
+
     active = status(job_name)["server_pid"]
     kill = page.get_by_role("button", name=f"Kill server, pid {active}")
     kill.focus()

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from shell import Cli, Running
-from support import daemon, eventually, status
+from support import Stopped, daemon, eventually, status
 
 from gadei_ps.learners.client import Client
 
@@ -172,6 +172,15 @@ def test_pages_of_a_job(job: Client, job_name: str, site: Site) -> None:
     assert text.startswith("time,version,")
     assert site.ask(f"/compare?a={name}&b={name}")[0] == 200
     assert site.ask("/static/app.js")[1]["content-type"].startswith("text/javascript")
+
+
+def test_pages_need_no_watchdog(job: Client, job_name: str, site: Site) -> None:
+    """One that hangs would keep them waiting."""
+    told = status(job_name)
+    eventually(lambda: push(job) or Path(told["history"]).exists())
+    with Stopped(told["watchdog_pid"]):
+        assert site.ask(f"/job/{job_name}")[0] == 200
+        assert "<td>running</td>" in site.ask("/runs")[2]
 
 
 def test_a_stream_and_actions(job: Client, job_name: str, site: Site) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
 
 from gadei_ps.dashboard import pages, series, serving
+from gadei_ps.dashboard.data import View
+from gadei_ps.dashboard.live import AllJobs
 from gadei_ps.errors import UsageError
 from gadei_ps.monitoring.following import Follower
+from gadei_ps.monitoring.reading import Job, State
 from gadei_ps.storage.history_file import HistoryFile, line
 
 
@@ -20,21 +24,23 @@ def point(time: float, **more: Any) -> dict[str, Any]:
 
 def test_columns() -> None:
     lines = [
-        point(1.0, loss=2.0, samples_per_s=8.0),
+        point(1.0, loss=2.0, samples_per_s=8.0, learning_rate=0.5),
         {"time": 1.5, "version": 1, "set": {"lr": [1.0, 0.5]}},
         {"time": 2.0, "version": 2, "measured": {"accuracy": 0.5, "epoch": 1.0}},
         {"time": 2.5, "version": 2, "event": "failover", "ms": 3.25, "pid": 1, "dead_pid": 2},
         point(3.0, loss=None, samples_per_s=4.0),
         {"time": 4.0, "version": 3, "ended": "finished"},
         point(5.0, loss=1.0, samples_per_s=2.0, reported={"penalty": 0.25, "name": "x"}),
+        point(6.0, learning_rate=0.5, reported={"learning_rate": 0.25}),
     ]
     made = series.columns(lines)
-    assert made["time"] == [1.0, 2.0, 3.0, 5.0]
+    assert made["time"] == [1.0, 2.0, 3.0, 5.0, 6.0]
     assert made["series"] == {
-        "accuracy": [None, 0.5, None, None],
-        "loss": [2.0, None, None, 1.0],
-        "penalty": [None, None, None, 0.25],
-        "samples_per_s": [8.0, None, 4.0, 2.0],
+        "accuracy": [None, 0.5, None, None, None],
+        "learning_rate": [0.5, None, None, None, 0.25],
+        "loss": [2.0, None, None, 1.0, None],
+        "penalty": [None, None, None, 0.25, None],
+        "samples_per_s": [8.0, None, 4.0, 2.0, None],
     }
     assert [(one["kind"], one["text"]) for one in made["events"]] == [
         ("set", "set lr 1 -> 0.5"),
@@ -44,7 +50,7 @@ def test_columns() -> None:
     table = series.as_csv([*lines, {"time": 5.0, "command": "=cmd()"}]).split("\r\n")
     assert table[0].startswith("time,version,")
     assert table[0].endswith(",event")
-    assert table[8].endswith(",'=cmd()"), "a spreadsheet would run it"
+    assert table[9].endswith(",'=cmd()"), "a spreadsheet would run it"
     assert series.columns([])["series"] == {}
 
 
@@ -106,9 +112,19 @@ def test_links() -> None:
 
 
 def test_static_files_have_licences() -> None:
-    names = set(pages.static_files())
+    names = {path.name for path in (pages.HERE / "static").iterdir()}
     assert {"app.js", "style.css", "htmx.min.js", "uPlot.min.js", "uPlot.min.css"} <= names
-    folder = Path(pages.__file__).parent / "static"
     for licence in ("htmx.LICENSE", "uPlot.LICENSE"):
-        assert (folder / licence).read_text()
-        assert licence not in names
+        assert (pages.HERE / "static" / licence).read_text()
+
+
+def test_a_name_that_another_job_gets() -> None:
+    """The table of all jobs shows nothing of the job before."""
+    shown: list[Any] = []
+    feed = AllJobs(lambda _, jobs: shown.extend(known for _, known in jobs) or "")
+    for job_id in ("a", "a", "b"):
+        view = View(Job("train", 0, State.RUNNING, job_id=job_id), 0.0, "samples/s", speed=8.0)
+        feed._watcher = SimpleNamespace(look=lambda view=view: [view])  # type: ignore[assignment]
+        feed.look()
+    assert shown[0] is shown[1]
+    assert [list(one.speed) for one in shown] == [[8.0, 8.0], [8.0, 8.0], [8.0]]

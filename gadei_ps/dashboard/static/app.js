@@ -6,7 +6,7 @@ const MOST_POINTS = 8000; // kept in the page; then every second one of the olde
 const HEIGHT = 210, LEAST_WIDTH = 240; // of a chart, CSS pixels
 const COLOURS = { failover: "--bad", death: "--bad", eviction: "--bad", "checkpoint failed": "--bad",
   set: "--b", checkpoint: "--good", attach: "--quiet", detach: "--quiet" };
-const ORDER = ["loss", "accuracy", "samples_per_s", "gradients_per_s", "staleness", "queue", "learners"];
+const ORDER = ["loss", "accuracy", "samples_per_s", "gradients_per_s", "staleness", "queue", "learners", "learning_rate"];
 const DRAWN = new Set(["set", "failover", "death", "eviction", "checkpoint", "checkpoint failed", "adoption"]);
 
 function colour(name) {
@@ -247,14 +247,21 @@ function list(events) {
 
 // -- streams -------------------------------------------------------------------------------------
 
+const waiting = new Map(); // parts that are replaced once no button in them is held down
+
 function swap(id, html) {
   const place = $(id), focused = document.activeElement?.id;
   if (!place) return;
+  waiting.delete(id);
+  if (place.matches(":active")) { waiting.set(id, html); return; }
   const inside = focused && place.contains(document.activeElement);
   place.innerHTML = html;
   if (window.htmx) htmx.process(place);
   if (inside) $(focused)?.focus();
 }
+
+// After the click, which follows at once.
+addEventListener("pointerup", () => setTimeout(() => waiting.forEach((html, id) => swap(id, html))));
 
 class Stream {
   constructor(url, charts) {
@@ -278,7 +285,12 @@ class Stream {
       this.close();
       banner("The job has ended; its history is among the runs.");
     });
-    this.source.onerror = () => { this.lost = true; banner("The connection to the dashboard is lost; trying again."); };
+    this.source.onerror = () => {
+      this.lost = true;
+      const refused = this.source.readyState === EventSource.CLOSED; // a browser does not try again
+      banner(refused ? "The dashboard has refused this page: reload it, or open the newest link." :
+        "The connection to the dashboard is lost; trying again.");
+    };
     this.source.onopen = () => {
       if (this.lost && this.charts) load();
       this.lost = false;
