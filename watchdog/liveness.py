@@ -88,7 +88,7 @@ WARN_AT = 0.5  # of the time that it has
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of a process and of the children that it has now, s."""
+    """Processor time of a process and of its children, those that have ended included (s)."""
     total, left = 0.0, [pid]
     while left:
         one = left.pop()

@@ -27,7 +27,7 @@ from gadei_ps.memory.lifecycle import Stage
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.durations import SERVER_END_S, SERVER_KILL_S, SERVER_SILENT_S
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.liveness import Watch, progress
+from gadei_ps.watchdog.liveness import Watch, cpu_s, progress
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.server_starter import FILES_INTERVAL_S, Server, ServerStarter
@@ -178,12 +178,13 @@ class Servers:
         return [self._starter.busy_s, *(self._loading_s(one) for one in self.running.values())]
 
     def _loading_s(self, one: Running) -> float:
-        """Return the processor time of loading (s), which stops growing in the main loop.
+        """Return the processor time of loading (s), that of its compilers included.
 
-        So a server that turns without getting ready makes no progress.
+        It stops growing in the main loop: a server that turns without getting ready makes no
+        progress.
         """
         if not one.loaded:
-            one.loading_s = process.cpu_s(one.pid)
+            one.loading_s = cpu_s(one.pid)
             one.loaded = int(self._line(one.number)["beat"]) != one.beat
         return one.loading_s
 

@@ -7,7 +7,6 @@ other sources, or for another processor.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import functools
@@ -17,7 +16,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -51,7 +49,6 @@ SOURCES = tuple(
         "kernels/loaded.py",
         "kernels/optimizers.py",
         "kernels/store.py",
-        "kernels/unit.py",
         "memory/layout.py",
         "server/account.py",
         "server/apply.py",
@@ -81,11 +78,16 @@ SOURCES = tuple(
 def base() -> Path:
     """Return a gadei-ps directory in $NUMBA_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
 
-    With the runtime directory of the system's units, the one of their user, for that user. If none
-    can be written, a temporary directory that this process removes at its end. What lies there is
-    run, so a directory that another user owns is never used.
+    With the runtime directory of the system's units, the one of their user, for that user. What
+    lies there is run, so a directory that another user owns is never used: raises OSError for that,
+    and for one that cannot be written.
     """
-    return _made_home() or _temporary()
+    wanted = home()
+    with contextlib.suppress(OSError):
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_ours(wanted):
+        raise PermissionError(errno.EACCES, f"{wanted} cannot be written")
+    return wanted
 
 
 def home() -> Path:
@@ -96,16 +98,12 @@ def home() -> Path:
     return Path(given) / "gadei-ps" if given else platformdirs.user_cache_path("gadei-ps")
 
 
-def _made_home() -> Path | None:
-    wanted = home()
-    with contextlib.suppress(OSError):
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return wanted if _is_ours(wanted) else None
-
-
 def is_lasting() -> bool:
-    """Return whether code is kept after this process has ended."""
-    return _made_home() is not None
+    """Return whether code can be kept."""
+    try:
+        return base().is_dir()
+    except OSError:
+        return False
 
 
 def _is_ours(path: Path) -> bool:
@@ -116,31 +114,10 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-@functools.cache
-def _made() -> tuple[Path, int]:
-    """Make the temporary directory once, and return it with the pid of this process."""
-    path = Path(tempfile.mkdtemp(prefix="gadei-ps-cache-")) / "gadei-ps"
-    path.mkdir(mode=0o700)
-    atexit.register(remove_temporary)
-    return path, os.getpid()
-
-
-def _temporary() -> Path:
-    return _made()[0]
-
-
-def remove_temporary() -> None:
-    """Remove the temporary directory if this process has made one; called when it exits."""
-    if _made.cache_info().currsize:
-        path, maker = _made()
-        if maker == os.getpid():
-            shutil.rmtree(path.parent, ignore_errors=True)
-
-
 def directory() -> Path:
     """Return the directory of this version's code, and make it if there is none.
 
-    Its time of modification is that of the last call.
+    Its time of modification is that of the last call. Raises OSError, as base() does.
     """
     given = [os.environ.get(name) for name in SETTINGS]
     told = _of_the_extension(), _of_the_machine(), given, _of_the_sources()

@@ -1,61 +1,59 @@
 """Units of compiled code in this process: from the store, or compiled if they are not there.
 
-Numba is imported only to compile.
+Each unit is compiled and kept by itself, so that processes can share the work. Numba is imported
+only to compile.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
+from typing import NamedTuple
 
 from gadei_ps.kernels import cache, store
 from gadei_ps.kernels.store import Code
-from gadei_ps.kernels.unit import Unit
 
 _addresses: dict[str, int] = {}
 
 
-def unit(name: str, module: str) -> Unit:
-    """Return a unit whose source is a function of a module.
+class Unit(NamedTuple):
+    """A unit of compiled code. name: the same in all processes.
 
-    module: its full name. It has `source(name)`, which returns a signature and the function.
+    module: full name of the one that has `source(name)`, which returns a signature and the
+    function.
     """
-    load = functools.partial(_load, name, module)
-    return Unit(name, load, functools.partial(_is_kept, name))
 
+    name: str
+    module: str
 
-def _is_kept(name: str) -> bool:
-    return name in _addresses or store.is_kept(name)
+    def is_kept(self) -> bool:
+        """Return whether the unit is loaded, or the store has it, whole."""
+        return self.name in _addresses or store.is_kept(self.name)
 
+    def load(self) -> int:
+        """Load the unit, compiled if the store lacks it; return the address of its C function."""
+        if self.name not in _addresses:
+            self._enter(store.read(self.name) or self.compile())
+        return _addresses[self.name]
 
-def address(name: str) -> int:
-    """Return the address of a unit that is loaded: a C function."""
-    return _addresses[name]
+    def load_kept(self) -> None:
+        """Load the unit if the store has it; never compile."""
+        if self.name not in _addresses and (code := store.read(self.name)):
+            self._enter(code)
 
-
-def _load(name: str, module: str) -> None:
-    if name not in _addresses:
+    def _enter(self, code: Code) -> None:
         from gadei_ps.kernels import engine  # LLVM; takes longer to import than all others here
 
-        _addresses[name] = engine.load(store.read(name) or _compiled(name, module))
+        _addresses[self.name] = engine.load(code)
 
+    def compile(self) -> Code:
+        """Compile the unit, and keep it in the store."""
+        from gadei_ps.kernels import compiled
 
-def load_kept(name: str) -> None:
-    """Load a unit if the store has it; never compile."""
-    if name not in _addresses and (code := store.read(name)):
-        from gadei_ps.kernels import engine
-
-        _addresses[name] = engine.load(code)
-
-
-def _compiled(name: str, module: str) -> Code:
-    from gadei_ps.kernels import compiled
-
-    signature, function = importlib.import_module(module).source(name)
-    cache.check_sources()  # they are imported only now, and an upgrade may have come before
-    made = compiled.machine_code(name, signature, function)
-    store.keep(name, made)
-    return made
+        signature, function = importlib.import_module(self.module).source(self.name)
+        cache.check_sources()  # they are imported only now, and an upgrade may have come before
+        made = compiled.machine_code(self.name, signature, function)
+        store.keep(self.name, made)
+        return made
 
 
 def give_back() -> None:

@@ -48,8 +48,8 @@ def _checksum(path: Path, body: bytes) -> bytes:
 
 def read(name: str) -> Code | None:
     """Return the code of a unit; None if there is no file, or no whole one."""
-    path = _path(name)
     try:
+        path = _path(name)
         data = path.read_bytes()
     except FileNotFoundError:
         return None
@@ -80,9 +80,9 @@ def _remove_old(path: Path) -> None:
 
 def keep(name: str, code: Code) -> None:
     """Write the file of a unit; report an error to cache.note()."""
-    path = _path(name)
     body = " ".join((code.entry, *code.needs)).encode() + b"\n" + code.object
     try:
+        path = _path(name)
         _remove_old(path)
         fd, made = tempfile.mkstemp(prefix=f"{name}.", suffix=HALF, dir=path.parent)
         try:

@@ -59,14 +59,17 @@ def start_ticks(pid: int) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that the process has used, s; 0 if there is no such process."""
+    """Return the processor time (s) of a process and of its children that have ended.
+
+    0 if there is no such process.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return 0.0
     # The second field is the program's name in parentheses and may hold blanks and parentheses.
     fields = stat[stat.rindex(b")") + 2 :].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return sum(map(int, fields[11:15])) / TICKS_PER_S
 
 
 def private_bytes(pid: int) -> int:

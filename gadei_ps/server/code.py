@@ -25,7 +25,7 @@ def spare_home() -> Path:
 
 
 def set_up() -> None:
-    """Make this process, its forks and its helpers keep their code where all of them find it.
+    """Make this process, its forks and its compilers keep code where all of them find it.
 
     Otherwise each server would compile for itself, and one that is killed would leave its files.
     Numba, if one of them imports it, does not optimize what LLVM optimizes as a whole afterwards.
@@ -37,14 +37,9 @@ def set_up() -> None:
 
 
 def load_kept(optimizer: int) -> None:
-    """Load the kept code for an optimizer; never compile.
-
-    Forks of this process then have the code. Code in a temporary directory is not loaded.
-    """
-    if not cache.is_lasting():
-        return
+    """Load the kept code for an optimizer, for forks of this process; never compile."""
     for unit in units.units([optimizer]):
-        loaded.load_kept(unit.name)
+        unit.load_kept()
     loaded.give_back()
 
 
@@ -77,6 +72,6 @@ class Code:
             self._line["state"] = ServerState.STARTING
             if not active and not int(self._control["lease_shards"]):
                 return False
-            units.load([kind])
+            loading.load(units.units([kind]), log.get(), logs=False)
             self._kinds.add(kind)
         return True

@@ -1,26 +1,25 @@
-"""A server's kernels: from the cache, or compiled once for an installation.
+"""A server's kernels: from the store, or compiled once for an installation.
 
-What is missing at a first start is divided among a few processes, the server and its helpers. They
-die with the server. Helpers may fail or be late: what is missing in the end, the server compiles.
+What is missing is compiled by a child (compiler.py), whose memory is free when it ends. It dies
+with the server. It may fail or hang: what is missing in the end, the server compiles.
 """
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from gadei_ps.kernels import cache, loaded, sharing
-from gadei_ps.kernels.unit import Unit
+from gadei_ps.kernels import cache, loaded
+from gadei_ps.kernels.loaded import Unit
 from gadei_ps.machine import process
 from gadei_ps.memory import reserve
 
-HELPERS = 2  # at most, and none without a core of its own
-HELPER_BYTES = 448 << 20  # memory of each
-LEAST_UNITS = 4  # for fewer the start of a helper takes too long
-GONE_S = 5.0
+MOST_PROCESSES = 3  # that compile, each on a core of its own
+PROCESS_BYTES = 448 << 20  # memory of each
+LATE_S = 60.0  # a compiler that has made no progress for so long is killed
+LOOK_S = 1.0  # between two looks at its progress
 
 
 def load(units: Sequence[Unit], log: Any, logs: bool) -> None:
@@ -29,45 +28,48 @@ def load(units: Sequence[Unit], log: Any, logs: bool) -> None:
     `logs`: whether this server logs that it compiles; one of the two does.
     """
     begin = time.monotonic()
-    kept_in = cache.directory()
-    missing = [unit.name for unit in units if not unit.is_kept()]
+    missing = [unit for unit in units if not unit.is_kept()]
     if logs and missing:
-        log.warning("compiling the kernels once, for up to half a minute", kept_in=str(kept_in))
-    helpers = _start_helpers(missing)
-    try:
-        sharing.load(units)
-    finally:
-        for one in helpers:
-            _end(one, log)
+        kept = {"kept_in": str(cache.directory())} if cache.is_lasting() else {}
+        log.warning("compiling the kernels once, for up to half a minute", **kept)
+    processes = min(MOST_PROCESSES, process.cores(), reserve.for_processes() // PROCESS_BYTES)
+    if missing and processes:
+        _have_compiled(missing, processes, log)
+    for unit in units:
+        unit.load()
     loaded.give_back()
     cache.report(log)
-    log.debug(
-        "kernels loaded",
-        seconds=round(time.monotonic() - begin, 2),
-        compiled=len(missing),
-        helpers=len(helpers),
-    )
+    log.debug("kernels loaded", seconds=round(time.monotonic() - begin, 2), compiled=len(missing))
 
 
-def _start_helpers(missing: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Start as many helpers as memory and cores allow, possibly 0. missing: names of units."""
-    if len(missing) < LEAST_UNITS:
-        return []
-    count = min(HELPERS, process.cores() - 1, reserve.for_processes() // HELPER_BYTES)
-    started: list[subprocess.Popen[bytes]] = []
-    with contextlib.suppress(OSError):
-        for _ in range(count):
-            command = process.module_command("gadei_ps.server.helper", *missing)
-            none = subprocess.DEVNULL
-            started.append(process.spawn(command, stdout=none, stderr=none))
-    return started
-
-
-def _end(helper: subprocess.Popen[bytes], log: Any) -> None:
-    """Kill a helper and log if it has failed; it has nothing left to do unless it is late."""
-    if code := helper.poll():
+def _have_compiled(missing: Sequence[Unit], processes: int, log: Any) -> None:
+    """Have units compiled by a child, as far as it gets."""
+    names = [unit.name for unit in missing]
+    command = process.module_command("gadei_ps.server.compiler", str(processes), *names)
+    none = subprocess.DEVNULL
+    try:
+        child = process.spawn(command, stdout=none, stderr=none)
+    except OSError:
+        return
+    try:
+        _wait(child, missing)
+    finally:
+        code = process.end_group(child)
+    if code:
         how = process.signal_name(-code) if code < 0 else f"exit code {code}"
-        log.debug("a process that helped to compile has failed", how=how)
-    helper.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        helper.wait(GONE_S)
+        log.debug("the process that compiles has failed", how=how)
+
+
+def _wait(child: subprocess.Popen[bytes], missing: Sequence[Unit]) -> None:
+    """Wait until the child ends, or makes no progress for LATE_S."""
+    before, since = (0.0, 0), time.monotonic()
+    while True:
+        try:
+            child.wait(LOOK_S)
+            return
+        except subprocess.TimeoutExpired:
+            done = process.cpu_s(child.pid), sum(unit.is_kept() for unit in missing)
+        if done != before:
+            before, since = done, time.monotonic()
+        elif time.monotonic() - since > LATE_S:
+            return

@@ -27,7 +27,6 @@ import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, OtherVersion, SegmentError, in_words
-from gadei_ps.kernels import cache
 from gadei_ps.machine import log, placement, process
 from gadei_ps.memory import build, holds, layout, ring, segment
 from gadei_ps.memory.layout import CONTROL, SERVER, Gone, Phase, SegmentKind, ServerState
@@ -479,7 +478,6 @@ def main() -> None:
     # At once: the interpreter would unmap the leases that threads hold before these end, and the
     # kernel could not show the next server that their holder is dead.
     sys.stderr.flush()
-    cache.remove_temporary()
     os._exit(code)
 
 

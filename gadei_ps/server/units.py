@@ -6,9 +6,8 @@ import ctypes
 import itertools
 from collections.abc import Iterable
 
-from gadei_ps.kernels import loaded
+from gadei_ps.kernels.loaded import Unit
 from gadei_ps.kernels.optimizers import Kind
-from gadei_ps.kernels.unit import Unit
 from gadei_ps.server import kinds
 from gadei_ps.server.structs import PART
 
@@ -16,16 +15,16 @@ FORMS = range(PART["move"].shape[1])
 """Numbers of the forms of a gradient, see payload.FORMS."""
 _ROOM = "gadei_ps.server"
 
-_STAND_BY = loaded.unit("stand_by", f"{_ROOM}.shard")
-_APPLY = loaded.unit("apply", f"{_ROOM}.apply")
-_ARRIVE = loaded.unit("arrive", f"{_ROOM}.arrival")
-_CHECK = loaded.unit("check", f"{_ROOM}.frames")
+_STAND_BY = Unit("stand_by", f"{_ROOM}.shard")
+_APPLY = Unit("apply", f"{_ROOM}.apply")
+_ARRIVE = Unit("arrive", f"{_ROOM}.arrival")
+_CHECK = Unit("check", f"{_ROOM}.frames")
 _STANDS_BY = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
 _CHECKS = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_uint64] * 5)
 
 
 def _loop(what: str, form: int) -> Unit:
-    return loaded.unit(f"{what}-{form}", f"{_ROOM}.chunks")
+    return Unit(f"{what}-{form}", f"{_ROOM}.chunks")
 
 
 def _loops(kind: int) -> list[list[Unit]]:
@@ -48,34 +47,29 @@ def load(optimizers: Iterable[int] = tuple(Kind)) -> None:
         unit.load()
 
 
-def _at(unit: Unit) -> int:
-    unit.load()
-    return loaded.address(unit.name)
-
-
 def stand_by(part: int) -> None:
     """Run a shard's thread (shard.stand_by) to its end, without the interpreter's lock.
 
     part: address of PART.
     """
-    _STANDS_BY(_at(_STAND_BY))(part)
+    _STANDS_BY(_STAND_BY.load())(part)
 
 
 def check_frame(header: int, slot: int, generation: int, sequence: int, part: int) -> int:
     """Call the compiled frames.check_frame. part: address of PART."""
-    return int(_CHECKS(_at(_CHECK))(header, slot, generation, sequence, part))
+    return int(_CHECKS(_CHECK.load())(header, slot, generation, sequence, part))
 
 
 def applier() -> int:
     """Return the address of apply._apply, for PART; compile it if it is not kept."""
-    return _at(_APPLY)
+    return _APPLY.load()
 
 
 def arriver() -> int:
     """Return the address of arrival._arrive, for PART."""
-    return _at(_ARRIVE)
+    return _ARRIVE.load()
 
 
 def loops(kind: int) -> list[list[int]]:
     """Return the addresses of the loops of chunks.py for PART's `move`. kind: the optimizer's."""
-    return [[_at(unit) for unit in row] or [0] * len(FORMS) for row in _loops(kind)]
+    return [[unit.load() for unit in row] or [0] * len(FORMS) for row in _loops(kind)]

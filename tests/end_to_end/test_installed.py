@@ -24,7 +24,7 @@ PARTS = ("gadei_ps", "learners", "watchdog", "benchmarks", "native", "systemd", 
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 LIMIT_S = 900  # for a build and for compiled kernels, on a busy machine
 NEVER = 1_000_000_000  # a time of files; compiled code is found again where it is the same
-# As many units as a helper is worth, and soon compiled.
+# Several units that are soon compiled.
 MISSING = ("assign-*", "check.*", "move-0-1.*")
 
 

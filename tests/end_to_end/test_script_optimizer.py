@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,10 +21,11 @@ from support.supervised import Watched
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.faults import Processes
+from gadei_ps.kernels.loaded import Unit
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence
-from gadei_ps.server import units
+from gadei_ps.server import loading
 
 TENSORS = {"w": np.ones(8, np.float32)}
 ADAMW: dict[str, Any] = {"kind": "adamw", "lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
@@ -210,14 +211,15 @@ def test_a_server_that_compiles_the_optimizer_is_not_hung(job_name: str) -> None
     compiled = FORK.Event()
 
     def slow(program: str) -> None:
-        load = units.load
+        load = loading.load
+        loops = f"move-{int(Kind.ADAMW)}-"
 
-        def wait(kinds: Iterable[int]) -> None:
-            while Kind.ADAMW in (kinds := list(kinds)) and not compiled.is_set():
+        def wait(units: Sequence[Unit], *how: Any, **more: Any) -> None:
+            while any(one.name.startswith(loops) for one in units) and not compiled.is_set():
                 time.sleep(0.01)
-            load(kinds)
+            load(units, *how, **more)
 
-        units.load = wait  # in a fork of this process
+        loading.load = wait  # in a fork of this process
 
     with (
         mock.patch.object(quick, "STARTING", [slow]),

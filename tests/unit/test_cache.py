@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -72,11 +73,19 @@ def test_what_fields_and_codes_mean_is_not_compiled(
     assert len(seen) == 5
 
 
+class Unit(NamedTuple):
+    """A unit of code whose compilation is a call."""
+
+    name: str
+    load: Callable[[], object]
+    is_kept: Callable[[], bool]
+
+
 def test_a_start_that_compiles_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the two servers does, as long as anything is missing."""
-    from gadei_ps.kernels.unit import Unit
     from gadei_ps.server import loading
 
+    monkeypatch.setattr(loading, "_have_compiled", lambda *_: None)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     file = cache.directory() / "some"
     log = mock.Mock()

@@ -45,7 +45,7 @@ ORDER = {
         command.ORPHAN_S,
         command.ORPHANS_END_S,
     ),
-    "a helper that compiles, the server": (loading.GONE_S, watchdog.SERVER_SILENT_S),
+    "a process that compiles, the server": (loading.LATE_S, watchdog.SERVER_SILENT_S),
     "a locked directory, a pause, a stop without progress": (
         checkpoint.LOCK_TIMEOUT_S,
         checkpoint_writer.COPY_ATTEMPTS_S,
