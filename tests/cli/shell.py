@@ -123,9 +123,9 @@ class Cli:
         stderr: IO[bytes],
     ) -> subprocess.Popen[bytes] | quick.Forked:
         command = [sys.executable, "-m", "gadei_ps", *arguments]
-        told = os.environ | env
-        other = any(told.get(name, "") != BEFORE[name] for name in AT_START)
-        how: dict[str, Any] = {"env": told, "cwd": self.directory}
+        environment = os.environ | env
+        other = any(environment.get(name, "") != BEFORE[name] for name in AT_START)
+        how: dict[str, Any] = {"env": environment, "cwd": self.directory}
         how |= {"stdin": stdin, "stdout": stdout, "stderr": stderr}
         if self.interpreters or other:
             return subprocess.Popen(command, **how)
@@ -157,11 +157,11 @@ class Cli:
                 process.kill()
                 process.wait()
                 raise
-            said = []
+            outputs = []
             for stream in (out, err):
                 stream.seek(0)
-                said.append(stream.read().decode())
-        return Result(code, *said)
+                outputs.append(stream.read().decode())
+        return Result(code, *outputs)
 
     def start(self, *arguments: object, **env: str) -> Running:
         """Start a command in the background. It is ended when the test ends."""

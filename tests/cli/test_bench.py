@@ -55,9 +55,9 @@ def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
     bench = subprocess.Popen(
         [*command, "--out", str(out)], stdout=pipe, stderr=pipe, cwd=cli.directory
     )
-    said, complained = bench.communicate(timeout=200)
+    output, complained = bench.communicate(timeout=200)
     assert bench.returncode == 0, complained.decode()
-    result = json.loads(said)
+    result = json.loads(output)
     assert json.loads((out / f"{name}.json").read_text()) == result
     assert (result["benchmark"], result["quick"]) == (name, True)
     assert result["machine"]["cores"] >= 1

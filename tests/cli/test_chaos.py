@@ -146,7 +146,7 @@ def test_chaos_in_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--for", "soon"], "duration 'soon'"),
         (["--targets", "server,cat"], "'cat' is not a role; give some of server, standby, learner"),
@@ -155,7 +155,7 @@ def test_chaos_in_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> 
         (["--size", "much"], "size 'much'"),
     ],
 )
-def test_chaos_says_what_it_cannot_do(cli: Cli, flags: list[object], said: str) -> None:
+def test_chaos_says_what_it_cannot_do(cli: Cli, flags: list[object], message: str) -> None:
     result = cli("chaos", *flags)
     assert result.code == 2
-    assert said in result.error
+    assert message in result.error

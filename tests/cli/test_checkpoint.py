@@ -194,9 +194,9 @@ def test_a_full_disk_does_not_stop_training(cli: Cli, job_name: str) -> None:
         support.eventually(lambda: support.status(job_name)["checkpoint_failures"] == 1)
         assert "training continues" in daemon.err
         assert "File too large" in daemon.err
-        said = cli("checkpoint", job_name).error
-        assert str(cli.directory / "state" / job_name) in said
-        assert "File too large" in said
+        message = cli("checkpoint", job_name).error
+        assert str(cli.directory / "state" / job_name) in message
+        assert "File too large" in message
         count(client, 6)
         np.testing.assert_array_equal(weights(job_name), -12)
         now = support.status(job_name)

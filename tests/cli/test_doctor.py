@@ -61,13 +61,13 @@ def test_compiled_code(cli: Cli, compiled: None) -> None:
     home = cli.directory / "gadei-ps"
     kept = shutil.copytree(cache.directory(), home / cache.directory().name)
 
-    def said() -> str:
+    def finding() -> str:
         checks = cli("doctor", "--json", NUMBA_CACHE_DIR=str(cli.directory)).json["checks"]
         return next(one["finding"] for one in checks if one["name"] == "Numba's cache")
 
-    assert said() == f"{kept}, filled"
+    assert finding() == f"{kept}, filled"
     (kept / "stand_by.code").unlink()
-    assert said().startswith(f"{kept}, not filled: the next start compiles")
+    assert finding().startswith(f"{kept}, not filled: the next start compiles")
 
 
 @pytest.mark.parametrize("why", ["read-only", "a file"])
@@ -76,8 +76,8 @@ def test_no_place_for_compiled_code(why: str, cli: Cli, tmp_path: Path) -> None:
     runtime = str(cli.directory)
     (tmp_path / "gadei-ps").touch()
     home = Path("/proc/none") if why == "read-only" else tmp_path
-    told = cli("doctor", "--json", NUMBA_CACHE_DIR=str(home), GADEI_PS_RUNTIME_DIR=runtime)
-    found = next(one for one in told.json["checks"] if one["name"] == "Numba's cache")
+    result = cli("doctor", "--json", NUMBA_CACHE_DIR=str(home), GADEI_PS_RUNTIME_DIR=runtime)
+    found = next(one for one in result.json["checks"] if one["name"] == "Numba's cache")
     assert found["level"] == "warning"
     assert found["finding"].startswith(
         f"{home}/gadei-ps cannot be written: what is compiled is kept in {runtime}/.cache"
@@ -168,7 +168,7 @@ def test_logind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "level", "said"),
+    ("limits", "level", "message"),
     [
         ((-1, -1), "ok", "unlimited"),
         ((1024, 4096), "ok", "1024"),
@@ -178,11 +178,11 @@ def test_logind(tmp_path: Path) -> None:
     ],
 )
 def test_open_files(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], level: str, said: str
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], level: str, message: str
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: limits)
     found, finding, remedy = doctor.CHECKS["open files"]()
-    assert (found, said in finding) == (level, True)
+    assert (found, message in finding) == (level, True)
     assert ("hard limit is 500" in remedy) == (limits[1] == 500)
 
 
@@ -250,28 +250,28 @@ def test_no_gpu(nvidia_smi: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("raise SystemExit('driver and library differ')", "driver and library differ"),
         ("import time; time.sleep(1000)", "no answer within 0.1 s"),
     ],
 )
-def test_broken_driver(cli: Cli, nvidia_smi: Path, code: str, said: str) -> None:
+def test_broken_driver(cli: Cli, nvidia_smi: Path, code: str, message: str) -> None:
     program(nvidia_smi, code)
     patience_s = 0.1 if "sleep" in code else support.PATIENCE_S
     level, finding, remedy = doctor.gpu(patience_s)
     assert level == doctor.Level.WARNING
-    assert said in finding
+    assert message in finding
     assert "--device host" in remedy
     if "sleep" not in code:
         result = cli("doctor", "--json")
         assert result.code == 0, "jobs run on the host"
         checks = {one["name"]: one for one in result.json["checks"]}
-        assert said in checks["GPU"]["finding"]
+        assert message in checks["GPU"]["finding"]
 
 
 @pytest.mark.parametrize(
-    ("driver", "said"),
+    ("driver", "advice"),
     [
         ("580.65.06", "pip install 'gadei-ps[cuda13]'"),
         ("600.1", "pip install 'gadei-ps[cuda13]'"),
@@ -280,8 +280,8 @@ def test_broken_driver(cli: Cli, nvidia_smi: Path, code: str, said: str) -> None
         ("", "pip install 'gadei-ps[cuda13]', or [cuda12] for a driver before 580"),
     ],
 )
-def test_cupy_for_a_driver(driver: str, said: str) -> None:
-    assert doctor.cupy_for(driver) == said
+def test_cupy_for_a_driver(driver: str, advice: str) -> None:
+    assert doctor.cupy_for(driver) == advice
 
 
 def probe(found: object) -> list[str]:
@@ -299,7 +299,7 @@ def test_cuda(nvidia_smi: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"missing": "the GPU is too old"}, "learners compute on the host: the GPU is too old"),
         ({"devices": [GPU | {"errors": {"registers": "not permitted"}}]}, "registers fails: not"),
@@ -307,10 +307,10 @@ def test_cuda(nvidia_smi: Path) -> None:
         ({"cupy": None, "errors": {"cupy": "no libcudart"}}, "cannot be loaded: no libcudart"),
     ],
 )
-def test_cuda_with_faults(nvidia_smi: Path, changes: dict[str, Any], said: str) -> None:
+def test_cuda_with_faults(nvidia_smi: Path, changes: dict[str, Any], message: str) -> None:
     level, finding, remedy = doctor.cuda(probe(PROBED | changes), support.PATIENCE_S)
     assert level == doctor.Level.WARNING
-    assert said in finding
+    assert message in finding
     assert remedy
 
 
@@ -323,7 +323,7 @@ def test_cupy_without_a_gpu(nvidia_smi: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("import time; time.sleep(1000)", "no answer within 0.1 s"),
         ("import os; os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
@@ -331,11 +331,11 @@ def test_cupy_without_a_gpu(nvidia_smi: Path) -> None:
         ("print('hello')", "has printed no result"),
     ],
 )
-def test_probe_that_fails(code: str, said: str) -> None:
+def test_probe_that_fails(code: str, message: str) -> None:
     patience_s = 0.1 if "sleep" in code else support.PATIENCE_S
     level, finding, remedy = doctor.cuda([sys.executable, "-c", code], patience_s)
     assert level == doctor.Level.WARNING
-    assert said in finding
+    assert message in finding
     assert remedy
 
 

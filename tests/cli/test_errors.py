@@ -60,7 +60,7 @@ def test_help_and_version(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("trian", "No such command"),
         ("train", "Missing argument"),
@@ -95,14 +95,14 @@ def test_help_and_version(cli: Cli) -> None:
         ("predict model --csv x.csv text", "not both"),
     ],
 )
-def test_usage(cli: Cli, arguments: str, said: str) -> None:
+def test_usage(cli: Cli, arguments: str, message: str) -> None:
     result = cli(*arguments.split())
     assert result.code == 2
-    assert said in result.err
+    assert message in result.err
     assert len(result.err.splitlines()) == 1
     assert result.err.startswith("gadei-ps: ")
     if "--json" in arguments:
-        assert said in result.json["error"]
+        assert message in result.json["error"]
         assert result.json["kind"] == "UsageError"
     else:
         assert not result.out
@@ -121,7 +121,7 @@ def test_unknown_job(cli: Cli, job_name: str, arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("optimzer = 3", "optimzer: there is no such field: did you mean 'optimizer'?"),
         ("sinc = 'bsp'", "sinc: there is no such field: did you mean 'sync'?"),
@@ -139,11 +139,11 @@ def test_unknown_job(cli: Cli, job_name: str, arguments: str) -> None:
         ("[[tensors]]\nname = 'w'\nshape = [-1]", "shape"),
     ],
 )
-def test_job_file(cli: Cli, text: str, said: str) -> None:
+def test_job_file(cli: Cli, text: str, message: str) -> None:
     (cli.directory / "job.toml").write_text(text)
     result = cli("serve", "job.toml")
     assert result.code == 2
-    assert said in result.error
+    assert message in result.error
 
 
 def test_job_file_of_another_name(cli: Cli) -> None:
@@ -192,7 +192,7 @@ def test_model_larger_than_memory(cli: Cli, job_name: str, compiled: None, comma
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "cannot be read (No such file or directory)"),
         (b"", "the file is empty"),
@@ -203,18 +203,18 @@ def test_model_larger_than_memory(cli: Cli, job_name: str, compiled: None, comma
     ],
     ids=["missing", "empty", "no rows", "no column", "one label", "bad UTF-8"],
 )
-def test_training_file(cli: Cli, content: bytes | None, said: str) -> None:
+def test_training_file(cli: Cli, content: bytes | None, message: str) -> None:
     if content is not None:
         (cli.directory / "data.csv").write_bytes(content)
     result = cli("train", "data.csv", "--json")
     assert result.code == 2
-    assert said in result.error
+    assert message in result.error
     assert result.json == {"error": result.error, "kind": "DatasetError"}
     assert not (cli.directory / "model").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--model cnn --lr -1", "lr must be at least 0"),
         ("--lr 1", "--lr is for --model cnn"),
@@ -223,10 +223,10 @@ def test_training_file(cli: Cli, content: bytes | None, said: str) -> None:
         ("--out {directory}/data.csv", "cannot be used (Not a directory)"),
     ],
 )
-def test_training_options(cli: Cli, arguments: str, said: str) -> None:
+def test_training_options(cli: Cli, arguments: str, message: str) -> None:
     (cli.directory / "data.csv").write_text(ROWS)
     result = cli("train", "data.csv", *arguments.format(directory=cli.directory).split())
-    assert said in result.error
+    assert message in result.error
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read and write everything")
@@ -270,9 +270,9 @@ def test_bug_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exits._report(ValueError("two\nlines"), "gadei-ps", as_json=True) == 1
-    said = capsys.readouterr()
-    assert len(said.err.splitlines()) == 1
-    assert json.loads(said.out)["kind"] == "ValueError"
+    captured = capsys.readouterr()
+    assert len(captured.err.splitlines()) == 1
+    assert json.loads(captured.out)["kind"] == "ValueError"
 
 
 def test_module_runs_from_anywhere(tmp_path: Path) -> None:
@@ -284,9 +284,13 @@ def test_an_error_is_the_last_object_of_a_json_log(cli: Cli) -> None:
     for arguments, code in ((("serve", "nowhere.toml"), 2), (("serve", "--fast", "x.toml"), 2)):
         result = cli(*arguments, "--json-log")
         assert result.code == code
-        told = json.loads(result.err)
-        assert (told["level"], told["kind"], told["exit_code"]) == ("critical", "UsageError", code)
-        assert "nowhere.toml" in told["event"] or "--fast" in told["event"]
+        event = json.loads(result.err)
+        assert (event["level"], event["kind"], event["exit_code"]) == (
+            "critical",
+            "UsageError",
+            code,
+        )
+        assert "nowhere.toml" in event["event"] or "--fast" in event["event"]
 
 
 def test_a_terminal_takes_no_name_for_commands(cli: Cli) -> None:

@@ -10,16 +10,16 @@ SMALL = ("--groups", "2", "--rounds", "3", "--k", "2")
 
 def test_tables(cli: Cli) -> None:
     at_once = ("--detect", "0s", "--latency", "0s", "--return-after", "0s")
-    told = cli("group", "simulate", "replace", "outer:0.7:0.5", *SMALL, "--die", "3@1", *at_once)
-    assert "4 in 2 groups, neighbours: ring" in told.out
-    assert "outer:0.7:0.5" in told.out and "2(m-1)/m" in told.out and "deaths" in told.out
+    result = cli("group", "simulate", "replace", "outer:0.7:0.5", *SMALL, "--die", "3@1", *at_once)
+    assert "4 in 2 groups, neighbours: ring" in result.out
+    assert "outer:0.7:0.5" in result.out and "2(m-1)/m" in result.out and "deaths" in result.out
 
 
 def test_json(cli: Cli) -> None:
     words = ("group", "simulate", "mix:0.5", *SMALL, "--train", "convex", "--k", "1epoch")
-    told = cli(*words, "--wire", "int8", "--json").json
-    assert (told["machines"], told["k"], told["rules"][0]["rounds"]) == (4, 32, 6)
-    assert told["rules"][0]["training"]["accuracy"] > 0.5 and told["rules"][0]["curve"]
+    report = cli(*words, "--wire", "int8", "--json").json
+    assert (report["machines"], report["k"], report["rules"][0]["rounds"]) == (4, 32, 6)
+    assert report["rules"][0]["training"]["accuracy"] > 0.5 and report["rules"][0]["curve"]
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ def test_json(cli: Cli) -> None:
     ],
 )
 def test_mistakes_are_told_in_one_line(cli: Cli, words: list[str], message: str) -> None:
-    told = cli("group", "simulate", *words)
-    assert told.code == 2 and message in told.error
+    result = cli("group", "simulate", *words)
+    assert result.code == 2 and message in result.error

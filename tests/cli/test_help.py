@@ -44,21 +44,23 @@ def default_of(parameter: Any) -> str | None:
 def faults(command: Any, screen: str) -> list[str]:
     """The faults in the help of a command. screen: the output of --help."""
     found = [] if (command.help or "").strip() else ["the command has no help"]
-    said = " ".join(screen.split())
+    printed = " ".join(screen.split())
     for parameter in command.params:
         name, text = parameter.opts[-1], parameter.help or ""
         if len(text) < 8 or not text.endswith((".", "...")):
             found.append(f"{name}: {text!r} explains nothing, or is not a sentence")
-        elif " ".join(text.split()) not in said:
+        elif " ".join(text.split()) not in printed:
             found.append(f"{name}: not all of {text!r} is on the screen")
         if not name.startswith("-") and parameter.metavar not in screen:
             found.append(f"{name}: its name is not on the screen")
         default = default_of(parameter)
-        if default is not None and not re.search(rf"\[default: \(?{re.escape(default)}\)?\]", said):
+        if default is not None and not re.search(
+            rf"\[default: \(?{re.escape(default)}\)?\]", printed
+        ):
             found.append(f"{name}: its default {default} is not shown")
     if "<bool>" in screen:
         found.append("a switch shows the type of a value, which it does not take")
-    found += [f"the word {one.group()!r}" for one in FORBIDDEN.finditer(said)]
+    found += [f"the word {one.group()!r}" for one in FORBIDDEN.finditer(printed)]
     return found
 
 

@@ -47,20 +47,20 @@ def test_the_limit_of_open_files_is_named(cli: Cli, job_name: str, tmp_path: Pat
     command = [sys.executable, "-P", "-m", "gadei_ps", "serve", f"{job_name}.toml"]
     for files in range(16, 24):
         with (
-            (tmp_path / "said").open("w+") as said,
+            (tmp_path / "errors").open("w+") as stream,
             subprocess.Popen(
-                ["prlimit", f"--nofile={files}", *command], cwd=tmp_path, stderr=said
+                ["prlimit", f"--nofile={files}", *command], cwd=tmp_path, stderr=stream
             ) as daemon,
         ):
             support.eventually(
-                lambda: "server" in (tmp_path / "said").read_text() or daemon.poll() is not None
+                lambda: "server" in (tmp_path / "errors").read_text() or daemon.poll() is not None
             )
             daemon.terminate()
-        told = (tmp_path / "said").read_text()
-        assert "of open files" in told or "Too many open files" in told
+        output = (tmp_path / "errors").read_text()
+        assert "of open files" in output or "Too many open files" in output
         assert not support.segments(job_name)
-        if "cannot start a server" in told:
-            assert f"the limit of open files is {files}: raise it (ulimit -n" in told
+        if "cannot start a server" in output:
+            assert f"the limit of open files is {files}: raise it (ulimit -n" in output
             return
     pytest.fail("at no limit it was the server that could not be started")
 
@@ -172,9 +172,9 @@ def test_a_job_whose_socket_and_lock_are_removed(cli: Cli, job_name: str) -> Non
     with support.Stopped(daemon.pid):
         for lost in (paths.socket_path(job_name), paths.lock_path(job_name)):
             lost.unlink()
-            told = cli("status", job_name).error
-            assert f"its socket {paths.socket_path(job_name)} is gone or replaced" in told
-            assert f"gadei-ps kill {job_name} --watchdog" in told
+            message = cli("status", job_name).error
+            assert f"its socket {paths.socket_path(job_name)} is gone or replaced" in message
+            assert f"gadei-ps kill {job_name} --watchdog" in message
             (job,) = (one for one in cli("ls", "--json").json["jobs"] if one["name"] == job_name)
             assert job["state"] == "silent"
     support.eventually(lambda: is_running(job_name))
@@ -212,11 +212,11 @@ def test_a_job_of_the_systems_unit(
     for command in ("status", "kill --server", "export"):
         verb, *options = command.split()
         options += [f"{tmp_path}/w.npz"] if verb == "export" else []
-        told = cli(verb, job_name, *options, GADEI_PS_RUNTIME_DIR=other).error
-        assert f"set GADEI_PS_RUNTIME_DIR={system}" in told, command
+        message = cli(verb, job_name, *options, GADEI_PS_RUNTIME_DIR=other).error
+        assert f"set GADEI_PS_RUNTIME_DIR={system}" in message, command
         if verb != "export":
-            told = cli(verb, job_name, *options).error
-            assert f"systemctl status gadei-ps@{job_name} gadei-ps-end@{job_name}" in told
+            message = cli(verb, job_name, *options).error
+            assert f"systemctl status gadei-ps@{job_name} gadei-ps-end@{job_name}" in message
     daemon = cli.serve(job_name, MODEL)
     assert daemon.signal(signal.SIGKILL).code == -signal.SIGKILL
     assert f"(systemctl start gadei-ps@{job_name})" in cli("status", job_name).error
@@ -240,9 +240,9 @@ def test_gc(cli: Cli, job_name: str, learner: list[str]) -> None:
     everything = cli("gc", "--dry-run", "--json").json
     assert dead not in {one["job"] for one in everything["removed"]}, "serve would continue with it"
     assert living not in {one["job"] for one in everything["removed"]}
-    told = cli("gc", "--dry-run").err
-    assert f"job {dead!r} is still in memory, but its processes are dead" in told
-    assert f"job {living!r}" not in told
+    output = cli("gc", "--dry-run").err
+    assert f"job {dead!r} is still in memory, but its processes are dead" in output
+    assert f"job {living!r}" not in output
     wanted = cli("gc", dead, living, "--dry-run", "--json").json
     assert len(segments) == 4
     assert segments <= set(support.segments(dead)), "a dry run removes nothing"

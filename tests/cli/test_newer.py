@@ -39,8 +39,8 @@ def test_a_newer_checkpoint_is_told_and_can_be_taken(
     write(cli, old, TEXT, range(5, 6))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        with monkeypatch.context() as told:
-            told.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with monkeypatch.context() as context:
+            context.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
             daemon = again(cli, old)
         support.eventually(lambda: support.status(old)["newer_checkpoint"] == 5)
         command = f"gadei-ps stop {old} --discard"

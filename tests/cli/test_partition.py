@@ -78,8 +78,8 @@ def test_a_plan(cli: Cli) -> None:
         "optimizer=lambda p: torch.optim.SGD(p, lr=0.01))"
     )
     picture = ElementTree.parse(cli.directory / "plan.svg")
-    said = "".join(picture.getroot().itertext()).replace("\xa0", " ")
-    assert "VirtualWorker(layers()" in said and "mini-batches/s" in said
+    labels = "".join(picture.getroot().itertext()).replace("\xa0", " ")
+    assert "VirtualWorker(layers()" in labels and "mini-batches/s" in labels
 
 
 def test_json_and_errors_are_alone_on_their_streams(cli: Cli) -> None:
@@ -163,19 +163,19 @@ def test_what_makes_no_plan(given: dict[str, str], why: str, module: None) -> No
     asked = {**right, "spec": "wsp:D=1,s_local=3", "optimizer": "sgd", "repeats": 1, **given}
     with pytest.raises(UsageError) as refused:
         partition.partition(**asked)  # type: ignore[arg-type]
-    said = str(refused.value)
-    assert said.startswith(why.format(Path.cwd()))
-    assert "\n" not in said
+    result = str(refused.value)
+    assert result.startswith(why.format(Path.cwd()))
+    assert "\n" not in result
 
 
 def test_what_a_plan_has_for_programs(module: None) -> None:
     made, call = partition.partition(
         *("mine:layers", "mine:sample", DEVICES, None, "wsp:0", "mine:torch.optim.Adam", 1)
     )
-    told = json.loads(made.model_dump_json())
-    assert told["stages"][0].keys() >= {"device", "first_layer", "forward_s", "memory_bytes"}
-    assert told["pieces"][0]["optimizer_bytes"] == 2 * 220 * 4 + 8  # two moments and the steps
-    assert told["pieces"][0]["times"].keys() == {"host:1"}
+    dumped = json.loads(made.model_dump_json())
+    assert dumped["stages"][0].keys() >= {"device", "first_layer", "forward_s", "memory_bytes"}
+    assert dumped["pieces"][0]["optimizer_bytes"] == 2 * 220 * 4 + 8  # two moments and the steps
+    assert dumped["pieces"][0]["times"].keys() == {"host:1"}
     assert call.endswith("optimizer=torch.optim.Adam)")
     made, call = partition.partition(
         *("mine:layers", "mine:sample", "host:1", None, "wsp:0", "none", 1)

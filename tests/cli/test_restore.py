@@ -92,9 +92,9 @@ def test_another_optimizer(before: str, cli: Cli, job_name: str) -> None:
     file = cli.directory / f"{job_name}.toml"
     after = "adam" if before == "sgd" else "sgd"
     file.write_text(texts[after])
-    said = refused(cli, job_name)
-    assert f"the checkpoint is of optimizer {before}, the job of {after}: " in said
-    assert "--fresh" in said
+    message = refused(cli, job_name)
+    assert f"the checkpoint is of optimizer {before}, the job of {after}: " in message
+    assert "--fresh" in message
     # Only the numbers of an optimizer may change.
     file.write_text(texts[before].replace("lr = ", "weight_decay = 0.1\nlr = 1"))
     again(cli, job_name)
@@ -146,8 +146,8 @@ def test_a_checkpoint_names_no_program_and_no_path(cli: Cli, job_name: str) -> N
 
     daemon = cli.start("restore", copied)
     support.eventually(lambda: is_running(job_name), what=lambda: daemon.err)
-    said = f"the job starts no learners, and writes its checkpoints to {copied}"
-    support.eventually(lambda: said in daemon.err, what=lambda: daemon.err)
+    message = f"the job starts no learners, and writes its checkpoints to {copied}"
+    support.eventually(lambda: message in daemon.err, what=lambda: daemon.err)
     assert (weights(job_name) == -2).all()
     assert Path(take(job_name)["path"]).parent == copied
     stop(job_name)
@@ -173,8 +173,8 @@ def test_a_checkpoint_of_a_job_that_is_kept(dead: str, cli: Cli) -> None:
     """Use its name as the checkpoint's word: the memory of the user's own job is not dropped."""
     again(cli, dead)
     support.kill_all(dead)
-    said = cli("restore", cli.directory / "state" / dead).error
-    assert f"job '{dead}', whose memory is still there" in said
+    message = cli("restore", cli.directory / "state" / dead).error
+    assert f"job '{dead}', whose memory is still there" in message
     assert support.segments(dead)
     assert restored(cli, dead, dead, "--version", 1) == 1
 
@@ -183,9 +183,9 @@ def test_a_checkpoint_of_a_job_that_is_kept(dead: str, cli: Cli) -> None:
 def test_a_directory_of_another_user(dead: str, cli: Cli) -> None:
     directory = cli.directory / "state" / dead
     os.chown(directory, 65534, 65534)
-    said = cli("restore", directory).error
-    assert f"{directory}: " in said
-    assert "belongs to user nobody: copy the checkpoint" in said
+    message = cli("restore", directory).error
+    assert f"{directory}: " in message
+    assert "belongs to user nobody: copy the checkpoint" in message
     assert not support.segments(dead)
 
 
@@ -204,8 +204,8 @@ def test_restore_goes_back(dead: str, cli: Cli) -> None:
 
 
 def test_what_cannot_be_restored(dead: str, cli: Cli) -> None:
-    said = cli("restore", dead, "--version", 9).error
-    assert "no checkpoint of version 9; there are: 3, 2, 1" in said
+    message = cli("restore", dead, "--version", 9).error
+    assert "no checkpoint of version 9; there are: 3, 2, 1" in message
     assert "no such directory" in cli("restore", "no-such-job").error
     assert "--version" in cli("restore", there(dead, cli)[0], "--version", 1).error
     truncate(there(dead, cli)[0])
@@ -235,8 +235,8 @@ def test_export(cli: Cli, job_name: str) -> None:
     assert [one["version"] for one in live] == [2, 2, 2]
     assert (live[0]["job"], live[0]["tensors"], live[0]["values"]) == (job_name, 2, VALUES + 6)
     stop(job_name)
-    said = cli("export", path, "one.npz").out
-    assert said.startswith("2 tensors of version 2 written: one.npz")
+    output = cli("export", path, "one.npz").out
+    assert output.startswith("2 tensors of version 2 written: one.npz")
     (cli.directory / "one.npz").unlink()
     for suffix in SUFFIXES:
         saved.export(str(path), cli.directory / f"one{suffix}")

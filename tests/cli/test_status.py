@@ -46,7 +46,7 @@ def test_a_picture_of_a_running_job(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--svg gone/status.svg", "--svg gone/status.svg: there is no directory gone; create it"),
         ("--svg status.png", "--svg status.png: give a name that ends in .svg"),
@@ -55,11 +55,11 @@ def test_a_picture_of_a_running_job(
         ("--svg taken.svg", "--svg taken.svg: it is a directory; name a file"),
     ],
 )
-def test_no_picture(cli: Cli, arguments: str, said: str) -> None:
+def test_no_picture(cli: Cli, arguments: str, message: str) -> None:
     (cli.directory / "taken.svg").mkdir()
     result = cli("status", *arguments.split())
     assert result.code == 2
-    assert said in result.error
+    assert message in result.error
     assert [one.name for one in cli.directory.iterdir()] == ["taken.svg"]
 
 
@@ -110,10 +110,10 @@ def test_a_terminal_takes_no_name_for_commands(capsys: pytest.CaptureFixture[str
     named = tables.facts({"learner": "a\x1b[2Jb\u202ec", "line": "1\n2"})
     tables.show(named)
     tables.show("d\re\tf\n")
-    said = capsys.readouterr().out
-    assert "a\\x1b[2Jb\\u202ec" in said
-    assert said.endswith("d\\re\tf\n\n")
-    assert said.replace("\n", "").replace("\t", "").isprintable()
+    output = capsys.readouterr().out
+    assert "a\\x1b[2Jb\\u202ec" in output
+    assert output.endswith("d\\re\tf\n\n")
+    assert output.replace("\n", "").replace("\t", "").isprintable()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])

@@ -17,8 +17,8 @@ def test_set_and_adopt(cli: Cli, job_name: str, learner: list[str]) -> None:
     support.eventually(learning(job_name, team[0], 2))
     assert cli("set", job_name, "sync=ssp:4").out == f"{job_name}: asp -> ssp:s=4\n"
     assert cli("set", job_name, "sync=ssp:s=4").out == f"{job_name}: already has ssp:s=4\n"
-    told = cli("set", job_name, "sync=bsp", "--json").json
-    assert told == {"job": job_name, "sync": "bsp", "before": "ssp:s=4", "changed": True}
+    report = cli("set", job_name, "sync=bsp", "--json").json
+    assert report == {"job": job_name, "sync": "bsp", "before": "ssp:s=4", "changed": True}
     refused = cli("set", job_name, "sync=cutoff:c=9")
     assert (refused.code, refused.error) == (
         1,
@@ -45,14 +45,14 @@ def test_trace_and_simulate(cli: Cli, job_name: str, learner: list[str]) -> None
     cli.serve(job_name, "sync = 'bsp'\n")
     team = [cli.start("attach", job_name, "--", *learner, FOREVER) for _ in range(2)]
     support.eventually(learning(job_name, team[0], 2))
-    told = cli("trace", job_name, "--for", "300ms", "--json").json
-    assert told["file"] == f"{job_name}-trace.csv"
-    assert told["learners"] == 2
-    recorded = traces.read(cli.directory / told["file"])
+    report = cli("trace", job_name, "--for", "300ms", "--json").json
+    assert report["file"] == f"{job_name}-trace.csv"
+    assert report["learners"] == 2
+    recorded = traces.read(cli.directory / report["file"])
     assert recorded.times.shape[1] == 2
-    assert told["run_times"] == recorded.times.size - recorded.missing > 10
+    assert report["run_times"] == recorded.times.size - recorded.missing > 10
     simulated = cli(
-        "simulate", "bsp", "ssp:1", "--learners", 2, "--times", told["file"], "--json"
+        "simulate", "bsp", "ssp:1", "--learners", 2, "--times", report["file"], "--json"
     ).json
     assert [one["model"] for one in simulated["models"]] == ["bsp", "ssp:s=1"]
     assert cli("trace", "nosuch").error.startswith("no job 'nosuch' with a model is running")

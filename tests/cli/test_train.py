@@ -129,12 +129,12 @@ def test_predict(cli: Cli, trained: tuple[Path, Result], interpreters: None) -> 
     assert several.split("\t")[::2] == ["", "claim", texts[0] + "\n"]
 
     cli.interpreters = False
-    said = cli("predict", model, "--json", stdin=b"a new invoice\n\nthe accident\nqwertz")
-    found = said.json["predictions"]
+    result = cli("predict", model, "--json", stdin=b"a new invoice\n\nthe accident\nqwertz")
+    found = result.json["predictions"]
     assert [one["text"] for one in found] == [texts[0], "", texts[1], "qwertz"]
     assert (found[0]["label"], found[2]["label"]) == ("billing", "claim")
     assert [bool(one["known_words"]) for one in found] == [True, False, True, False]
-    assert "2 of 4 sentences without a word of the model's vocabulary (first: '')" in said.err
+    assert "2 of 4 sentences without a word of the model's vocabulary (first: '')" in result.err
 
 
 def test_several_labels(cli: Cli, job_name: str) -> None:
@@ -149,8 +149,8 @@ def test_several_labels(cli: Cli, job_name: str) -> None:
     result = cli("train", "data.csv", *given, patience_s=180)
     assert result.code == 0, result
     assert result.json["micro_f1"] > 0.8
-    said = cli("predict", "model", "invoice number", "the accident with the payment", "--json")
-    assert [one["label"] for one in said.json["predictions"]] == ["billing", "billing;claim"]
+    answered = cli("predict", "model", "invoice number", "the accident with the payment", "--json")
+    assert [one["label"] for one in answered.json["predictions"]] == ["billing", "billing;claim"]
 
 
 def test_standard_input_that_is_not_text() -> None:
@@ -164,11 +164,11 @@ def test_predict_csv(cli: Cli, trained: tuple[Path, Result]) -> None:
     model = trained[0] / "model"
     (cli.directory / "in.csv").write_text('id,words\n7,"invoice, please"\n8,accident\n')
     (cli.directory / "in.jsonl").write_text('{"words": "accident", "id": [1]}\n')
-    said = cli("predict", model, "--csv", "in.jsonl", "--text-column", "words")
-    assert said.out.startswith("words,id,label,probability\naccident,[1],claim,")
-    assert said.err == "gadei-ps: in.jsonl: JSON\n"
-    said = cli("predict", model, "--csv", "in.csv", "--text-column", "words").out
-    rows = list(csv.DictReader(io.StringIO(said)))
+    result = cli("predict", model, "--csv", "in.jsonl", "--text-column", "words")
+    assert result.out.startswith("words,id,label,probability\naccident,[1],claim,")
+    assert result.err == "gadei-ps: in.jsonl: JSON\n"
+    result = cli("predict", model, "--csv", "in.csv", "--text-column", "words")
+    rows = list(csv.DictReader(io.StringIO(result.out)))
     assert [(row["id"], row["words"], row["label"]) for row in rows] == [
         ("7", "invoice, please", "billing"),
         ("8", "accident", "claim"),

@@ -19,7 +19,7 @@ class Makers(NamedTuple):
     hurried: Start
 
 
-def told(answer: tuple[int, str]) -> tuple[int, str]:
+def with_seconds(answer: tuple[int, str]) -> tuple[int, str]:
     """An answer with its time limit in seconds, whichever unit the client has."""
 
     def in_seconds(match: re.Match[str]) -> str:
@@ -35,7 +35,7 @@ def row_of(job: Job, one: Learner) -> dict[str, Any]:
 
 def answers_of(both: dict[str, Makers], *command: object) -> tuple[int, str]:
     """Return the answer of fresh learners of both kinds, which must be the same."""
-    first, second = (told(make.plain().ask(*command)) for make in both.values())
+    first, second = (with_seconds(make.plain().ask(*command)) for make in both.values())
     assert first == second
     return first
 

@@ -63,11 +63,11 @@ class Driver:
 
     def tensors(self) -> object:
         all_ = self.mine.model.tensors
-        said = [str(len(all_))]
+        parts = [str(len(all_))]
         for one in all_:
             shape = "x".join(map(str, one.shape))
-            said.append(f"{one.name}:{int(one.role)}:{shape}:{one.start}:{one.count}")
-        return " ".join(said)
+            parts.append(f"{one.name}:{int(one.role)}:{shape}:{one.start}:{one.count}")
+        return " ".join(parts)
 
     def range(self, weights: np.ndarray) -> object:
         values = np.concatenate([one.ravel() for one in self.mine.model.views(weights).values()])

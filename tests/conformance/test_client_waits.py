@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import support
-from clients.both import Makers, asleep, fill, row_of, told
+from clients.both import Makers, asleep, fill, row_of, with_seconds
 from clients.drivers import ERROR, EVICTED, FAILED, FINISHED, SMALL, STOPPED, TIMEOUT, Job
 
 from gadei_ps.job import control
@@ -29,12 +29,12 @@ def test_waits_time_out_and_go_on(client: Makers, small: Job) -> None:
     fill(small, mine)
     slow = "no slot came free: does the server apply gradients? within 0.02 s"
     for command in (("claim", 20), ("claim_rows", 20), ("push", 1, 20), ("give_up", 20)):
-        assert told(mine.ask(*command)) == (TIMEOUT, slow)
+        assert with_seconds(mine.ask(*command)) == (TIMEOUT, slow)
     assert mine.ask("claim", 0)[0] == TIMEOUT
     late = "the gradient was not applied within 0.001 s"
-    assert told(mine.ask("applied", 1)) == (TIMEOUT, late)
+    assert with_seconds(mine.ask("applied", 1)) == (TIMEOUT, late)
     none = "no batch was handed out within 0.001 s"
-    assert told(mine.ask("take", 1)) == (TIMEOUT, none)
+    assert with_seconds(mine.ask("take", 1)) == (TIMEOUT, none)
     assert mine.ask("published") == (2, "")
     mine.begin("claim", -1)
     asleep(small, mine)
@@ -58,7 +58,7 @@ def test_a_limit_is_one_for_the_turn_and_the_slot(client: Makers, job: Callable[
     support.eventually(lambda: time.monotonic() - begin > 2 / 3 * limit_s)
     running.grant(row_of(running, mine)["row"])
     slow = f"no slot came free: does the server apply gradients? within {limit_s:g} s"
-    assert told(mine.end()) == (TIMEOUT, slow)
+    assert with_seconds(mine.end()) == (TIMEOUT, slow)
     assert time.monotonic() - begin < (1 + 2 / 3) * limit_s
 
 
@@ -70,8 +70,8 @@ def test_a_barrier_waits_for_the_other(client: Makers, job: Callable[..., Job]) 
         one.do("turn", 10_000)
     mine.do("push", 1, 10_000)
     late = (TIMEOUT, "no grant to continue within 0.02 s")
-    assert told(mine.ask("turn", 20)) == late
-    assert told(mine.ask("claim", 20)) == late
+    assert with_seconds(mine.ask("turn", 20)) == late
+    assert with_seconds(mine.ask("claim", 20)) == late
     mine.begin("turn", -1)
     other.do("push", 3, 10_000)
     assert mine.end() == (0, "")
@@ -141,7 +141,7 @@ def test_all_but_one_of_the_next_wave_begin_before_its_grant(
         mine.do("mini_batch", number, 20)
     late = (TIMEOUT, "no grant to continue within 0.02 s")
     for number in range(3, 7):
-        assert told(mine.ask("mini_batch", number, 20)) == late
+        assert with_seconds(mine.ask("mini_batch", number, 20)) == late
     mine.begin("mini_batch", 3, -1)
     other.do("push", 3, 10_000)
     assert mine.end() == (0, "")
@@ -176,24 +176,24 @@ def test_every_batch_is_handed_out_once(client: Makers, job: Callable[..., Job])
 
 def test_batches_that_are_refused(both: dict[str, Makers], job: Callable[..., Job]) -> None:
     running = job(**SMALL, ahead=2)
-    said = []
+    answers = []
     for make in both.values():
         mine = make.plain()
         mine.do("attach", running.socket)
         mine.do("work", 10, 2, 7)
-        said.append([mine.ask("work", 11, 2, 7)])
+        answers.append([mine.ask("work", 11, 2, 7)])
         assert mine.ask("work", 0, 1, 0)[0] == mine.ask("work", 1, 0, 0)[0] == ERROR
         for _ in range(2):
             assert mine.ask("take", 10_000)[0] == 0
-        said[-1].append(mine.ask("take", 10_000))  # as many as are handed out ahead
+        answers[-1].append(mine.ask("take", 10_000))  # as many as are handed out ahead
         for _ in range(2):
             mine.do("push", 0, 10_000)
         mine.do("applied", 10_000)
         mine.do("detach")
         running.gone()
-    assert said[0] == said[1]
-    assert {code for code, _ in said[0]} == {ERROR}
-    assert said[0][-1][1] == "batches that wait for their gradients: 2; push once for each batch"
+    assert answers[0] == answers[1]
+    assert {code for code, _ in answers[0]} == {ERROR}
+    assert answers[0][-1][1] == "batches that wait for their gradients: 2; push once for each batch"
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -271,17 +271,17 @@ def test_evicted(client: Makers, small: Job) -> None:
 
 
 def test_a_child_may_not_use_its_parents(both: dict[str, Makers], small: Job) -> None:
-    said = []
+    answers = []
     for make in both.values():
         mine = make.plain()
         mine.do("attach", small.socket)
         commands = ("turn 10", "claim 10", "push 1 10", "give_up 10", "take 10", "work 1 1 0")
-        said.append([mine.ask(f"forked {command}") for command in (*commands, "applied 10")])
+        answers.append([mine.ask(f"forked {command}") for command in (*commands, "applied 10")])
         mine.do("forked detach")  # of the child alone
         mine.do("push", 1, 10_000)
         mine.do("applied", 10_000)
         mine.do("detach")
-    assert said[0] == said[1]
+    assert answers[0] == answers[1]
     theirs = "this learner belongs to the parent process; attach after the fork"
-    assert set(said[0]) == {(ERROR, theirs)}
+    assert set(answers[0]) == {(ERROR, theirs)}
     small.gone()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import support
-from clients.both import Makers, answers_of, row_of, told
+from clients.both import Makers, answers_of, row_of, with_seconds
 from clients.drivers import ERROR, NONFINITE, TIMEOUT, Job, Learner, running
 
 from gadei_ps.memory.layout import FrameKind
@@ -75,9 +75,9 @@ def test_a_segment_that_others_may_open_is_refused(client: Makers, small: Job, p
     try:
         for make in (lambda: path.symlink_to(aside), lambda: os.mkfifo(path, 0o600)):
             make()
-            code, said = mine.ask("attach", small.socket)
+            code, message = mine.ask("attach", small.socket)
             assert code == ERROR
-            assert path.name in said
+            assert path.name in message
             path.unlink()
     finally:
         aside.rename(path)
@@ -231,9 +231,9 @@ def test_a_gradient_of_a_buffer_is_refused(client: Makers, gaps: Job) -> None:
     mine.do("attach", gaps.socket)
     mine.do("claim_rows", 10_000)
     for command in (["write_rows", 4, 9, 1], ["write_pattern", 4, 9]):
-        code, said = mine.ask(*command)
+        code, message = mine.ask(*command)
         assert code == ERROR
-        assert said.startswith("'seen' is a buffer, which no gradient changes: write it with ")
+        assert message.startswith("'seen' is a buffer, which no gradient changes: write it with ")
     mine.do("detach")
     gaps.gone()
 
@@ -245,16 +245,16 @@ def test_what_is_wrong_changes_nothing(both: dict[str, Makers], small: Job) -> N
         mine = make.plain()
         mine.do("attach", small.socket)
         mine.do("claim", 1000)
-        said = [mine.ask("publish", 0, 0, scale) for scale in ("-1", "nan", "inf", "1e300")]
+        answers = [mine.ask("publish", 0, 0, scale) for scale in ("-1", "nan", "inf", "1e300")]
         mine.do("claim_rows", 1000)
-        said += [mine.ask("write_rows", 0, 1, row) for row in (3, -1)]
+        answers += [mine.ask("write_rows", 0, 1, row) for row in (3, -1)]
         mine.do("write_rows", 0, 1, 2)
         assert mine.ask("write_rows", 0, 1, 2)[0] == ERROR  # written already
-        said += [mine.ask("published")]
+        answers += [mine.ask("published")]
         mine.do("claim", 1000)
         mine.do("publish", 0, 0, 1)  # what was written before is forgotten
         mine.do("applied", 10_000)
-        asked.append(said)
+        asked.append(answers)
         mine.do("detach")
     assert asked[0] == asked[1]
     assert asked[0][0] == (ERROR, "rate_scale is negative or not finite")
@@ -265,19 +265,19 @@ def test_what_is_wrong_changes_nothing(both: dict[str, Makers], small: Job) -> N
 
 def test_rows_without_values_are_left_out(both: dict[str, Makers], gaps: Job) -> None:
     """Check that C reports it: a pointer that should have been set is a likely reason."""
-    told, seen = {}, []
+    answers, seen = {}, []
     for name, make in both.items():
         mine = make.plain()
         mine.do("attach", gaps.socket)
         mine.do("claim_rows", 10_000)
-        told[name] = mine.ask("write_none", 1)
+        answers[name] = mine.ask("write_none", 1)
         mine.do("write_pattern", 0, 8)
         mine.do("publish", 1, 1, 1)
         words, payload = frame(gaps, mine, 0)
         seen.append((words["kind"], words["blocks"], words["squares"], payload))
         mine.do("applied", 10_000)
         mine.do("detach")
-    assert told == {"c": (ERROR, "'table' is given without values"), "python": (0, "")}
+    assert answers == {"c": (ERROR, "'table' is given without values"), "python": (0, "")}
     assert seen[0] == seen[1]
     gaps.gone()
 
@@ -366,12 +366,12 @@ def test_a_consistent_pull_asks_until_it_has_one(client: Makers, small: Job) -> 
 
 
 def test_a_consistent_pull_gives_up(both: dict[str, Makers], small: Job) -> None:
-    said = []
+    answers = []
     with small.writing():
         for make in both.values():
             mine = make.plain()
             mine.do("attach", small.socket)
-            said.append(told(mine.ask("pull_consistent", 40)))
+            answers.append(with_seconds(mine.ask("pull_consistent", 40)))
             assert int(small.ring(row_of(small, mine)["row"])["hold"]) == 0
             mine.do("detach")
-    assert said == [(TIMEOUT, "no consistent copy within 0.04 s")] * 2
+    assert answers == [(TIMEOUT, "no consistent copy within 0.04 s")] * 2

@@ -328,8 +328,8 @@ def test_own_writes_of_buffers_between_pull_and_push_are_seen(
             pipeline.push(gradients(case, 1.0))
             pipeline.flush()
             client.wait_applied()
-        (told,) = status(job_name)["learners"]
-        assert (told["applied"], told["staleness_max"]) == (20, 0)
+        (row,) = status(job_name)["learners"]
+        assert (row["applied"], row["staleness_max"]) == (20, 0)
 
 
 def test_newer_weights_arrive_after_a_version_that_counted_too_much(

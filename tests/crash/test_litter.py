@@ -66,9 +66,9 @@ def test_everything_dies_but_the_learners(job_name: str, monkeypatch: pytest.Mon
     with daemon(job_name, tensors=TENSORS), fork(1, _push_until_told, job_name) as (child,):
         assert child.receive() == "pushing"
         kill_all(job_name)
-        said = child.receive()
-        assert said.startswith("JobFailed"), said
-        assert "watchdog" in said
+        answer = child.receive()
+        assert answer.startswith("JobFailed"), answer
+        assert "watchdog" in answer
         assert child.join() == 0
 
 
@@ -111,8 +111,8 @@ def test_servers_that_die_at_once_are_given_up(
         for server in presence.server_pids(job_name):
             os.kill(server, signal.SIGKILL)
         eventually(lambda: gone(pid))
-        said = child.receive()
-        assert said.startswith("JobFailed"), said
+        answer = child.receive()
+        assert answer.startswith("JobFailed"), answer
         with pytest.raises(JobFailed):
             job.check()
     assert not segments(job_name)
@@ -184,9 +184,9 @@ def test_two_starts_of_one_name(stale: bool, job_name: str) -> None:
     with fork(3, _start, job_name) as team:
         for child in team:
             child.send()
-        said = sorted(child.receive() for child in team)
-        assert said.count("won") == 1, said
-        assert all(job_name in one and "\n" not in one for one in said if one != "won")
+        answers = sorted(child.receive() for child in team)
+        assert answers.count("won") == 1, answers
+        assert all(job_name in one and "\n" not in one for one in answers if one != "won")
         with Client(job_name) as client:
             client.push({})
             client.wait_applied()

@@ -118,13 +118,13 @@ def test_a_learner_forks(what: str, job_name: str, tmp_path: Path) -> None:
 
 def test_a_fork_outlives_its_learner(job_name: str, tmp_path: Path) -> None:
     """The learner is gone when its process is; what a fork still writes, nobody reads."""
-    told = tmp_path / "pid"
+    file = tmp_path / "pid"
 
     def push(client: Client) -> None:
         push_ones(client)
         if client.published == 3 and not os.fork():
-            told.with_suffix(".new").write_text(str(os.getpid()))
-            told.with_suffix(".new").rename(told)
+            file.with_suffix(".new").write_text(str(os.getpid()))
+            file.with_suffix(".new").rename(file)
             ring = client.place.ring
             while True:
                 ring.array(np.uint8, ring.size, 0)[:] = 255
@@ -133,7 +133,7 @@ def test_a_fork_outlives_its_learner(job_name: str, tmp_path: Path) -> None:
     with Team(job_name, tmp_path, learners=1) as team:
         forks = Pusher(job_name, push)
         row, roster = forks.row, team.control["roster"]
-        eventually(told.exists)
+        eventually(file.exists)
         os.kill(forks.child.pid, signal.SIGKILL)
         eventually(lambda: int(roster["retired"][row]) == forks.generation)
         again = Pusher(job_name, push_ones)
@@ -143,7 +143,7 @@ def test_a_fork_outlives_its_learner(job_name: str, tmp_path: Path) -> None:
             eventually(lambda: again.published > 20)
             team.goes_on()
         finally:
-            os.kill(int(told.read_text()), signal.SIGKILL)
+            os.kill(int(file.read_text()), signal.SIGKILL)
         forks.child.kill()
         assert status(job_name)["server_deaths"] == 0
         team.fire()

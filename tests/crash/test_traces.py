@@ -146,8 +146,8 @@ def test_times_are_never_seen_half_written(
                 record.go_on(child.pid)
         finally:
             child.kill()
-    told = [_times(row) for row in record.rows]
-    assert {one for one in told if one[0]} == {OLD, NEW}
+    rows = [_times(row) for row in record.rows]
+    assert {one for one in rows if one[0]} == {OLD, NEW}
 
 
 def _times(row: list[int]) -> tuple[int, float, float, int]:

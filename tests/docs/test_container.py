@@ -57,5 +57,5 @@ def test_commands_have_their_options() -> None:
         known = {option for each in commands[name].params for option in each.opts}
         rest = rest[: rest.index("--")] if "--" in rest else rest
         assert {word for word in rest if word.startswith("--")} <= known
-    told = re.findall(r"^#.*gadei-ps (serve \S+)$", RECIPE, re.M)
-    assert [shlex.split(one)[1] for one in told] == ["/etc/gadei-ps/demo.toml"]
+    served = re.findall(r"^#.*gadei-ps (serve \S+)$", RECIPE, re.M)
+    assert [shlex.split(one)[1] for one in served] == ["/etc/gadei-ps/demo.toml"]

@@ -102,8 +102,8 @@ def broken_links(page: Path, text: str) -> list[str]:
 def tracked() -> frozenset[str]:
     """Return files of the repository and their folders; what is new and not ignored counts."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    files = {name for name in told.stdout.splitlines() if (ROOT / name).exists()}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {name for name in result.stdout.splitlines() if (ROOT / name).exists()}
     folders = {str(folder) for name in files for folder in Path(name).parents}
     return frozenset(files | folders - {"."})
 

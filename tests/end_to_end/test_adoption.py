@@ -120,10 +120,10 @@ def test_another_configuration_is_refused(cli: Cli, job_name: str) -> None:
         file = cli.directory / f"{job_name}.toml"
         file.write_text("standby = false\n" + TOML.replace("1.0", "0.5"))
         refused = cli("serve", file)
-        said = refused.error
+        message = refused.error
         assert refused.code == 2, "another try would be refused as well"
-        assert "with another optimizer:" in said
-        assert "--fresh" in said
+        assert "with another optimizer:" in message
+        assert "--fresh" in message
         call(child, "push", gradient_of(one_at(0)))
         assert call(child, "wait_applied") is None, "the job continues as it is"
         # What does not change what is computed may change.
@@ -227,7 +227,7 @@ def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: s
     server = status(job_name)["server_pid"]
     watchdog.signal(signal.SIGKILL)
     name = shm.segment_name(job_name, "control")
-    told = segment.attach(name, layout.SegmentKind.CONTROL, writable=False).view(layout.CONTROL)
+    record = segment.attach(name, layout.SegmentKind.CONTROL, writable=False).view(layout.CONTROL)
     path = shm.path_of(name)
     with path.open("r+b") as raw:
         raw.seek(recorded.AT)
@@ -239,7 +239,7 @@ def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: s
     assert refused.code == 2
     assert "its servers are ended and its memory stays" in refused.error
     assert gone(server)
-    assert (told["phase"], told["stop"]) == (layout.Phase.FAILED, layout.Stop.CLOSED)
+    assert (record["phase"], record["stop"]) == (layout.Phase.FAILED, layout.Stop.CLOSED)
     assert segments(job_name)
     file.write_text(own.replace("1.0", "0.5"))
     assert "with another optimizer" in cli("serve", "--finish", file).error
@@ -249,7 +249,7 @@ def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: s
 
 
 @pytest.mark.parametrize(
-    ("where", "error", "told"),
+    ("where", "error", "message"),
     [
         ("_wait_until_serving", MemoryError(), "not enough memory"),
         ("_wait_until_serving", JobStopped("a signal has come"), "was interrupted before its last"),
@@ -260,7 +260,7 @@ def test_memory_that_cannot_be_ended_stays_without_servers(cli: Cli, job_name: s
 def test_an_end_that_fails_leaves_no_server(
     where: str,
     error: Exception,
-    told: str,
+    message: str,
     cli: Cli,
     job_name: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -279,7 +279,7 @@ def test_an_end_that_fails_leaves_no_server(
             if where == "_end":  # after another error
                 failing.setattr(supervisor.Supervisor, "main_loop", fail)
             ended = cli("serve", "--finish", f"{job_name}.toml")
-        assert (ended.code, told in ended.err.splitlines()[-1]) == (1, True), ended.err
+        assert (ended.code, message in ended.err.splitlines()[-1]) == (1, True), ended.err
         assert gone(server)
         assert call(child, "push", gradient_of(one_at(0))).startswith("Job")
     assert cli("serve", "--finish", f"{job_name}.toml").code == 0
@@ -331,10 +331,10 @@ def test_what_no_checkpoint_took_stays(cli: Cli, job_name: str) -> None:
         call(child, "wait_applied")
         limit = resource.prlimit(watchdog.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(watchdog.pid, resource.RLIMIT_FSIZE, (3000, limit[1]))
-        said = cli("stop", job_name).error
+        message = cli("stop", job_name).error
         assert call(child, "push", gradient_of(one_at(0))).startswith("JobStopped")
-    assert "File too large" in said
-    assert f"gadei-ps gc {job_name}" in said
+    assert "File too large" in message
+    assert f"gadei-ps gc {job_name}" in message
     ended = watchdog.wait()
     assert ended.code == 3, "a service manager must not start again what was stopped"
     assert "its memory stays" in ended.err.splitlines()[-1]

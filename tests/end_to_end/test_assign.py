@@ -60,8 +60,8 @@ def test_assigned_values_are_the_weights(kind: str, job_name: str) -> None:
         client.assign({"a": expected["a"]}, reset=True)
         np.testing.assert_array_equal(client.weights["a"], expected["a"])
         push(4)
-        told = status(job_name)
-        assert (told["version"], told["gradients_applied"]) == (6, 4)
+        report = status(job_name)
+        assert (report["version"], report["gradients_applied"]) == (6, 4)
         job.check()
 
 
@@ -200,10 +200,10 @@ def test_one_of_several_assigns(sync: str, job_name: str) -> None:
             child.receive(60)
             child.join()
         eventually(lambda: not status(job_name)["learners"])
-        told = status(job_name)
-        done = told["gradients_applied"] + told["gradients_dropped"]
+        report = status(job_name)
+        done = report["gradients_applied"] + report["gradients_dropped"]
         assert done == 3 * 30
-        assert told["gradients_refused"] == 0
+        assert report["gradients_refused"] == 0
         assert weights[:VALUES].min() >= 1000 - 60 - 1, "since the last assignment"
         assert weights[:VALUES].max() <= 1000
         job.check()
@@ -280,8 +280,8 @@ def test_servers_are_killed(shards: int, sync: str, job_name: str) -> None:
         rounds = child.receive(90)
         child.join()
         eventually(lambda: not status(job_name)["learners"])
-        told = status(job_name)
-        assert (told["version"], told["gradients_applied"]) == (4 * rounds, 2 * rounds)
+        report = status(job_name)
+        assert (report["version"], report["gradients_applied"]) == (4 * rounds, 2 * rounds)
         job.check()
 
 

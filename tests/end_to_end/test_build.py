@@ -131,9 +131,9 @@ def test_learners_of_another_build_are_refused(cli: Cli, job_name: str, tmp_path
         timeout=60,
     )
     ours = f"made by build {_native.BUILD:016x} of gadei-ps, this program is build "
-    for said in (c.stdout, python.stderr.strip().splitlines()[-1]):
-        assert ours in said and said.count("\n") <= 1, said
-        assert f"{job_name}.control" in said and "use the same gadei-ps" in said
+    for message in (c.stdout, python.stderr.strip().splitlines()[-1]):
+        assert ours in message and message.count("\n") <= 1, message
+        assert f"{job_name}.control" in message and "use the same gadei-ps" in message
     learner = Client(job_name)
     learner.push({"w": np.ones(8, np.float32)})
     learner.detach()
@@ -185,9 +185,11 @@ def test_an_upgrade_under_a_running_job(
     # The next watchdog is also of the new build.
     os.kill(status(job_name)["watchdog_pid"], signal.SIGKILL)
     eventually(lambda: gone(int(control["watchdog_pid"])))
-    said = cli("serve", f"{job_name}.toml")
-    assert said.code == 2 and "is still in memory, made for servers of build" in said.err, said
-    assert len(said.err.strip().splitlines()) == 1
+    result = cli("serve", f"{job_name}.toml")
+    assert result.code == 2 and "is still in memory, made for servers of build" in result.err, (
+        result
+    )
+    assert len(result.err.strip().splitlines()) == 1
     assert segments(job_name), "its memory stays"
 
 
@@ -233,10 +235,12 @@ def test_an_orphan_of_another_build_is_stopped(cli: Cli, job_name: str) -> None:
         difference = f"made by build {0xABC:016x} of gadei-ps, this program is build"
         discard = f"gadei-ps stop {job_name} --discard"
         for command in ("status", "stop"):
-            said = cli(command, job_name).error
-            assert difference in said and "with its own gadei-ps" in said and discard in said
-        said = cli("serve", f"{job_name}.toml").err
-        assert difference in said and "start it with its own gadei-ps, or drop it" in said
+            message = cli(command, job_name).error
+            assert (
+                difference in message and "with its own gadei-ps" in message and discard in message
+            )
+        message = cli("serve", f"{job_name}.toml").err
+        assert difference in message and "start it with its own gadei-ps, or drop it" in message
         assert servers and not any(gone(pid) for pid in servers)
         stopped = cli("stop", job_name, "--discard", "--json").json
         assert stopped["gradients_applied"] == 1

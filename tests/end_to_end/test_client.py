@@ -104,8 +104,8 @@ def test_rows(wire: str, job_name: str) -> None:
             "values of shape [1, 19]": Rows(np.array([1]), np.ones((1, 19))),
             "[2] indices": Rows(np.array([1, 2]), np.ones((1, 20))),
         }
-        for said, rows in bad.items():
-            with pytest.raises(ModelMismatch, match=re.escape(said)):
+        for message, rows in bad.items():
+            with pytest.raises(ModelMismatch, match=re.escape(message)):
                 client.push({"table": rows})
         with pytest.raises(ModelMismatch, match="no row 5 of 5"):
             client.pull_rows("left", [5])
@@ -216,8 +216,8 @@ def test_another_model_is_refused(job_name: str) -> None:
                 with pytest.raises(ModelMismatch) as info:
                     Client(job_name, tensors=tensors)
                 assert named in str(info.value)
-                told = f"job {job_name!r} already has a model, of 2 tensors ('a', 'b'), and this"
-                assert told in str(info.value)
+                message = f"job {job_name!r} already has a model, of 2 tensors ('a', 'b'), and this"
+                assert message in str(info.value)
             assert "one is of 2 tensors ('a', 'c'): give another" in str(info.value)
             # Others of the same shape do not overwrite what the first has made.
             again = {"b": np.zeros((2, 2)), "a": np.zeros(3)}

@@ -87,7 +87,7 @@ def receive(raw: socket.socket) -> dict[str, object] | None:
     return reply
 
 
-def said(job: str, message: object) -> dict[str, object]:
+def refusal(job: str, message: object) -> dict[str, object]:
     """The reply to one message, which refuses it in one line."""
     with connect(job) as raw:
         raw.sendall(framed(message))
@@ -201,7 +201,7 @@ RUBBISH: list[object] = [
 @pytest.mark.usefixtures("unharmed")
 def test_each_kind_of_rubbish_is_told_so(job: Daemon, job_name: str) -> None:
     for message in RUBBISH:
-        kind = said(job_name, message)["kind"]
+        kind = refusal(job_name, message)["kind"]
         assert kind in ("ControlError", "ModelMismatch", "Evicted"), message
 
 
@@ -221,7 +221,7 @@ def test_a_message_that_is_too_long(job: Daemon, job_name: str) -> None:
         assert reply is None or reply["ok"] is False
         assert receive(raw) is None, "what follows cannot be distinguished from payload"
     # The longest that is allowed is read to its end.
-    assert "bad request" in str(said(job_name, b" " * MAX_REQUEST)["error"])
+    assert "bad request" in str(refusal(job_name, b" " * MAX_REQUEST)["error"])
 
 
 # -- offers ---------------------------------------------------------------------------------------

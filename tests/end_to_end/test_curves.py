@@ -74,7 +74,7 @@ def shown(run: Path) -> dict[str, list[tuple[int, Any]]]:
     return found
 
 
-def told(job: str, after: float = 0.0) -> list[tuple[int, Any]]:
+def losses(job: str, after: float = 0.0) -> list[tuple[int, Any]]:
     """Return the loss in each point of the history."""
     lines = history.read(job)["lines"]
     points = [one for one in lines if one.get("loss") is not None and one["time"] > after]
@@ -135,7 +135,7 @@ def test_they_are_those_of_the_history(cli: Cli, job_name: str) -> None:
     assert service.wait().code == 0, service.err
     assert gone(last)
     found = shown(run_of(runs))
-    assert found["loss/train"] == told(job_name)
+    assert found["loss/train"] == losses(job_name)
     assert 1.0 in dict(found["learners"]).values() and 0.0 in dict(found["staleness"]).values()
     assert found["samples_per_second"] and found["learning_rate"][-1][1] == 0.5
     assert [value for _, value in found["accuracy"]] == [0.5]
@@ -158,16 +158,16 @@ def test_a_checkpoint_hides_what_came_after_it(cli: Cli, job_name: str) -> None:
     client.detach()
     eventually(lambda: gone(last))
     run = run_of(runs)
-    before = [one for one in told(job_name) if one[0] <= version]
-    assert before != told(job_name)
+    before = [one for one in losses(job_name) if one[0] <= version]
+    assert before != losses(job_name)
     died = history.read(job_name)["lines"][-1]["time"]
     service = again(cli, job_name)
     with Client(job_name) as client:
-        eventually(lambda: push(client) or told(job_name, died))
+        eventually(lambda: push(client) or losses(job_name, died))
     cli("stop", job_name)
     assert service.wait().code == 0
     assert run_of(runs) == run
-    assert shown(run)["loss/train"] == before + told(job_name, died)
+    assert shown(run)["loss/train"] == before + losses(job_name, died)
     restored = f"continues from the checkpoint of version {version}"
     assert (version, restored) in shown(run)["events"]
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_hides_what_came_after_it(cli: Cli, job_name: str) -> None:
     cli("stop", job_name)
     assert service.wait().code == 0
     newest = max(runs.iterdir(), key=lambda one: one.name)
-    assert shown(newest)["loss/train"] == told(job_name)
+    assert shown(newest)["loss/train"] == losses(job_name)
 
 
 SHORT = """
@@ -202,7 +202,7 @@ def test_a_short_run_has_them(cli: Cli, job_name: str, monkeypatch: pytest.Monke
     (cli.directory / "short.py").write_text(SHORT)
     done = cli("run", job_name, "--tensorboard", "runs", "--", sys.executable, "short.py")
     assert done.code == 0, done.err
-    assert shown(run_of(cli.directory / "runs"))["loss/train"] == told(job_name) == [(1, 2.0)]
+    assert shown(run_of(cli.directory / "runs"))["loss/train"] == losses(job_name) == [(1, 2.0)]
 
 
 def test_a_library_that_is_missing(

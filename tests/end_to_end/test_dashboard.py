@@ -176,9 +176,9 @@ def test_pages_of_a_job(job: Client, job_name: str, site: Site) -> None:
 
 def test_pages_need_no_watchdog(job: Client, job_name: str, site: Site) -> None:
     """One that hangs would keep them waiting."""
-    told = status(job_name)
-    eventually(lambda: push(job) or Path(told["history"]).exists())
-    with Stopped(told["watchdog_pid"]):
+    report = status(job_name)
+    eventually(lambda: push(job) or Path(report["history"]).exists())
+    with Stopped(report["watchdog_pid"]):
         assert site.ask(f"/job/{job_name}")[0] == 200
         assert "<td>running</td>" in site.ask("/runs")[2]
 

@@ -136,8 +136,8 @@ class Run:
     def facts(self, number: int) -> dict[str, Any]:
         time.sleep(LOOK_S)  # it costs those who answer
         try:
-            told: dict[str, Any] = sockets.ask(self.name, number, "status")
-            return told
+            report: dict[str, Any] = sockets.ask(self.name, number, "status")
+            return report
         except GadeiError:
             return {"exchange": {"state": "away", "rounds": 0}, "job": None, "pid": 0}
 
@@ -166,8 +166,8 @@ class Run:
         eventually(lambda: all(self.has_trained(one, least) for one in numbers))
 
     def status(self) -> dict[str, Any]:
-        told: dict[str, Any] = self.cli("group", "status", self.name, "--json", **self.env).json
-        return told
+        report: dict[str, Any] = self.cli("group", "status", self.name, "--json", **self.env).json
+        return report
 
 
 @pytest.fixture
@@ -344,10 +344,10 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     refused = run.cli(*run.words(nodes), **run.env)
     assert refused.code == 1
     assert f"has its group run already, at 127.0.0.2, process {command.pid}:" in refused.err
-    told = run.status()
-    assert [one["machine"] for one in told["machines"]] == [0, 1, 2]
+    report = run.status()
+    assert [one["machine"] for one in report["machines"]] == [0, 1, 2]
 
-    before = [told["machines"][1]["actor_pid"], *run.pids(1)]
+    before = [report["machines"][1]["actor_pid"], *run.pids(1)]
     rounds = run.rounds(2)
     kill(before)
     eventually(lambda: run.rounds(2) > rounds + 2, what=lambda: command.err)
@@ -355,7 +355,7 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     eventually(lambda: all_train(rounds), what=lambda: command.err)
     assert not set(run.pids(1)) & set(before)
 
-    kill([told["coordinator"]["pid"]])
+    kill([report["coordinator"]["pid"]])
     rounds = run.rounds(2)
     eventually(lambda: all_train(rounds + 2, (1, 2)), what=lambda: command.err)
 

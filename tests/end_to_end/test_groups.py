@@ -21,9 +21,9 @@ from gadei_ps.memory.layout import Role
 from gadei_ps.memory.weights import Tensor
 
 
-def refused(job: str, tensors: Mapping[str, Any] | None = TENSORS, **said: Any) -> str:
+def refused(job: str, tensors: Mapping[str, Any] | None = TENSORS, **settings: Any) -> str:
     with pytest.raises(UsageError) as info:
-        learner(job, tensors, **said)
+        learner(job, tensors, **settings)
     assert "\n" not in str(info.value)
     return str(info.value)
 
@@ -37,8 +37,8 @@ def test_a_scripts_groups(job_name: str) -> None:
         with learner(job_name, **SAID) as first:
             assert first.hyper.shape[0] == 3
             assert {one.name: one.group for one in first.model.tensors} == GROUP
-            told = status(job_name)["settings"]["groups"]
-            assert [(one["tensors"], one["lr"], one["weight_decay"]) for one in told] == [
+            rows = status(job_name)["settings"]["groups"]
+            assert [(one["tensors"], one["lr"], one["weight_decay"]) for one in rows] == [
                 (2, 0.01, 0.0),
                 (1, 0.5, 0.1),
             ]
@@ -131,10 +131,10 @@ def test_a_pattern_that_matches_nothing_is_told(cli: Cli, job_name: str) -> None
 def test_groups_outlive_every_process(says: str, cli: Cli, job_name: str) -> None:
     """Kill servers, the watchdog, and all; later their numbers may change, not their members."""
     text = FILE if says == "file" else "standby = false\n[checkpoint]\nevery_s = 0\n"
-    said = SAID if says == "script" else {}
+    settings = SAID if says == "script" else {}
     watchdog = cli.serve(job_name, text.replace("standby = false", "standby = true"))
     expected = Expected()
-    with learner(job_name, **said) as client:
+    with learner(job_name, **settings) as client:
         expected.push(client)
         eventually(lambda: status(job_name)["standby_pid"])
         os.kill(status(job_name)["server_pid"], signal.SIGKILL)

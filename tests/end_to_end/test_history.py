@@ -53,12 +53,12 @@ def push(client: Client, count: int = 1) -> None:
 def push_until_told(client: Client, job: str, count: int) -> None:
     """Push until there are so many lines."""
 
-    def told() -> bool:
+    def is_written() -> bool:
         push(client)
         file = Path(status(job)["history"])
         return file.exists() and len(lines(file)) >= count
 
-    eventually(told)
+    eventually(is_written)
 
 
 def test_a_history(job_name: str) -> None:
@@ -184,9 +184,9 @@ def test_it_goes_on_after_deaths(cli: Cli, job_name: str) -> None:
 
 def _writers(job: str) -> list[int]:
     """Children of the watchdog that are not servers: the process that writes the history."""
-    told = status(job)
-    watchdog = psutil.Process(told["watchdog_pid"])
-    return [one.pid for one in watchdog.children() if one.pid != told["server_pid"]]
+    report = status(job)
+    watchdog = psutil.Process(report["watchdog_pid"])
+    return [one.pid for one in watchdog.children() if one.pid != report["server_pid"]]
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -214,14 +214,14 @@ def test_a_directory_that_takes_nothing(
 ) -> None:
     (tmp_path / "state").write_text("no directory")
     with daemon(job_name, tensors=TENSORS, history=True) as job, Client(job_name) as client:
-        told = []
+        outputs = []
 
-        def said() -> bool:
+        def is_warned() -> bool:
             push(client)
-            told.append(capfd.readouterr().err)
-            return "the history cannot be written for now" in "".join(told)
+            outputs.append(capfd.readouterr().err)
+            return "the history cannot be written for now" in "".join(outputs)
 
-        eventually(said)
+        eventually(is_warned)
         (tmp_path / "state").unlink()
         eventually(lambda: push(client) or (state_directory()).is_dir())
         push_until_told(client, job_name, 3)
@@ -238,14 +238,14 @@ def test_a_file_that_may_not_grow(job_name: str, capfd: pytest.CaptureFixture[st
             path = Path(status(job_name)["history"])
             for pid in eventually(lambda: _writers(job_name)):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
-            told = []
+            outputs = []
 
-            def said() -> bool:
+            def is_warned() -> bool:
                 push(client)
-                told.append(capfd.readouterr().err)
-                return "the history cannot be written for now" in "".join(told)
+                outputs.append(capfd.readouterr().err)
+                return "the history cannot be written for now" in "".join(outputs)
 
-            eventually(said)
+            eventually(is_warned)
             assert path.read_bytes().endswith(b"\n")
             for pid in _writers(job_name):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))

@@ -66,16 +66,16 @@ def test_each_field_of_a_status(job_name: str) -> None:
             raw.connect(str(job.socket))
             raw.sendall(pack({"v": 1, "op": "status"}))
             with raw.makefile("rb") as stream:
-                told = json.loads(stream.read(struct.unpack("!I", stream.read(4))[0]))
-    undeclared = set(places(told)) - set(places(whole)) - {("v",), ("ok",)}
+                report = json.loads(stream.read(struct.unpack("!I", stream.read(4))[0]))
+    undeclared = set(places(report)) - set(places(whole)) - {("v",), ("ok",)}
     assert not undeclared, "gadei_ps/job/replies.py lacks a field that the watchdog reports"
-    assert {one.name for one in metrics.JOB} <= set(told)
-    assert {one.name for one in metrics.LEARNER} <= set(told["learners"][0])
+    assert {one.name for one in metrics.JOB} <= set(report)
+    assert {one.name for one in metrics.LEARNER} <= set(report["learners"][0])
     assert whole["last_checkpoint"]
     accepted = 0
-    for at in places(told):
+    for at in places(report):
         for value in VALUES:
-            changed = json.dumps(put(told, at, value)).encode()
+            changed = json.dumps(put(report, at, value)).encode()
             try:
                 reply = control._reply(Status(), changed)
             except ValidationError as error:

@@ -59,10 +59,10 @@ class Environment:
         for left in self.site.glob("*gadei_ps*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         alone = ("--no-deps", "--no-build-isolation", "--ignore-installed")
-        said = self.pip("install", *alone, *flags, what)
+        output = self.pip("install", *alone, *flags, what)
         for path in (self.site / "gadei_ps").rglob("*.py"):
             os.utime(path, (NEVER, NEVER))
-        return said
+        return output
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """gadei-ps within the checkout."""
@@ -148,10 +148,10 @@ def test_the_environment_of_the_tests(job_name: str) -> None:
     """`make` has installed it editable, and what it needs is compiled."""
     gadei_ps = process.module_command("gadei_ps")
     status = (*gadei_ps, "status", job_name, "--json")
-    told = subprocess.run(
+    result = subprocess.run(
         [*gadei_ps, "run", job_name, "--device", "host", "--", *status],
         cwd=ROOT,
         capture_output=True,
         check=False,
     )
-    assert json.loads(told.stdout.splitlines()[0])["job"] == job_name
+    assert json.loads(result.stdout.splitlines()[0])["job"] == job_name

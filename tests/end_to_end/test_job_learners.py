@@ -107,17 +107,17 @@ def test_learners_of_the_job_file(cli: Cli, job_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ([sys.executable, "-c", "import sys; sys.exit(3)"], "fails again and again"),
         (["/no/such/program"], "cannot start a learner"),
     ],
 )
-def test_learners_that_fail(command: list[str], said: str, cli: Cli, job_name: str) -> None:
+def test_learners_that_fail(command: list[str], message: str, cli: Cli, job_name: str) -> None:
     """They are given up, said so; the job waits for others."""
     text = with_learners(cli, 1, command=command)
     watchdog = cli.serve(job_name, text)
-    eventually(lambda: said in watchdog.err, what=lambda: watchdog.err)
+    eventually(lambda: message in watchdog.err, what=lambda: watchdog.err)
     if len(command) > 1:
         assert watchdog.err.count("a learner ended") == 5
     with Client(job_name) as client:

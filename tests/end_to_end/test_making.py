@@ -238,16 +238,16 @@ def test_a_ring_made_in_vain_has_no_name_when_it_is_dropped(job_name: str) -> No
 
 
 def test_a_stop_while_a_model_is_made(job_name: str, brake: Brake) -> None:
-    told = f"job {job_name!r} is stopping"
+    message = f"job {job_name!r} is stopping"
     notes: list[dict[str, Any]] = []
-    said: list[str] = []
+    messages: list[str] = []
 
     def attach() -> None:
         with Connection(job_name) as one:
             try:
                 one.request(Attach(), on_note=notes.append)
             except JobStopped as error:
-                said.append(str(error))
+                messages.append(str(error))
 
     with daemon(job_name) as job, fork(1, _learn, job_name, MODEL) as (first,):
         brake.reached()
@@ -262,12 +262,14 @@ def test_a_stop_while_a_model_is_made(job_name: str, brake: Brake) -> None:
         asking[1].start()
         eventually(lambda: int(control["stop"]))
         allowed = 0
-        while not (first.has_sent and said):  # slowly: the pieces in flight are to be the last ones
+        while not (
+            first.has_sent and messages
+        ):  # slowly: the pieces in flight are to be the last ones
             brake.allow(1)
             allowed += 1
             assert allowed < PIECES
             time.sleep(0.05)
-        assert (first.receive(), said) == (f"JobStopped: {told}", [told])
+        assert (first.receive(), messages) == (f"JobStopped: {message}", [message])
         for one in asking:
             one.join()
         with pytest.raises(JobStopped):

@@ -26,7 +26,7 @@ def test_two_hundred_learners(job_name: str, compiled: None) -> None:
         for active, dies in ((2, False), (LEARNERS, False), (1, False), (LEARNERS, True)):
             if dies:
                 os.kill(status(job_name)["server_pid"], signal.SIGKILL)
-            told = gang.ask({"active": active, "seconds": 0.01})[0]
-            assert told["least"] > 0
-            made += told["made"]
+            report = gang.ask({"active": active, "seconds": 0.01})[0]
+            assert report["least"] > 0
+            made += report["made"]
             assert sum(one["applied"] for one in status(job_name)["learners"]) == made

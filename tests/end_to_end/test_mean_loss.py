@@ -70,11 +70,11 @@ def test_the_mean_loss_is_that_of_the_learners(job_name: str) -> None:
         job.check()
         end = status(job_name)
         assert end["failovers"] >= FAILOVERS
-    told = [one for learner in (*ended, *learners) for one in losses(learner.published)]
-    assert end["loss_count"] == len(told) < end["gradients_applied"]
-    assert math.isclose(end["loss_sum"], math.fsum(told), rel_tol=1e-9)
+    reported = [one for learner in (*ended, *learners) for one in losses(learner.published)]
+    assert end["loss_count"] == len(reported) < end["gradients_applied"]
+    assert math.isclose(end["loss_sum"], math.fsum(reported), rel_tol=1e-9)
     points = [one for one in history.read(job_name)["lines"] if "loss_sum" in one]
-    assert points[-1]["loss_count"] == len(told)
+    assert points[-1]["loss_count"] == len(reported)
     for one, after in pairwise(points):
         counted = after["loss_count"] - one["loss_count"]
         mean = (after["loss_sum"] - one["loss_sum"]) / counted if counted else None

@@ -96,7 +96,7 @@ def test_all_metrics_of_a_job(job_name: str) -> None:
     with daemon(job_name, tensors=TENSORS, history=True, checkpoint={}) as job:
         with Client(job_name) as client:
             push(client)
-            told = status(job_name)
+            report = status(job_name)
             for accept in ("", "application/openmetrics-text; version=1.0.0"):
                 text, kind = Exporter(job_name).text(accept)
                 assert ("openmetrics" in kind) == bool(accept)
@@ -113,9 +113,9 @@ def test_all_metrics_of_a_job(job_name: str) -> None:
                 assert found["gadei_gradients_applied_total"].value == 1
                 assert found["gadei_loss_sum"].value == 2.0
                 assert found["gadei_learner_staleness_mean"].value == 0
-                assert found["gadei_failovers_total"].value == told["failovers"]
-                assert found["gadei_server_deaths_total"].value == told["server_deaths"]
-                assert found["gadei_shared_bytes"].value == told["shared_bytes"]
+                assert found["gadei_failovers_total"].value == report["failovers"]
+                assert found["gadei_server_deaths_total"].value == report["server_deaths"]
+                assert found["gadei_shared_bytes"].value == report["shared_bytes"]
                 assert found["gadei_checkpoint_interval_seconds"].value == 300
                 learner = found["gadei_learner_samples_total"]
                 assert learner.value == 3 and learner.labels["learner"] == "0"

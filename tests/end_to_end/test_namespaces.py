@@ -70,10 +70,10 @@ class Apart:
     def refused(self, *arguments: object) -> str:
         """The one line with which a command fails."""
         child = self.start(*arguments)
-        _, said = child.communicate(timeout=support.PATIENCE_S)
-        assert child.returncode == 1, said
-        assert said.count("\n") == 1, said
-        return said
+        _, output = child.communicate(timeout=support.PATIENCE_S)
+        assert child.returncode == 1, output
+        assert output.count("\n") == 1, output
+        return output
 
     def socket(self, job: str) -> str:
         return str(self.runtime / f"{job}.sock")
@@ -172,11 +172,11 @@ def test_of_two_that_start_at_once_one_serves(cli: Cli, job_name: str, tmp_path:
         )
         eventually(lambda: any(child.poll() is not None for child in children))
         loser = next(n for n, child in enumerate(children) if child.poll() is not None)
-        said = children[loser].communicate()[1]
+        output = children[loser].communicate()[1]
         # The last: the other one is just making the job's memory.
         refused = ("running elsewhere", "just been started", "in use", "another start is at work")
-        assert any(one in said for one in refused), said
-        assert said.count("\n") == 1
+        assert any(one in output for one in refused), output
+        assert output.count("\n") == 1
         ask(two[1 - loser].socket(job_name), StopJob())
         assert children[1 - loser].wait(support.PATIENCE_S) == 0
     finally:

@@ -63,10 +63,10 @@ def ended(job: str) -> bool:
     return not segments(job) and not paths.socket_path(job).exists()
 
 
-def answer(said: str, name: str) -> str:
+def answer(output: str, name: str) -> str:
     """Return what `name=...` prints."""
-    found = re.findall(rf"{name}=(\S+)", said)
-    assert found, said
+    found = re.findall(rf"{name}=(\S+)", output)
+    assert found, output
     return found[0]
 
 
@@ -76,18 +76,20 @@ def test_attach_train_interrupt_detach_again(shell: Interactive, job_name: str) 
     with daemon(job_name, sync="bsp", optimizer={}):
         assert "Error" not in shell.run(BEGIN)
         for _ in range(2):
-            said = shell.run(f"optimizer = Optimizer(model, {job_name!r}, lr=0.1)\ntrain(5)")
-            assert "Error" not in said
-            said = shell.run("train(10**9, loud=True)", interrupt_at=UNDER_WAY)
-            assert "KeyboardInterrupt" in said
+            output = shell.run(f"optimizer = Optimizer(model, {job_name!r}, lr=0.1)\ntrain(5)")
+            assert "Error" not in output
+            output = shell.run("train(10**9, loud=True)", interrupt_at=UNDER_WAY)
+            assert "KeyboardInterrupt" in output
             before = status(job_name)["version"]
             assert "Error" not in shell.run("train(5)")
             assert status(job_name)["version"] >= before + 5
             assert [one["pid"] for one in status(job_name)["learners"]] == [shell.pid]
             assert "Error" not in shell.run("optimizer.close(); optimizer.close()")
             eventually(lambda: not status(job_name)["learners"])
-            said = shell.run("with torch.no_grad(): model[0].weight += 1\nprint('a=' + 'written')")
-            assert answer(said, "a") == "written"
+            output = shell.run(
+                "with torch.no_grad(): model[0].weight += 1\nprint('a=' + 'written')"
+            )
+            assert answer(output, "a") == "written"
             assert "detached from its job; attach again" in shell.run("train(1)")
 
 
@@ -97,13 +99,13 @@ def test_the_same_cell_twice(shell: Interactive, job_name: str) -> None:
         cell = f"optimizer = Optimizer(model, {job_name!r}, lr=0.1)\ntrain(3)"
         assert "Warning" not in shell.run(BEGIN) + shell.run(cell)
         assert "Error" not in shell.run(cell)
-        said = shell.run(
+        output = shell.run(
             "saved = optimizer.state_dict()\nsaved['param_groups'][0]['lr'] = 0.5\n"
             "optimizer.load_state_dict(saved)"
         )
-        assert said.count("Warning") == 1
-        assert "load_state_dict sets this learner's learning rate" in said
-        assert "learners/" not in said, "it names the cell, and no file of ours"
+        assert output.count("Warning") == 1
+        assert "load_state_dict sets this learner's learning rate" in output
+        assert "learners/" not in output, "it names the cell, and no file of ours"
         again = "model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))\n"
         for _ in range(2):
             assert "Error" not in shell.run(again + cell)
@@ -120,12 +122,12 @@ def test_a_job_of_its_own(shell: Interactive, job_name: str) -> None:
     one, two = f"{job_name}-1", f"{job_name}-2"
     plain = "standby=False, history=False"
     assert "Error" not in shell.run(BEGIN)
-    said = shell.run(f"job = gadei_ps.serve({one!r}, sync='bsp', {plain})\nprint(job)")
-    assert f"<gadei_ps job '{one}': served by this process>" in said
+    output = shell.run(f"job = gadei_ps.serve({one!r}, sync='bsp', {plain})\nprint(job)")
+    assert f"<gadei_ps job '{one}': served by this process>" in output
     assert "Error" not in shell.run("optimizer = Optimizer(model, lr=0.1)\ntrain(5)")
     assert "KeyboardInterrupt" in shell.run("train(10**9, loud=True)", interrupt_at=UNDER_WAY)
     assert status(one)["learners"], "the interrupt is not the job's"
-    said = shell.run(
+    output = shell.run(
         f"""
 with gadei_ps.serve({two!r}, {plain}):
     other = torch.nn.Linear(3, 2)
@@ -141,11 +143,11 @@ with gadei_ps.serve({two!r}, {plain}):
 """,
         interrupt_at=UNDER_WAY,
     )
-    assert "KeyboardInterrupt" in said
-    assert answer(said, "jobs") == f"{one},{two}"
+    assert "KeyboardInterrupt" in output
+    assert answer(output, "jobs") == f"{one},{two}"
     assert ended(two)
-    said = shell.run("print('gone=' + str(second.client.left) + str(optimizer.client.left))")
-    assert answer(said, "gone") == "TrueFalse"
+    output = shell.run("print('gone=' + str(second.client.left) + str(optimizer.client.left))")
+    assert answer(output, "gone") == "TrueFalse"
     assert "Error" not in shell.run("other.weight.data += 1\ntrain(5)")
     assert "serves job" in shell.run(f"gadei_ps.serve({one!r})"), "the cell once more"
     assert "Error" not in shell.run("job.stop()")
@@ -181,8 +183,8 @@ def test_a_kernel_is_restarted(kernel: Kernel, now: bool, job_name: str) -> None
     plain = "standby=False, history=False"
     serve_kept = f"job = gadei_ps.serve({kept!r}, keep=True, {plain})"
     assert "Error" not in kernel.run(BEGIN)
-    said = kernel.run(f"{serve_kept}\noptimizer = Optimizer(model, lr=0.1)\ntrain(5)")
-    assert "Error" not in said
+    output = kernel.run(f"{serve_kept}\noptimizer = Optimizer(model, lr=0.1)\ntrain(5)")
+    assert "Error" not in output
     assert "Error" not in kernel.run(f"own = gadei_ps.serve({job_name!r}, {plain})")
     pids = [status(kept)["watchdog_pid"], *presence.server_pids(kept)]
     kernel.restart(now=now)
@@ -215,8 +217,8 @@ def test_autoreload(kernel: Kernel, tmp_path: Path, job_name: str) -> None:
         )
         assert "Error" not in kernel.run(f"{begin}\n{make}")
         source.write_text(text.format(10))
-        said = kernel.run("train(2); print(f'factor={model.factor}')")
-        assert answer(said, "factor") == "10"
+        output = kernel.run("train(2); print(f'factor={model.factor}')")
+        assert answer(output, "factor") == "10"
         optimizer_of = "print('client=' + str(type(optimizer.client) is Client))"
         assert answer(kernel.run(optimizer_of), "client") == "True"
         assert "Error" not in kernel.run(make)
@@ -237,7 +239,7 @@ def test_the_example(job_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") for cell in notebook.cells), "clear it before you commit"
     nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    said = "".join(
+    output = "".join(
         one.get("text", "") for cell in notebook.cells for one in cell.get("outputs", ())
     )
-    assert "after 60 gradients" in said
+    assert "after 60 gradients" in output

@@ -101,10 +101,10 @@ def _strange(pipe: Connection, path: Path, names: list[str], pids: list[int]) ->
         with contextlib.suppress(OSError):
             raw.sendall(b"\x10\0\0\0" + b"x" * 16)
         try:
-            said = raw.recv(100)
+            answer = raw.recv(100)
         except ConnectionResetError:
-            said = b""
-        pipe.send(said)
+            answer = b""
+        pipe.send(answer)
 
 
 def test_a_stranger_can_do_nothing(job_name: str, runtime_dir: Path) -> None:

@@ -53,21 +53,21 @@ def test_it_is_what_the_watchdog_reports(job_name: str) -> None:
                 push(client)
             client.wait_applied()
             eventually(lambda: status(job_name)["standby_pid"])
-            told: dict[str, Any] = status(job_name)
+            report: dict[str, Any] = status(job_name)
             found = read(job_name)
             assert found.state is State.RUNNING
             by_watchdog = {"checkpoint_age_s", "server_private_bytes"}
             for one in metrics.JOB:
-                wanted = None if one.name in by_watchdog else told[one.name]
+                wanted = None if one.name in by_watchdog else report[one.name]
                 assert found.metrics[one.name] == wanted, one.name
-            (learner,), (row,) = found.learners, told["learners"]
+            (learner,), (row,) = found.learners, report["learners"]
             for one in metrics.LEARNER:
                 if one.place is not Place.WATCHDOG or one.name not in ("holds_up_s", "killed_in_s"):
                     assert learner.metrics[one.name] == row[one.name], one.name
             for name in ("row", "generation", "pid", "name", "leaving", "paused"):
                 assert getattr(learner, name) == row[name], name
             assert list(learner.staleness_histogram) == row["staleness_histogram"]
-            assert found.model == Model(**told["model"])
+            assert found.model == Model(**report["model"])
             for name in (
                 "watchdog_pid",
                 "server_pid",
@@ -76,9 +76,9 @@ def test_it_is_what_the_watchdog_reports(job_name: str) -> None:
                 "optimizer",
                 "job_id",
             ):
-                assert getattr(found, name) == told[name], name
-            assert found.hyperparameters["lr"] == told["settings"]["lr"]
-            assert str(found.history) == told["history"]
+                assert getattr(found, name) == report[name], name
+            assert found.hyperparameters["lr"] == report["settings"]["lr"]
+            assert str(found.history) == report["history"]
             assert found.config["name"] == job_name
         job.check()
     assert Reader().job(job_name) is None

@@ -51,10 +51,10 @@ def _run(job: str, order: list[int], work: bool) -> np.ndarray:
         for child in team:
             assert child.receive() == "done"
         eventually(lambda: not status(job)["learners"])
-        told = status(job)
-        assert told["start"] is None
+        report = status(job)
+        assert report["start"] is None
         applied = BATCHES * EPOCHS if work else LEARNERS * STEPS
-        assert told["gradients_applied"] == applied
+        assert report["gradients_applied"] == applied
         weights = live_weights(job).copy()
         served.end()
         return weights
@@ -78,5 +78,5 @@ def test_a_learner_that_never_comes_is_awaited_for_a_while(job_name: str) -> Non
         eventually(lambda: status(job_name)["start"] == _start(0))
         one.send(1)
         assert one.receive() == "done"
-        told = status(job_name)
-        assert (told["gradients_applied"], told["start"]) == (BATCHES * EPOCHS, None)
+        report = status(job_name)
+        assert (report["gradients_applied"], report["start"]) == (BATCHES * EPOCHS, None)

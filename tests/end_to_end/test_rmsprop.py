@@ -61,11 +61,11 @@ def test_the_job_file_and_status(job_name: str) -> None:
     with daemon(job_name, optimizer={"kind": "rmsprop", "alpha": 0.9}):
         with pytest.warns(UserWarning, match=r"job file .* overrides the script's"):
             optimizer = Optimizer(plain_model(), job_name, kind="sgd", lr=0.5, momentum=0.9)
-        told = status(job_name)["settings"]
-        assert (told["kind"], told["lr"], told["momentum"], told["alpha"]) == (
+        settings = status(job_name)["settings"]
+        assert (settings["kind"], settings["lr"], settings["momentum"], settings["alpha"]) == (
             ("rmsprop", 0.5, 0.0, 0.9)
         )
-        assert shown(told) == ("rmsprop, lr 0.5, alpha 0.9 (from the job; lr from the script)")
+        assert shown(settings) == ("rmsprop, lr 0.5, alpha 0.9 (from the job; lr from the script)")
         group = optimizer.param_groups[0]
         assert (group["momentum"], group["alpha"], group["centered"]) == (0.0, 0.9, False)
         group["alpha"] = 0.8

@@ -25,12 +25,12 @@ def _model() -> nn.Module:
 
 def _steps(optimizer: Optimizer, model: nn.Module, part: int = 1) -> list[str]:
     """Return warnings of two steps with a part of the data."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(2):
             model(input=torch.full((2, 4), float(part))).sum().backward()
             optimizer.step()
-    return [str(one.message) for one in said]
+    return [str(one.message) for one in warned]
 
 
 def _first(pipe: Connection, job: str, seed: int) -> None:
@@ -64,8 +64,8 @@ def test_said_once_and_by_the_later_one(same: bool, job_name: str) -> None:
     with daemon(job_name) as job:
         first = Child(_first, job_name, 5 if same else 6)
         assert first.receive() == []
-        said: list[Any] = _later(job_name)
-        assert [one[: len(SAID)] for one in said] == [SAID] * same
+        messages: list[Any] = _later(job_name)
+        assert [one[: len(SAID)] for one in messages] == [SAID] * same
         assert not _later(job_name, then=7)
         assert not _later(job_name, part=2), "a part of its own, by the same permutation"
         assert not _later(job_name, work=True)

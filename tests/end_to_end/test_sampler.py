@@ -94,8 +94,8 @@ def test_every_row_once_an_epoch(workers: int, sync: str, job_name: str) -> None
         assert total == Counter(dict.fromkeys(range(ROWS), EPOCHS))
         if sync != "bsp":  # where a gradient is the mean of those of both
             each_row_was_counted(job_name, EPOCHS)
-        told = status(job_name)
-        assert (told["gradients_applied"], told["samples"]) == (EPOCHS * BATCHES, EPOCHS * ROWS)
+        report = status(job_name)
+        assert (report["gradients_applied"], report["samples"]) == (EPOCHS * BATCHES, EPOCHS * ROWS)
         job.check()
 
 

@@ -52,16 +52,16 @@ class Expected:
         np.testing.assert_allclose(client.weights["w"], self.weights, rtol=1e-6)
 
 
-def learner(job: str, tensors: Mapping[str, Any] | None = TENSORS, **said: Any) -> Client:
+def learner(job: str, tensors: Mapping[str, Any] | None = TENSORS, **settings: Any) -> Client:
     """Optimizer without settings of the job: the script's are used."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return Client(job, tensors=tensors, optimizer=said)
+        return Client(job, tensors=tensors, optimizer=settings)
 
 
-def refused(job: str, **said: Any) -> str:
+def refused(job: str, **settings: Any) -> str:
     with pytest.raises(UsageError) as info:
-        learner(job, **said)
+        learner(job, **settings)
     assert "\n" not in str(info.value)
     return str(info.value)
 
@@ -88,8 +88,8 @@ def test_the_first_script_settles_it(job_name: str) -> None:
             with learner(job_name, **ADAMW) as same, learner(job_name) as silent:
                 expected.push(same)
                 expected.push(silent)
-            for said in ({**ADAMW, "lr": 0.02}, {"lr": 0.02}):
-                assert refused(job_name, **said).startswith(
+            for settings in ({**ADAMW, "lr": 0.02}, {"lr": 0.02}):
+                assert refused(job_name, **settings).startswith(
                     f"optimizer: job '{job_name}' has lr 0.01 from its first learner, but this "
                     "script has 0.02: use the same in all scripts, or set it in [optimizer] of "
                     "the job file or with --lr"
@@ -110,9 +110,11 @@ def test_a_first_script_that_says_nothing(job_name: str) -> None:
 
 def test_the_job_counts_before_the_script(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.5}):
-        with pytest.warns(UserWarning, match=r"has kind sgd, lr 0\.5 from its job file or") as told:
+        with pytest.warns(
+            UserWarning, match=r"has kind sgd, lr 0\.5 from its job file or"
+        ) as warned:
             client = Client(job_name, tensors=TENSORS, optimizer=ADAMW)
-        assert len(told) == 1
+        assert len(warned) == 1
         with client:
             Expected(OptimizerSpec(Kind.SGD, 0.5, weight_decay=0.1)).push(client)
         assert sources(job_name) == {"kind": "job", "lr": "job", "weight_decay": "script"}
@@ -162,7 +164,7 @@ def test_the_settings_outlive_every_process(cli: Cli, job_name: str) -> None:
         expected.push(client)
     take(job_name)
 
-    for said, where in ((ADAMW, "script"), ({}, "checkpoint")):
+    for settings, where in ((ADAMW, "script"), ({}, "checkpoint")):
         die(job_name)
         resumed = again(cli, job_name)
         assert (
@@ -170,7 +172,7 @@ def test_the_settings_outlive_every_process(cli: Cli, job_name: str) -> None:
             in (resumed.err)
         )
         assert "has kind adamw from its checkpoint" in refused(job_name, kind="sgd", lr=0.01)
-        with learner(job_name, **said) as client:
+        with learner(job_name, **settings) as client:
             expected.push(client)
             assert set(sources(job_name).values()) == {where}
         take(job_name)

@@ -183,9 +183,9 @@ def _serve_again(pipe: Connection, job: str) -> None:
 def test_a_fork_of_the_process_that_serves(job_name: str) -> None:
     """It serves nothing itself, though it has the object."""
     with gadei_ps.serve(job_name, **PLAIN) as job, fork(1, _serve_again, job_name) as (child,):
-        said = child.receive()
-        assert "this process" not in said
-        assert "is running already" in said
+        answer = child.receive()
+        assert "this process" not in answer
+        assert "is running already" in answer
         assert not job.ended
 
 
@@ -237,12 +237,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG, ids=[str(one) for one, _ in WRONG])
+@pytest.mark.parametrize(("given", "message"), WRONG, ids=[str(one) for one, _ in WRONG])
 @pytest.mark.usefixtures("runtime_dir")
-def test_bad_input(given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, and nothing is started."""
     monkeypatch.setattr(notebook, "Daemon", None)
-    with pytest.raises(UsageError, match=said) as error:
+    with pytest.raises(UsageError, match=message) as error:
         gadei_ps.serve(**given)
     assert "\n" not in str(error.value)
     assert JOB_VARIABLE not in os.environ
@@ -250,8 +250,8 @@ def test_bad_input(given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyP
 
 def test_the_import_stays_cheap() -> None:
     script = "import gadei_ps, sys; assert 'serve' in dir(gadei_ps); print(*sys.modules)"
-    told = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
-    loaded = set(told.stdout.split())
+    result = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    loaded = set(result.stdout.split())
     assert {one for one in loaded if one.startswith("gadei_ps")} == {"gadei_ps"}
     assert not loaded & {"numpy", "pydantic", "torch", "numba"}
     with pytest.raises(AttributeError, match="module 'gadei_ps' has no attribute 'sreve'"):

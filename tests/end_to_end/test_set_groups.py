@@ -26,8 +26,8 @@ def test_a_scripts_groups(cli: Cli, job_name: str) -> None:
     with daemon(job_name, optimizer={}, history=True, shards=2), learner(job_name, **SAID) as one:
         expected = Expected()
         expected.push(one)
-        told = cli("set", job_name, "groups.1.lr=0.25", "groups.0.betas=0.8,0.9", "lr=0.02")
-        assert told.out == (
+        result = cli("set", job_name, "groups.1.lr=0.25", "groups.0.betas=0.8,0.9", "lr=0.02")
+        assert result.out == (
             f"{job_name}: groups.1.lr 0.5 -> 0.25, groups.0.beta1 0.9 -> 0.8, "
             "groups.0.beta2 0.999 -> 0.9, lr 0.01 -> 0.02, from version 1 on\n"
         )

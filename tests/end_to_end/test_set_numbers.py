@@ -175,9 +175,9 @@ def test_what_cannot_be_changes_nothing(
 ) -> None:
     with daemon(job_name, tensors=TENSORS, optimizer={"lr": 1.0} | optimizer):
         before = status(job_name)["settings"]
-        with pytest.raises((UsageError, ControlError), match=why) as told:
+        with pytest.raises((UsageError, ControlError), match=why) as raised:
             change.set_optimizer(job_name, values, 5.0)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(raised.value)
         assert status(job_name)["settings"] == before
         assert not status(job_name)["settings_pending"]
 
@@ -219,8 +219,8 @@ def test_clipping_staleness_and_schedules(job_name: str) -> None:
         # The schedule counts gradients from the job's first one on.
         assert [push(), push()] == pytest.approx([2.0, 1.0])
         change.set_optimizer(job_name, {"schedule": "constant", "staleness_aware": True}, 60.0)
-        told = status(job_name)["settings"]
-        assert (told["schedule"], told["staleness_aware"]) == ("constant", True)
+        settings = status(job_name)["settings"]
+        assert (settings["schedule"], settings["staleness_aware"]) == ("constant", True)
 
 
 FILE = """\
@@ -258,8 +258,8 @@ def test_it_outlives_the_watchdog_and_the_memory(cli: Cli, job_name: str) -> Non
     again(cli, job_name)
     with Client(job_name) as client:
         assert _push(client) == 0.25
-        assert "lr 0.25" in (told := cli("status", job_name).out)
-        assert "from gadei-ps set" in told
+        assert "lr 0.25" in (output := cli("status", job_name).out)
+        assert "from gadei-ps set" in output
         # The job file counts again once it says another value.
         file = cli.directory / f"{job_name}.toml"
         file.write_text(FILE.replace("every_s = 0", "every_s = 600"))

@@ -100,8 +100,8 @@ def test_what_a_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 4
     report(_refused())
     report(ValueError("own"))
-    said = capsys.readouterr().err
-    first, second, third = said.partition("Traceback")[0], *said.split("Traceback")[1:]
+    output = capsys.readouterr().err
+    first, second, third = output.partition("Traceback")[0], *output.split("Traceback")[1:]
     assert first.startswith("gadei-ps: learner ")
     assert first.endswith(" ends: job 'x' has ended: enough\n")
     assert "in _refused" in second
@@ -121,5 +121,5 @@ def _refused() -> GadeiError:
 def test_other_hooks_are_kept() -> None:
     heard: list[BaseException] = []
     error = UsageError("no")
-    exit_hook._report(lambda *told: heard.append(told[1]), UsageError, error, None)
+    exit_hook._report(lambda *arguments: heard.append(arguments[1]), UsageError, error, None)
     assert heard == [error]

@@ -208,10 +208,10 @@ def test_a_lost_marker_for_learners(
     assert "was lost" in service.err
     marker.unlink()
     marker.symlink_to(runtime_dir / "no" / "where")
-    told = f"units of learners do not start: {marker} cannot be made"
-    eventually(lambda: told in "".join(manager.said("STATUS")[-1:]))
+    message = f"units of learners do not start: {marker} cannot be made"
+    eventually(lambda: message in "".join(manager.said("STATUS")[-1:]))
     marker.unlink()
-    eventually(lambda: told not in manager.said("STATUS")[-1])
+    eventually(lambda: message not in manager.said("STATUS")[-1])
     runtime_dir.chmod(0o770)  # as setfacl does
     eventually(lambda: "mode 0770" in manager.said("STATUS")[-1])
     assert advice.command(job_name, "stop") == "gadei-ps stop", "which the watchdog's status has"
@@ -408,8 +408,8 @@ def test_a_start_over_an_interrupted_stop(cli: Cli, manager: Systemd, job_name: 
     before = len(manager.names())
     service = start(cli, manager, job_name, text)
     manager.wait("READY", 2)
-    said = [(name, value) for name, value, _ in manager.assigned()[before:]]
-    meanwhile = said[: said.index(("READY", "1"))]
+    notices = [(name, value) for name, value, _ in manager.assigned()[before:]]
+    meanwhile = notices[: notices.index(("READY", "1"))]
     assert any(name == "EXTEND_TIMEOUT_USEC" for name, _ in meanwhile)
     assert any(value.startswith("completing an interrupted stop: ") for _, value in meanwhile)
     assert status(job_name)["checkpoint_version"] == status(job_name)["version"] == 1

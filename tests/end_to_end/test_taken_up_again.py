@@ -118,9 +118,9 @@ def test_a_loop_that_is_left_in_the_middle_of_a_batch(
         assert seen == Counter(range(26))
         assert not client.unanswered
         client.wait_applied()
-        told = status(job_name)
-        assert (told["work"]["state"], told["gradients_applied"]) == ("done", 5)
-        assert told["learners"][0]["samples"] in (26, 0)  # LocalOptimizer: of batches() alone
+        report = status(job_name)
+        assert (report["work"]["state"], report["gradients_applied"]) == ("done", 5)
+        assert report["learners"][0]["samples"] in (26, 0)  # LocalOptimizer: of batches() alone
         client.detach()
 
 
@@ -154,8 +154,8 @@ def test_own_data_around_the_servers(
         for _ in range(3):
             train(own)
         client.wait_applied()
-        told = status(job_name)
-        assert (told["work"]["state"], told["gradients_applied"]) == ("done", (before > 0) + 6)
+        report = status(job_name)
+        assert (report["work"]["state"], report["gradients_applied"]) == ("done", (before > 0) + 6)
         client.detach()
 
 
@@ -285,8 +285,8 @@ def test_an_interrupt_right_after_a_push(job_name: str) -> None:
         for _ in batches:
             client.push(given)
         client.wait_applied()
-        told = status(job_name)
-        assert (told["gradients_applied"], told["work"]["state"]) == (4, "done")
+        report = status(job_name)
+        assert (report["gradients_applied"], report["work"]["state"]) == (4, "done")
 
 
 @pytest.mark.parametrize("kind", ["add", "sgd"])
@@ -355,7 +355,7 @@ def test_a_forked_child_is_told(job_name: str) -> None:
         worker.train(INPUTS[:2], LABELS[:2], CRITERION)
 
         def child(pipe: Any) -> None:
-            said = []
+            errors = []
             for use in (
                 worker.drain,
                 worker.close,
@@ -366,8 +366,8 @@ def test_a_forked_child_is_told(job_name: str) -> None:
                 try:
                     use()
                 except UsageError as error:
-                    said.append(str(error))
-            pipe.send(said)
+                    errors.append(str(error))
+            pipe.send(errors)
 
         with fork(1, child) as (one,):
             why = "this learner belongs to the parent process; attach after the fork"

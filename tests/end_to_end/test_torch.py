@@ -82,7 +82,7 @@ SCRIPTS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] 
     ("of_job", "of_script", "local"),
     [
         *((settings, {}, local) for settings, local in LOCAL.values()),
-        *(({}, said, local) for said, local in SCRIPTS.values()),
+        *(({}, in_script, local) for in_script, local in SCRIPTS.values()),
     ],
     ids=[*LOCAL, *(f"script-{kind}" for kind in SCRIPTS)],
 )
@@ -318,13 +318,13 @@ def test_closure_and_missing_gradients(job_name: str) -> None:
         loss = optimizer.step(closure)
         assert status(job_name)["learners"][0]["loss"] == pytest.approx(float(loss.detach()))
         assert (model[0].weight != before).any()
-        for told, why in (
+        for values, why in (
             ({"loss": torch.ones(3)}, r"loss=a tensor of shape \[3\]\): give one number"),
             ({"loss": "low"}, r"loss='low'\): give one number"),
             ({"samples": 2.5}, r"samples=2\.5\): give a whole number"),
         ):
             with pytest.raises(UsageError, match=why):
-                optimizer.report(**told)
+                optimizer.report(**values)
         optimizer.close()
 
 
@@ -401,11 +401,11 @@ def test_loading_the_optimizers_state(job_name: str) -> None:
         optimizer = Optimizer(model, job_name)
         before = dict(optimizer.param_groups[0])
         optimizer.load_state_dict(optimizer.state_dict())
-        with pytest.warns(UserWarning) as told:
+        with pytest.warns(UserWarning) as warned:
             optimizer.load_state_dict(theirs.state_dict())
-        assert "weight_decay was saved as 0.7; the job keeps 0.0" in str(told[0].message)
-        assert len(told) == 2
-        assert "learning rate to 0.3; it was 0.1" in str(told[1].message)
+        assert "weight_decay was saved as 0.7; the job keeps 0.0" in str(warned[0].message)
+        assert len(warned) == 2
+        assert "learning rate to 0.3; it was 0.1" in str(warned[1].message)
         assert optimizer.param_groups[0] == before | {"lr": 0.3}
         state = torch.optim.SGD([torch.zeros(1)], 0.1).state_dict()
         with pytest.raises(ValueError, match="other parameters"):

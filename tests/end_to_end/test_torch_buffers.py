@@ -170,8 +170,8 @@ def test_as_torch(which: str, count: int, job_name: str) -> None:
             same_state(model, alone(which, number))
         # The last one was alone when it left, so that its buffers are the job's.
         same_copy(job_name, models[-1])
-        told = status(job_name)
-        assert (told["gradients_applied"], told["gradients_refused"]) == (8 * count, 0)
+        report = status(job_name)
+        assert (report["gradients_applied"], report["gradients_refused"]) == (8 * count, 0)
         job.check()
 
 
@@ -432,7 +432,7 @@ class Resized(nn.Module):
 
 
 def test_a_buffer_that_gets_another_shape(job_name: str) -> None:
-    with daemon(job_name, optimizer=STILL) as job, warnings.catch_warnings(record=True) as told:
+    with daemon(job_name, optimizer=STILL) as job, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         model = Resized()
         optimizer = Optimizer(model, job_name)
@@ -441,9 +441,9 @@ def test_a_buffer_that_gets_another_shape(job_name: str) -> None:
             optimizer._buffers.write()
         optimizer.close()
         assert model.least.shape == (8,)
-        said = [str(one.message) for one in told if "another shape" in str(one.message)]
-        assert len(said) == 1, told
-        assert "one forward pass before Optimizer(model)" in said[0]
+        messages = [str(one.message) for one in warned if "another shape" in str(one.message)]
+        assert len(messages) == 1, warned
+        assert "one forward pass before Optimizer(model)" in messages[0]
         job.check()
 
 

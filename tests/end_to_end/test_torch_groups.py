@@ -101,13 +101,13 @@ def test_equal_to_torch(kind: str, job_name: str) -> None:
 def test_parameters_modules_and_names(job_name: str) -> None:
     model, other = network(), network()
     model[0].bias.requires_grad_(False)
-    said: list[dict[str, Any]] = [
+    in_script: list[dict[str, Any]] = [
         {"params": [model[3], "1.weight"], "lr": 0.5},
         {"params": iter([model[0].bias, ("1.bias", model[1].bias)]), "weight_decay": 0.25},
         {"params": "*", "betas": (0.5, 0.5)},
     ]
     with daemon(job_name, optimizer={}):
-        optimizer = Optimizer(model, job_name, kind="adamw", groups=said)
+        optimizer = Optimizer(model, job_name, kind="adamw", groups=in_script)
         assert [[*map(id, one["params"])] for one in optimizer.param_groups] == [
             [id(model[3].weight), id(model[3].bias), id(model[1].weight)],  # as they are given
             [id(model[1].bias)],
@@ -129,11 +129,11 @@ def test_parameters_modules_and_names(job_name: str) -> None:
         saved = optimizer.state_dict()
         for one, lr in zip(saved["param_groups"], (0.5, 0.1, 1e-3), strict=True):
             one["lr"] = lr
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             optimizer.load_state_dict(saved)
-        assert len(told) == 2
-        assert "learning rate of param_groups[1] to 0.1; it was 0.001" in str(told[0].message)
+        assert len(warned) == 2
+        assert "learning rate of param_groups[1] to 0.1; it was 0.001" in str(warned[0].message)
         saved["param_groups"].pop()
         with pytest.raises(ValueError, match="of other parameters"):
             optimizer.load_state_dict(saved)

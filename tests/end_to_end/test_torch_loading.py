@@ -93,7 +93,7 @@ def test_weights_that_are_only_looked_at(view: bool, job_name: str) -> None:
 
 def _begin(pipe: Connection, job: str, file: Path, weights_first: bool) -> None:
     saved = torch.load(file)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         model = batch_norm_model()
         optimizer = Optimizer(model, job, wait=True)
@@ -102,7 +102,7 @@ def _begin(pipe: Connection, job: str, file: Path, weights_first: bool) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         if not weights_first:
             model.load_state_dict(saved["model"])
-    pipe.send([str(one.message) for one in said])
+    pipe.send([str(one.message) for one in warned])
     pipe.recv()
     train(model, optimizer, BATCHES[HALF : HALF + 5])
     optimizer.close()
@@ -137,10 +137,10 @@ def test_all_learners_load_and_one_writes(
         for name, says in (("saved.pt", []), ("later.pt", ["weights", "another state"])):
             before = live_weights(job_name).copy()
             with fork(1, _begin, job_name, tmp_path / name, weights_first) as (late,):
-                said = late.receive()
-                assert len(said) == len(says)
+                messages = late.receive()
+                assert len(messages) == len(says)
                 for kind in says:
-                    assert any(f"{kind}, and keeps" in one for one in said), said
+                    assert any(f"{kind}, and keeps" in one for one in messages), messages
                 late.kill()
             np.testing.assert_array_equal(live_weights(job_name), before)
         job.check()
@@ -199,13 +199,13 @@ def test_warnings_name_the_script(job_name: str) -> None:
         saved = copy.deepcopy(first.state_dict())
         train(model, first, BATCHES[2:4])
         late = Optimizer(other := plain_model(), job_name)
-        with pytest.warns(UserWarning, match="with other weights") as said:
+        with pytest.warns(UserWarning, match="with other weights") as warned:
             other.load_state_dict({name: one + 1 for name, one in other.state_dict().items()})
-        assert [one.filename for one in said] == [__file__]
+        assert [one.filename for one in warned] == [__file__]
         saved["param_groups"][0] |= {"lr": 0.5, "eps": 0.5}
-        with pytest.warns(UserWarning, match="load_state_dict") as said:
+        with pytest.warns(UserWarning, match="load_state_dict") as warned:
             late.load_state_dict(saved)
-        assert [one.filename for one in said] == [__file__] * 3
+        assert [one.filename for one in warned] == [__file__] * 3
         late.close()
         first.close()
         job.check()

@@ -90,9 +90,9 @@ def test_batches_are_cut_into_mini_batches(job: Daemon, job_name: str) -> None:
         optimizer.step()
     assert sorted(taken) == list(range(20))
     optimizer.client.wait_applied()
-    told = status(job_name)
+    report = status(job_name)
     # Waves of three mini-batches of two, and a last one of two samples.
-    assert (told["gradients_applied"], told["learners"][0]["samples"]) == (4, 20)
+    assert (report["gradients_applied"], report["learners"][0]["samples"]) == (4, 20)
     optimizer.close()
 
 
@@ -134,9 +134,9 @@ def test_it_says_itself_that_the_job_adds(job_name: str) -> None:
     with daemon(job_name, optimizer={}):
         optimizer = LocalOptimizer(plain_model(), momentum, job_name)
         LocalOptimizer(plain_model(), momentum, job_name).close()
-        told = status(job_name)["settings"]
-        assert (told["kind"], told["lr"]) == ("add", 1.0)
-        assert told["from"] == {"kind": "script", "lr": "default"}
+        settings = status(job_name)["settings"]
+        assert (settings["kind"], settings["lr"]) == ("add", 1.0)
+        assert settings["from"] == {"kind": "script", "lr": "default"}
         with pytest.raises(UsageError, match="make is a SGD: give a function"):
             LocalOptimizer(plain_model(), momentum([*plain_model().parameters()]), job_name)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="make gave a NoneType"):

@@ -149,11 +149,11 @@ def test_the_format_is_torchs(job_name: str) -> None:
             ours.state_dict()
 
 
-def _resume(pipe: Connection, job: str, file: Path, told: bool) -> None:
-    with warnings.catch_warnings(record=True) as said:
+def _resume(pipe: Connection, job: str, file: Path, warns: bool) -> None:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         model, optimizer = resumed(file, lambda model: Optimizer(model, job, wait=True))
-    pipe.send([str(one.message) for one in said])
+    pipe.send([str(one.message) for one in warned])
     pipe.recv()
     train(model, optimizer, BATCHES[HALF : HALF + 5])
     optimizer.close()
@@ -183,8 +183,8 @@ def test_all_learners_load_and_one_writes(sync: str, tmp_path: Path, job_name: s
             assert late.receive() == [], "it is what was loaded"
             late.kill()
         with fork(1, _resume, job_name, tmp_path / "later.pt", False) as (other,):
-            (said,) = other.receive()
-            assert "the job has made steps with another state, and keeps it" in said
+            (message,) = other.receive()
+            assert "the job has made steps with another state, and keeps it" in message
             other.kill()
         with Client(job_name) as client:
             steps = client.job_state().steps - HALF
@@ -244,8 +244,8 @@ def test_a_copy_that_cannot_be_made(job_name: str) -> None:
                     asks.request(Copy(), fds=[file])
             finally:
                 os.close(file)
-        told = status(job_name)
-        assert told["checkpoints"] == told["checkpoint_failures"] == 0
+        report = status(job_name)
+        assert report["checkpoints"] == report["checkpoint_failures"] == 0
         assert client.job_state().weights.shape == (client.model.elements,)
         job.check()
     with daemon(job_name) as job:

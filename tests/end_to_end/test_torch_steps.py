@@ -123,7 +123,7 @@ def test_a_model_that_other_processes_share(how: str, view: bool, job_name: str)
 
 def test_a_warning_names_the_line_of_the_script(job_name: str) -> None:
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.5}):
-        with pytest.warns(UserWarning, match="from its job file") as told:
+        with pytest.warns(UserWarning, match="from its job file") as warned:
             optimizer = Optimizer(plain_model(), job_name, kind="sgd", lr=0.001)
-        assert [one.filename for one in told] == [__file__]
+        assert [one.filename for one in warned] == [__file__]
         optimizer.close()

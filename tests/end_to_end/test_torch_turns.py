@@ -126,7 +126,7 @@ def test_straggler_stops_at_the_next_module(job_name: str) -> None:
             iterate()
             assert ran == ["first", "second", "backward", "step"]
             optimizer.client.wait_applied()
-            told = status(job_name)
-            assert (told["gradients_applied"], told["gradients_dropped"]) == (2, 1)
+            report = status(job_name)
+            assert (report["gradients_applied"], report["gradients_dropped"]) == (2, 1)
             other.send("go")
         optimizer.close()

@@ -86,8 +86,8 @@ def test_equal_to_torch(kind: str, how: dict[str, Any], job_name: str) -> None:
         train(twin, CLASSES[kind](twin.parameters()))
         optimizer.client.wait_applied()
         same(model, twin)
-        told = status(job_name)
-        assert (told["gradients_applied"], told["gradients_refused"]) == (STEPS, 0)
+        report = status(job_name)
+        assert (report["gradients_applied"], report["gradients_refused"]) == (STEPS, 0)
         optimizer.close()
 
 
@@ -169,6 +169,6 @@ def test_no_gradient_at_all(job_name: str) -> None:
         optimizer.step()
         for one, old in zip(model.parameters(), before, strict=True):
             assert torch.equal(one, old)
-        told = status(job_name)
-        assert (told["version"], told["gradients_refused"]) == (1, 0)
+        report = status(job_name)
+        assert (report["version"], report["gradients_refused"]) == (1, 0)
         optimizer.close()

@@ -173,9 +173,9 @@ def test_batches_of_the_server(ahead: int, job_name: str) -> None:
             taken[batch.epoch] += batch.indices.tolist()
         assert [sorted(one) for one in taken.values()] == [list(range(13))] * 2
         worker.client.wait_applied()
-        told = status(job_name)
-        assert (told["gradients_applied"], told["learners"][0]["samples"]) == (6, 26)
-        assert told["work"]["state"] == "done"
+        report = status(job_name)
+        assert (report["gradients_applied"], report["learners"][0]["samples"]) == (6, 26)
+        assert report["work"]["state"] == "done"
         worker.close()
 
 
@@ -219,11 +219,11 @@ def test_batches_of_a_killed_worker_go_to_others(job_name: str) -> None:
             for batch, _ in worker.train_on(SAMPLES, LABELS, CRITERION, batch_size=1, epochs=2):
                 taken[batch.epoch] += batch.indices.tolist()
             worker.client.wait_applied()
-            told = status(job_name)
+            report = status(job_name)
         assert [sorted(one) for one in taken.values()] == [list(range(13))] * 2
         assert entered[0] == (0, epoch_order(13, 0, 0)[:1].tolist())
-        assert (told["gradients_applied"], told["work"]["state"]) == (10, "done")
-        assert told["batches_requeued"] >= 2
+        assert (report["gradients_applied"], report["work"]["state"]) == (10, "done")
+        assert report["batches_requeued"] >= 2
 
 
 # -- the end ------------------------------------------------------------------------------------

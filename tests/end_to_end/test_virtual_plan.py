@@ -102,13 +102,13 @@ def test_a_plan_is_trained(made: Plan, job_name: str, tmp_path: Path) -> None:
 
 def test_a_plan_for_other_layers_is_refused(made: Plan, job_name: str, tmp_path: Path) -> None:
     """Refuse it before the job is asked: there is no job."""
-    told = json.loads(made.model_dump_json())
+    dumped = json.loads(made.model_dump_json())
     files = {
         "list": [],
-        "twice": told | {"stages": told["stages"] * 2},
-        "later": told | {"format": 2},
-        "negative": told | {"in_flight": 0},
-        "more": told | {"colour": "red"},
+        "twice": dumped | {"stages": dumped["stages"] * 2},
+        "later": dumped | {"format": 2},
+        "negative": dumped | {"in_flight": 0},
+        "more": dumped | {"colour": "red"},
     }
     for name, value in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(value))

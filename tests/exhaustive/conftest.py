@@ -22,7 +22,7 @@ def whole() -> bool:
 
 
 @pytest.fixture(scope="session")
-def told() -> list[str]:
+def report() -> list[str]:
     """Take the line of figures of a count."""
     return TOLD
 

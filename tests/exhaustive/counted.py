@@ -102,10 +102,10 @@ class Learner:
 
     def _hear(self) -> Any:
         self._job.until(lambda: self._child.has_sent, "a learner continues")
-        said = self._child.receive()
-        if isinstance(said, Exception):
-            raise said
-        return said
+        answer = self._child.receive()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     @property
     def published(self) -> int:

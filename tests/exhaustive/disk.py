@@ -56,13 +56,13 @@ class File:
             return [self.synced]
         before = self.since[-2] if len(self.since) > 1 else self.synced
         half = (len(before) + len(self.now)) // 2
-        told = [
+        chosen = [
             *(self.since[at] for at in (0, len(self.since) // 2, len(self.since) - 1)),
             self.now[:half],  # the last write, or a rewritten file, is cut in two
             self.now[:half].ljust(len(self.now), b"\0"),
             self.synced[: len(self.now)].ljust(len(self.now), b"\0"),
         ]
-        return list(dict.fromkeys([self.synced, *told]))
+        return list(dict.fromkeys([self.synced, *chosen]))
 
 
 @dataclass(eq=False)

@@ -81,7 +81,7 @@ def _serve() -> None:
 
 
 def _in_roles(main: Callable[[str], int]) -> Callable[[str], int]:
-    def told(module: str) -> int:
+    def bits(module: str) -> int:
         if Life.programs and PROGRAMS.get(module) == "watchdog":
             process.spawn = SPAWN
         become(PROGRAMS.get(module, ""))
@@ -89,7 +89,7 @@ def _in_roles(main: Callable[[str], int]) -> Callable[[str], int]:
             manager.main = _serve
         return main(module)
 
-    return told
+    return bits
 
 
 def _learn(pipe: Connection, job: str) -> None:
@@ -333,20 +333,20 @@ class Life:
                 [sys.executable, "-P", "-m", "gadei_ps", *words], stdout=out, stderr=err
             )
             code = child.wait(LIFE_S)
-        told, said = [path.read_text() for path in paths]
+        output, errors = [path.read_text() for path in paths]
         # Of the tests beside this one, not of this job.
-        said = re.sub("^.* has jobs elsewhere .*\n", "", said, flags=re.MULTILINE)
-        what = f"{words[0]} has ended with {code}: {said}"
-        lines = 1 + said.count("left alone: ")  # gc names each file that it cannot open
+        errors = re.sub("^.* has jobs elsewhere .*\n", "", errors, flags=re.MULTILINE)
+        what = f"{words[0]} has ended with {code}: {errors}"
+        lines = 1 + errors.count("left alone: ")  # gc names each file that it cannot open
         lines += 2 if words[0] == "run" else 0  # it says how it begins and how it has ended
-        if code not in (0, 1, 2) or said.count("\n") > lines or "internal error" in said:
+        if code not in (0, 1, 2) or errors.count("\n") > lines or "internal error" in errors:
             self.wrong.append(what)
-        if code and not said:
+        if code and not errors:
             self.wrong.append(f"{what} nothing")
-        if code == wanted and says in (said if code else told):
+        if code == wanted and says in (errors if code else output):
             return
         if not code:
-            self.wrong.append(f"{what} and printed: {told}")
+            self.wrong.append(f"{what} and printed: {output}")
         raise GadeiError(what)
 
     def _stop(self) -> None:
@@ -406,8 +406,8 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
         life.wrong.append(text)
     shutil.rmtree(directory)
     shutil.rmtree(runtime)
-    said = life.said + [line for line in text.splitlines() if "error" in line]
-    life.wrong += [f"no words for users: {line}" for line in said if "[Errno" in line]
+    messages = life.said + [line for line in text.splitlines() if "error" in line]
+    life.wrong += [f"no words for users: {line}" for line in messages if "[Errno" in line]
     if (calls := shim.counts_all()) is None:
         life.wrong.append("the list of calls is full (COUNTS_ROOM in faults.c)")
     return {
@@ -415,7 +415,7 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
         "seen": shim.counts_seen(),
         "calls": (calls or b"").decode(errors="replace").splitlines(),
         "wrong": life.wrong,
-        "said": said,
+        "said": messages,
     }
 
 
@@ -433,10 +433,10 @@ def main() -> None:
                     asked = json.loads(line)
                     none = quick.without_fork_server()
                     with contextlib.nullcontext() if asked["scene"] in WITH_FORK_SERVER else none:
-                        told = _live(asked)
-                    told["seconds"] = time.monotonic() - begin
+                        outcome = _live(asked)
+                    outcome["seconds"] = time.monotonic() - begin
                     with os.fdopen(write, "wb") as answer:
-                        answer.write(json.dumps(told).encode())
+                        answer.write(json.dumps(outcome).encode())
                 except BaseException:
                     traceback.print_exc()
                 finally:

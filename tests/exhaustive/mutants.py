@@ -66,9 +66,9 @@ def known_places(text: str) -> set[str]:
     """
     found = set()
     for line in text.splitlines():
-        told = re.match(r"(?:failed|equivalent) +\d+ s  (\S+?):\d+ (.*?)(?:  |$)(.*)", line)
-        if told and not BY_PYTEST.search(told[3]):
-            found.add(f"{told[1]} {told[2]}")
+        match = re.match(r"(?:failed|equivalent) +\d+ s  (\S+?):\d+ (.*?)(?:  |$)(.*)", line)
+        if match and not BY_PYTEST.search(match[3]):
+            found.add(f"{match[1]} {match[2]}")
     return found
 
 
@@ -173,9 +173,9 @@ def _run(
     for at, verdict in enumerate(verdicts):
         if verdict == TIMED_OUT:
             verdicts[at] = attempt(*chosen[at])
-    told = Counter(verdicts)
-    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(told.items())))
-    return exit_code(told)
+    counts = Counter(verdicts)
+    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    return exit_code(counts)
 
 
 def exit_code(verdicts: Mapping[str, int]) -> int:

@@ -190,8 +190,10 @@ class Tree:
             file.write_bytes(bytes(4096))
             noted = {REACHED: str(file), "PYTHONPATH": str(self.tree / "tests/exhaustive")}
             verdict, line = self._run(0, ["-p", "reached", *tests], 1800.0, noted)
-            told = file.with_suffix(".jsonl")
-            for one in map(json.loads, told.read_text().splitlines() if told.exists() else []):
+            records = file.with_suffix(".jsonl")
+            for one in map(
+                json.loads, records.read_text().splitlines() if records.exists() else []
+            ):
                 for number in one["reached"]:
                     known = self.reached.setdefault(number, {})
                     known[one["test"]] = min(one["seconds"], known.get(one["test"], 1e9))

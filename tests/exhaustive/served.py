@@ -106,10 +106,10 @@ class Job:
         if self.restores is not None:
             command = process.module_command("gadei_ps", "restore", str(self.restores))
         else:
-            told = {"config": json.loads(self.config.model_dump_json()), "verbose": True}
-            told |= {"fresh": "--fresh" in flags, "keep": "--keep" in flags, "learners": 1}
-            told["survives"] = False
-            os.write(read, json.dumps(told).encode() + b"\n")
+            order = {"config": json.loads(self.config.model_dump_json()), "verbose": True}
+            order |= {"fresh": "--fresh" in flags, "keep": "--keep" in flags, "learners": 1}
+            order["survives"] = False
+            os.write(read, json.dumps(order).encode() + b"\n")
         with open(self._log, "ab") as log:
             self._process = process.spawn(
                 command,
@@ -132,13 +132,15 @@ class Job:
         if self._process is None or (code is not None and code < 0):
             self.start(*self.flags)
         elif code is not None:
-            said = os.read(self._said, 4096).decode().strip()
-            in_use = "JobInUse" in said or (self.restores and code == 1)
+            output = os.read(self._said, 4096).decode().strip()
+            in_use = "JobInUse" in output or (self.restores and code == 1)
             if in_use:  # what a dead one was making is distinguished from the living by its age
                 self.start(*self.flags)
             else:
                 self.ended = code
-                assert not said or (self.refusal and self.refusal in said), f"{said}\n{self!r}"
+                assert not output or (self.refusal and self.refusal in output), (
+                    f"{output}\n{self!r}"
+                )
 
     def serves(self) -> bool:
         """Return whether a watchdog answers; start one first if there is none."""

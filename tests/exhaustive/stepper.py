@@ -273,8 +273,8 @@ class Stepper:
             yield f"{self._said()} {ENDS[end]}"
 
     def _said(self) -> str:
-        told = self.told
-        return f"image after {told.depth} deaths, store {told.ordinal} of the last process,"
+        figures = self.told
+        return f"image after {figures.depth} deaths, store {figures.ordinal} of the last process,"
 
     def _seen(self) -> str:
         at = self.told.offset

@@ -101,8 +101,8 @@ class Lives:
         """Return the result of a job in which this call fails; see lives.py."""
         asked = {"scene": scene, "role": role, "kind": kind, "number": number}
         asked |= {"error": getattr(errno, error), "programs": kind == "vfork"}
-        told: dict[str, Any] = ask(self._process, asked)
-        return told
+        answer: dict[str, Any] = ask(self._process, asked)
+        return answer
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,9 @@ class Count:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("scene", "role"), LIVES)
-def test_calls_that_fail(lives: Lives, scene: str, role: str, whole: bool, told: list[str]) -> None:
+def test_calls_that_fail(
+    lives: Lives, scene: str, role: str, whole: bool, report: list[str]
+) -> None:
     count = Count(lives, scene, role)
     short = {kind: step for (*where, kind), step in SHORT.items() if where == [scene, role]}
     for kind, errors in ERRORS.items():
@@ -185,18 +187,18 @@ def test_calls_that_fail(lives: Lives, scene: str, role: str, whole: bool, told:
         ):
             if count.may_have(kind, number, error):
                 count.fail(kind, number, error)
-    told.append(f"failing calls, {count.figures}")
+    report.append(f"failing calls, {count.figures}")
     count.check(MADE[scene, role] if whole else short)
 
 
 @pytest.mark.timeout(7200)
-def test_programs_that_cannot_be_started(lives: Lives, whole: bool, told: list[str]) -> None:
+def test_programs_that_cannot_be_started(lives: Lives, whole: bool, report: list[str]) -> None:
     """The watchdog's processes are not forks here; it starts servers by vfork()."""
     count = Count(lives, "life", "watchdog")
     for error in ERRORS["clone"] if whole else ERRORS["clone"][:1]:
         for number in count.calls("vfork") if whole else [1]:
             count.fail("vfork", number, error)
-    told.append(f"failing calls, {count.figures}")
+    report.append(f"failing calls, {count.figures}")
     count.check({"vfork"})
 
 

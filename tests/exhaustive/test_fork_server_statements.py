@@ -100,7 +100,7 @@ def tracer() -> Iterator[Tracer]:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_statements(
-    tracer: Tracer, job_name: str, tmp_path: Path, whole: bool, told: list[str]
+    tracer: Tracer, job_name: str, tmp_path: Path, whole: bool, report: list[str]
 ) -> None:
     numbers = itertools.count()
     count = Count(
@@ -118,7 +118,7 @@ def test_statements(
                 count.play(scene)
     finally:
         count.drop()
-    told.append(f"statements of the fork server: {count.figures}")
+    report.append(f"statements of the fork server: {count.figures}")
     count.check()
     if whole and not SCENE:
         assert {line.role for line in count.lines} == {"fork-server", "watchdog"}

@@ -64,11 +64,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
-def figures(told: list[str]) -> Iterator[Counter[str]]:
+def figures(report: list[str]) -> Iterator[Counter[str]]:
     """Yield the counts of all paths; the line is printed at the end."""
     counted: Counter[str] = Counter()
     yield counted
-    told.append(
+    report.append(
         "instructions: {paths} paths, {instructions} instructions, {first} images of first deaths, "
         "{later} of second and later ones, {recovered} recovered, {wrong} wrong".format_map(counted)
     )
@@ -86,16 +86,16 @@ def test_every_death_is_recovered(
                 np.testing.assert_allclose(mine, wanted, rtol=2e-5, atol=2e-6)
             instructions = steps.told.instructions
             wrong = list(islice(steps.wrong(), ENOUGH))
-            told = steps.told
+            totals = steps.told
     figures.update(
         paths=1,
         instructions=instructions,
-        first=told.deaths[1],
-        later=told.images - told.deaths[1],
-        recovered=told.runs - 1,
-        wrong=told.wrong,
+        first=totals.deaths[1],
+        later=totals.images - totals.deaths[1],
+        recovered=totals.runs - 1,
+        wrong=totals.wrong,
     )
-    assert not wrong, f"{len(wrong)} of {told.runs - 1} images:\n" + "\n".join(wrong[:5])
+    assert not wrong, f"{len(wrong)} of {totals.runs - 1} images:\n" + "\n".join(wrong[:5])
 
 
 LOST = [
@@ -132,17 +132,17 @@ def test_the_ring_is_lost_with_the_server(path: Path, library: ctypes.CDLL, job_
         with Stepper(library, rig) as steps:
             steps.first(every=False)
             new, ends = rig.kept(), Counter[str]()
-            for said in steps.without_ring():
-                assert said.endswith("came to rest"), said
+            for outcome in steps.without_ring():
+                assert outcome.endswith("came to rest"), outcome
                 now = Accounts(rig)
                 begun, torn = now.consumed - before.consumed, now.torn - before.torn
                 applied, refused = now.applied - before.applied, now.refused - before.refused
                 refused -= refused > 0  # the departure from a broken ring counts as one
-                assert applied + refused == begun == now.version - before.version, said
-                assert begun == now.steps - before.steps and torn <= refused <= 1, said
+                assert applied + refused == begun == now.version - before.version, outcome
+                assert begun == now.steps - before.steps and torn <= refused <= 1, outcome
                 answered = {batch} if applied else set()
-                assert now.batches == sorted(set(before.batches) - answered), said
-                assert int(rig.state["record"]["cursor"][0]) == IDLE, said
+                assert now.batches == sorted(set(before.batches) - answered), outcome
+                assert int(rig.state["record"]["cursor"][0]) == IDLE, outcome
                 done = _changed(rig.kept(), old, new, PIECES[path.way])
                 ends[done, applied, refused, torn] += 1
             partly = {end for end in ends if end[0].startswith("below")}

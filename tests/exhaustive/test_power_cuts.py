@@ -81,8 +81,8 @@ class Count:
         self.allowed: tuple[Any, ...] = (old,)
         self.moments = self.states = self.looked = 0
 
-    def _hear(self, told: str) -> None:
-        what, name = told.split()
+    def _hear(self, line: str) -> None:
+        what, name = line.split()
         self.allowed = (name,) if what == "end" else (*self.allowed, name)
 
     def run(
@@ -94,9 +94,9 @@ class Count:
         """Look at each state, once for what is allowed. seen_as: what the reader sees of it."""
         known: set[int] = set()
         scratch = self.place / "scratch"
-        for told in self.disk.play(self.log):
-            if told is not None:
-                self._hear(told)
+        for line in self.disk.play(self.log):
+            if line is not None:
+                self._hear(line)
             self.moments += 1
             states = list(self.disk.states())
             for number, state in enumerate(states):
@@ -157,18 +157,18 @@ def read_newest(root: Path, allowed: tuple[str | None, ...]) -> None:
 
 
 @CUT
-def test_checkpoints(recorder: Recorder, place: Path, whole: bool, told: list[str]) -> None:
+def test_checkpoints(recorder: Recorder, place: Path, whole: bool, report: list[str]) -> None:
     """Write checkpoints from none on: pruned, written again at the same version, superseded."""
     count = Count(place, whole)
     assert recorder.record("checkpoints", count.root, count.log) == 0
     count.run(read_newest)
-    told.append(count.figures("checkpoints"))
+    report.append(count.figures("checkpoints"))
 
 
 @CUT
 @pytest.mark.parametrize("there", [False, True], ids=["the first", "another"])
 def test_a_writer_is_killed_before(
-    recorder: Recorder, place: Path, there: bool, whole: bool, told: list[str]
+    recorder: Recorder, place: Path, there: bool, whole: bool, report: list[str]
 ) -> None:
     """A writer is killed before each of its operations; the next one writes; the power is cut."""
     sums = [0, 0, 0]
@@ -189,7 +189,7 @@ def test_a_writer_is_killed_before(
         sums = [sum(pair) for pair in zip(sums, counted, strict=True)]
         shutil.rmtree(path)
     assert die > 15
-    told.append(
+    report.append(
         f"power cuts after {die - 1} deaths of a writer: {sums[0]} moments, {sums[1]} states of "
         f"the disk, {sums[2]} looked at"
     )
@@ -210,8 +210,8 @@ class Files(Count):
         super().__init__(place, whole)
         self.allowed = ()
 
-    def _hear(self, told: str) -> None:
-        what, name = told.split()
+    def _hear(self, line: str) -> None:
+        what, name = line.split()
         self.allowed = (*self.allowed, name if what == "begin" else f"{name}!")
 
     def check(self, root: Path, allowed: tuple[str, ...]) -> None:
@@ -228,7 +228,7 @@ class Files(Count):
 
 
 @CUT
-def test_exports(recorder: Recorder, place: Path, whole: bool, told: list[str]) -> None:
+def test_exports(recorder: Recorder, place: Path, whole: bool, report: list[str]) -> None:
     names = ["out.safetensors", "out.npz"]
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401
@@ -239,20 +239,20 @@ def test_exports(recorder: Recorder, place: Path, whole: bool, told: list[str]) 
     count = Files(place, whole, tuple(names))
     assert recorder.record("exports", count.root, count.log) == 0
     count.run(count.check)
-    told.append(count.figures("exports"))
+    report.append(count.figures("exports"))
 
 
 @CUT
-def test_single_files(recorder: Recorder, place: Path, whole: bool, told: list[str]) -> None:
+def test_single_files(recorder: Recorder, place: Path, whole: bool, report: list[str]) -> None:
     count = Files(place, whole, ("model.npz", "unit.service", "words.json"))
     assert recorder.record("singles", count.root, count.log) == 0
     count.run(count.check)
-    told.append(count.figures("single files"))
+    report.append(count.figures("single files"))
 
 
 @CUT
 def test_what_train_and_predict_write(
-    recorder: Recorder, place: Path, whole: bool, told: list[str]
+    recorder: Recorder, place: Path, whole: bool, report: list[str]
 ) -> None:
     from gadei_ps.classifier.model_directory import load_result
 
@@ -273,7 +273,7 @@ def test_what_train_and_predict_write(
 
     assert recorder.record("results", count.root, count.log) == 0
     count.run(check)
-    told.append(count.figures("results of train and predict"))
+    report.append(count.figures("results of train and predict"))
 
 
 # -- what a start needs ---------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_what_train_and_predict_write(
 
 @CUT
 def test_lock_and_socket(
-    recorder: Recorder, place: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, told: list[str]
+    recorder: Recorder, place: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, report: list[str]
 ) -> None:
     """A watchdog starts, whatever is left of the lock and the socket of another one."""
 
@@ -292,12 +292,12 @@ def test_lock_and_socket(
     count = Count(place, whole)
     assert recorder.record("watchdog", count.root, count.log) == 0
     count.run(check)
-    told.append(count.figures("lock and socket"))
+    report.append(count.figures("lock and socket"))
 
 
 @CUT
 def test_compiled_code(
-    recorder: Recorder, place: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, told: list[str]
+    recorder: Recorder, place: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, report: list[str]
 ) -> None:
     """A server loads its code or compiles it again, and what it has compiled then is kept."""
     from gadei_ps.kernels import store
@@ -322,4 +322,4 @@ def test_compiled_code(
         return tuple(one for one in state if not one[0].endswith(".new"))
 
     count.run(check, seen, every=4)
-    told.append(count.figures("compiled code"))
+    report.append(count.figures("compiled code"))

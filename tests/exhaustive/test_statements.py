@@ -50,7 +50,7 @@ def test_statements(
     job_name: str,
     tmp_path: Path,
     whole: bool,
-    told: list[str],
+    report: list[str],
 ) -> None:
     numbers = itertools.count()
     count = Count(
@@ -68,7 +68,7 @@ def test_statements(
                 count.play(scene)
     finally:
         count.drop()
-    told.append(f"statements, {request.node.callspec.id}: {count.figures}")
+    report.append(f"statements, {request.node.callspec.id}: {count.figures}")
     count.check()
 
 

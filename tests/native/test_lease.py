@@ -139,7 +139,7 @@ def test_a_clock_that_is_set_back_does_not_prolong_a_wait(tmp_path: Path) -> Non
         "print(_native.lease_take(lease, 50_000_000) == _native.PS_TIMEOUT)\n"
         "done.set()\n"
     )
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-P", "-c", script],
         env=os.environ | {"LD_PRELOAD": str(library)},
         capture_output=True,
@@ -147,4 +147,4 @@ def test_a_clock_that_is_set_back_does_not_prolong_a_wait(tmp_path: Path) -> Non
         check=False,
         timeout=PATIENCE_S,
     )
-    assert (told.stdout, told.stderr) == ("True\n", "")
+    assert (result.stdout, result.stderr) == ("True\n", "")

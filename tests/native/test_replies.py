@@ -231,14 +231,14 @@ def test_malformed_replies(
         watchdog.says(reply)
         code, text = mine.ask("attach", watchdog.path)
         assert code == ERROR and text, reply
-    for raw, said in (
+    for raw, message in (
         (None, "the watchdog has closed the connection"),
         (b"\0\0", "the watchdog has closed the connection"),
         (b"\0\0\0\x10{", "the watchdog has closed the connection"),
         (b"\xff\xff\xff\xff", "the reply is too long"),
     ):
         watchdog.raw = raw
-        assert mine.ask("attach", watchdog.path) == (ERROR, f"{watchdog.path}: {said}")
+        assert mine.ask("attach", watchdog.path) == (ERROR, f"{watchdog.path}: {message}")
     watchdog.says(json.dumps(attach_reply(memory)))
     mine.do("attach", watchdog.path)
     watchdog.says("{}")
@@ -338,10 +338,10 @@ def test_damaged_segments(
     watchdog.says(json.dumps(attach_reply(memory)))
     parts = (memory.control, memory.weights, memory.rings[ROW])
     whole = [bytes(part.memory) for part in parts]
-    for number, (change, said) in enumerate(damages(memory)):
+    for number, (change, message) in enumerate(damages(memory)):
         change()
         code, text = mine.ask("attach", watchdog.path)
-        assert code == ERROR and said in text, (number, said, text)
+        assert code == ERROR and message in text, (number, message, text)
         assert watchdog.asked[-1]["op"] == "detach"  # it gives back what it cannot use
         for part, content in zip(parts, whole, strict=True):
             os.truncate(f"/dev/shm{part.name}", part.size)

@@ -81,9 +81,9 @@ def test_a_frame_is_what_was_published() -> None:
         ring.claim()
         ring.publish(clock=sequence + 100)
         frame = ring.frame(sequence)
-        said = {name: frame[name] for name in FRAME.names or () if not name.startswith("pad")}
-        assert (said.pop("rate_scale") == 0.5).all()
-        assert said == {
+        header = {name: frame[name] for name in FRAME.names or () if not name.startswith("pad")}
+        assert (header.pop("rate_scale") == 0.5).all()
+        assert header == {
             "sequence": sequence,
             "generation": GENERATION,
             "clock": sequence + 100,

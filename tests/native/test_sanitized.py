@@ -132,5 +132,5 @@ def test_what_is_wrong_in_a_learner_is_seen(tmp_path: Path) -> None:
     )
     done = _with_sanitizers("-c", script)
     assert done.returncode
-    said = done.stdout + done.stderr
-    assert "heap-buffer-overflow" in said or "insufficient space" in said, said
+    output = done.stdout + done.stderr
+    assert "heap-buffer-overflow" in output or "insufficient space" in output, output

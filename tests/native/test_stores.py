@@ -15,7 +15,7 @@ from gadei_ps import _native
 PAGE = mmap.PAGESIZE
 
 
-def dies(told: list[tuple[int, int]], at: int) -> str:
+def dies(calls: list[tuple[int, int]], at: int) -> str:
     """Return what a process prints that calls tell_of_stores() so often and stores at a page."""
     read, write = os.pipe()
     child = os.fork()
@@ -25,19 +25,19 @@ def dies(told: list[tuple[int, int]], at: int) -> str:
         os.dup2(write, 2)
         memory = mmap.mmap(-1, 4 * PAGE, prot=mmap.PROT_READ)
         address = _native.address(memory)
-        for page, pages in told:
+        for page, pages in calls:
             _native.tell_of_stores(address + page * PAGE, pages * PAGE)
         ctypes.memset(address + at * PAGE, 1, 1)
         os._exit(0)
     os.close(write)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGSEGV
-    with os.fdopen(read) as said:
-        return said.read()
+    with os.fdopen(read) as pipe:
+        return pipe.read()
 
 
 @pytest.mark.parametrize(
-    ("told", "at", "says"),
+    ("calls", "at", "says"),
     [
         ([(1, 2)], 1, True),
         ([(1, 2)], 2, True),
@@ -50,8 +50,8 @@ def dies(told: list[tuple[int, int]], at: int) -> str:
         ([(1, 2), (1, 0), (2, 1)], 1, False),
     ],
 )
-def test_who_has_stored(told: list[tuple[int, int]], at: int, says: bool) -> None:
+def test_who_has_stored(calls: list[tuple[int, int]], at: int, says: bool) -> None:
     """Only a store into memory that has been announced; a later announcement replaces it."""
-    said = dies(told, at)
-    assert ("written to a parameter in place" in said) == says
-    assert bool(said) == says
+    output = dies(calls, at)
+    assert ("written to a parameter in place" in output) == says
+    assert bool(output) == says

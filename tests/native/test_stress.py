@@ -113,8 +113,8 @@ def unpaired(lines: list[str], headings: set[str]) -> set[str]:
     ends: dict[str, list[str]] = {}
     wrong = set()
     for line in lines:
-        for said in POINT.findall(line):
-            name, code = said.strip(), line[: line.index("SYNC POINT")]
+        for point in POINT.findall(line):
+            name, code = point.strip(), line[: line.index("SYNC POINT")]
             if name not in headings:
                 wrong.add(name)
             for kind, pattern in (("release", RELEASE), ("acquire", ACQUIRE), ("fence", FENCE)):

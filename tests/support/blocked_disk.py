@@ -52,8 +52,8 @@ class BlockedDisk:
 
     def __enter__(self) -> BlockedDisk:
         self._served = Child(_serve, self._directory)
-        said = self._served.receive()
-        assert not said, f"mount: {said}"
+        answer = self._served.receive()
+        assert not answer, f"mount: {answer}"
         return self
 
     def waits(self) -> None:

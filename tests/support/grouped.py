@@ -73,8 +73,8 @@ class Expected:
             np.testing.assert_allclose(client.weights[name], weights, rtol=2e-5, atol=1e-6)
 
 
-def learner(job: str, tensors: Mapping[str, Any] | None = TENSORS, **said: Any) -> Client:
+def learner(job: str, tensors: Mapping[str, Any] | None = TENSORS, **settings: Any) -> Client:
     """Optimizer without settings of the job: the script's are used."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return Client(job, tensors=tensors, optimizer=said)
+        return Client(job, tensors=tensors, optimizer=settings)

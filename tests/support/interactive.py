@@ -64,14 +64,14 @@ class Typed:
         self._process.stdin.write(f"exec(compile({cell!r}, 'cell', 'exec'))\n")
         if not interrupt_at:
             self._process.stdin.write(f"print({end[:5]!r} + {end[5:]!r})\n")
-        said = ""
-        while end not in said:
-            said += self._lines.get(timeout=PATIENCE_S)
-            if interrupt_at and interrupt_at in said:
+        output = ""
+        while end not in output:
+            output += self._lines.get(timeout=PATIENCE_S)
+            if interrupt_at and interrupt_at in output:
                 self._process.send_signal(signal.SIGINT)
                 interrupt_at = ""
                 self._process.stdin.write(f"print({end[:5]!r} + {end[5:]!r})\n")
-        return said.replace(end, "")
+        return output.replace(end, "")
 
     def kill(self) -> None:
         self._process.kill()
@@ -105,18 +105,18 @@ class Kernel:
         self.pid: int = self._manager.provisioner.pid
 
     def run(self, cell: str, *, interrupt_at: str = "") -> str:
-        said = ""
+        output = ""
 
         def hear(message: dict[str, Any]) -> None:
-            nonlocal said, interrupt_at
+            nonlocal output, interrupt_at
             content = message["content"]
             if message["msg_type"] == "stream":
-                said += content["text"]
+                output += content["text"]
             elif message["msg_type"] == "execute_result":
-                said += content["data"]["text/plain"] + "\n"
+                output += content["data"]["text/plain"] + "\n"
             elif message["msg_type"] == "error":
-                said += f"{content['ename']}: {content['evalue']}\n"
-            if interrupt_at and interrupt_at in said:
+                output += f"{content['ename']}: {content['evalue']}\n"
+            if interrupt_at and interrupt_at in output:
                 interrupt_at = ""
                 self._manager.interrupt_kernel()
 
@@ -125,7 +125,7 @@ class Kernel:
             cell, timeout=PATIENCE_S, output_hook=hear, stop_on_error=False
         )
         assert reply["content"]["status"] != "aborted"
-        return said
+        return output
 
     def kill(self) -> None:
         self._manager.signal_kernel(signal.SIGKILL)

@@ -41,11 +41,11 @@ def children() -> set[int]:
 
 def described(before: set[int]) -> list[list[str]]:
     """Command lines of children that were not there before."""
-    said = []
+    lines = []
     for pid in children() - before:
         with contextlib.suppress(psutil.Error):
-            said.append([str(pid), *psutil.Process(pid).cmdline()])
-    return said
+            lines.append([str(pid), *psutil.Process(pid).cmdline()])
+    return lines
 
 
 def _child(function: Callable[..., None], pipe: Connection, parent: int, args: Any) -> None:

@@ -31,15 +31,15 @@ def _run(pipe: Connection, name: str, words: list[str]) -> None:
     sys.path.insert(0, str(SCRIPTS))
     warnings.resetwarnings()  # pytest's filter is the tests', not the script's
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    said = io.StringIO()
+    output = io.StringIO()
     error = ""
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             runpy.run_path(str(path), run_name="__main__")
         except Exception as found:
             error = f"{type(found).__name__}: {found}"
             traceback.print_exc()
-    pipe.send((said.getvalue(), error))
+    pipe.send((output.getvalue(), error))
 
 
 def outputs(

@@ -147,9 +147,9 @@ def refused(path: Path, file: str, *why: str) -> str:
     """The checkpoint is refused in one line that names the file."""
     with pytest.raises(CheckpointError) as info:
         read(path)
-    said = str(info.value)
-    assert "\n" not in said
-    assert str(path / file) in said
+    message = str(info.value)
+    assert "\n" not in message
+    assert str(path / file) in message
     for word in why:
-        assert word in said
-    return said
+        assert word in message
+    return message

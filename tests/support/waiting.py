@@ -26,8 +26,8 @@ def eventually(
     while not (value := condition()):
         waited_s = time.monotonic() - begin
         if waited_s > timeout_s:
-            said = what() if callable(what) else what
-            raise AssertionError(f"not within {timeout_s} s: {said or condition}")
+            described = what() if callable(what) else what
+            raise AssertionError(f"not within {timeout_s} s: {described or condition}")
         time.sleep(min(max(SHORTEST_S, waited_s / 10), LONGEST_S))
     return value
 

@@ -47,8 +47,8 @@ def learner(job: str, file: str) -> tuple[object, ...]:
 
 def install(manager: Booted) -> None:
     """Install the units and do what install-unit says is next, without the job."""
-    told = json.loads(manager.do(PROGRAM, "install-unit", "--system", "--json"))
-    *before, start = told["next"]
+    report = json.loads(manager.do(PROGRAM, "install-unit", "--system", "--json"))
+    *before, start = report["next"]
     assert "enable" in start
     manager.do("cp", "-r", "/var/cache/gadei-ps", KERNELS)
     for command in before:

@@ -105,8 +105,8 @@ def test_an_impossible_name(manager: Booted) -> None:
         made = manager.do("systemd-escape", "--template=gadei-ps@.service", name).strip()
         assert manager.run("systemctl", "start", made).returncode
         instance = made.partition("@")[2].removesuffix(".service")
-        told = manager.show(made, "StatusText")
-        assert told.startswith(f"failed: job name '{instance}': use 1 to 48 letters"), told
+        text = manager.show(made, "StatusText")
+        assert text.startswith(f"failed: job name '{instance}': use 1 to 48 letters"), text
         manager.do("rm", f"/etc/gadei-ps/{name}.toml")
     manager.run("systemctl", "reset-failed")
 

@@ -119,12 +119,12 @@ def test_an_end_that_fails(service: Service) -> None:
         assert service.manager.run("nsenter", "-t", "1", "-p", "kill", "-0", pid).returncode
     (file, process), service.learners = service.learners[0], []
     process.wait(60)
-    word, told, *_ = service.manager.do("tail", "-n", "1", file).split()
+    word, count, *_ = service.manager.do("tail", "-n", "1", file).split()
     assert word == "failed"
     service.manager.do("rm", end)
     service.drop_in("")
     service.systemctl("start")
-    assert service.status()["version"] == int(told)
+    assert service.status()["version"] == int(count)
 
 
 @pytest.mark.parametrize("by", ["gadei-ps", "systemctl"])
@@ -135,8 +135,8 @@ def test_a_stop_without_its_last_checkpoint(service: Service, by: str) -> None:
     service.learn()
     manager.do("bash", "-c", f"rm -rf {directory}; touch {directory}")
     if by == "gadei-ps":
-        told = service.gadei_ps("stop", service.name)
-        assert (told.returncode, service.end[:-8] in told.stderr) == (3, True), told
+        result = service.gadei_ps("stop", service.name)
+        assert (result.returncode, service.end[:-8] in result.stderr) == (3, True), result
     else:  # systemctl reports only whether the unit is stopped
         service.systemctl("stop")
         assert service.manager.do("systemctl", "is-failed", service.unit) == "failed\n"
@@ -182,9 +182,9 @@ def test_a_newer_checkpoint_than_memory(service: Service) -> None:
     service.systemctl("start")
     service.kill_the_watchdog()
     manager.do("bash", "-c", f"rm -rf {directory}; mv {directory}.kept {directory}")
-    told = "to take it: (sudo .*), and start the job again [(](systemctl .*)[)]"
+    pattern = "to take it: (sudo .*), and start the job again [(](systemctl .*)[)]"
     (stop, start), *_ = eventually(
-        lambda: re.findall(told, manager.show(service.unit, "StatusText")), what=service.said
+        lambda: re.findall(pattern, manager.show(service.unit, "StatusText")), what=service.said
     )
     assert service.status()["version"] == 0
     words = stop.replace("gadei-ps stop", f"{PROGRAM} stop").split()
@@ -248,8 +248,8 @@ def test_a_learners_unit(service: Service, user: str) -> None:
     manager.do("systemctl", "is-active", learner)
     service.systemctl("stop")
     eventually(lambda: manager.show(learner, "ActiveState") == "inactive", what=service.said)
-    said, count = manager.do("tail", "-n", "1", file).split()
-    assert (said, int(count)) == ("stopped", service.saved())
+    word, count = manager.do("tail", "-n", "1", file).split()
+    assert (word, int(count)) == ("stopped", service.saved())
     service.is_gone()
     manager.do("systemctl", "disable", learner)
 
@@ -293,11 +293,11 @@ def test_a_failure_is_told(service: Service) -> None:
     assert manager.run("systemctl", "start", service.unit).returncode
     why = f"/etc/gadei-ps/{service.name}.toml: slots: "
     assert manager.show(service.unit, "StatusText").startswith(f"failed: {why}")
-    told = manager.do(
+    output = manager.do(
         *("journalctl", "--no-pager", "-o", "cat", "-p", "warning", "-u", service.unit),
         "_COMM=gadei-ps",
     )
-    (line,) = told.splitlines()
+    (line,) = output.splitlines()
     assert json.loads(line)["event"].startswith(why)
 
 
@@ -321,16 +321,16 @@ def test_the_documented_commands(service: Service) -> None:
     service.systemctl("start")
     service.learn()
     clean = ("env", "-u", "GADEI_PS_STATE_DIR", "-u", "GADEI_PS_RUNTIME_DIR")
-    told = manager.run(*clean, program, "status", service.name).stderr
-    assert "set GADEI_PS_RUNTIME_DIR=/run/gadei-ps" in told
+    output = manager.run(*clean, program, "status", service.name).stderr
+    assert "set GADEI_PS_RUNTIME_DIR=/run/gadei-ps" in output
     for command in (("kill", service.name, "--standby"), ("export", service.name, "/tmp/w.npz")):
-        told = manager.run(*clean, program, *command).stderr
-        assert "set GADEI_PS_RUNTIME_DIR=/run/gadei-ps" in told, told
+        output = manager.run(*clean, program, *command).stderr
+        assert "set GADEI_PS_RUNTIME_DIR=/run/gadei-ps" in output, output
     shows = f"user {USER} has jobs elsewhere ({service.name}): GADEI_PS_RUNTIME_DIR=/run/gadei-ps"
     for command in (("ls",), ("status",), ("gc", "--dry-run")):
-        told = manager.run(*clean, "-u", "XDG_RUNTIME_DIR", program, *command).stderr
-        assert "looked in /run/gadei-ps-root, for user root" in told
-        assert shows in told
+        output = manager.run(*clean, "-u", "XDG_RUNTIME_DIR", program, *command).stderr
+        assert "looked in /run/gadei-ps-root, for user root" in output
+        assert shows in output
     service.systemctl("stop")
     service.is_gone()
     given = (*clean, "GADEI_PS_RUNTIME_DIR=/run/gadei-ps", program, "export", service.name)
@@ -364,8 +364,8 @@ def test_users_and_their_directories(service: Service) -> None:
     manager = service.manager
     service.systemctl("start")
     for path in ("/run", "/var/lib", "/var/cache"):
-        said = manager.do("stat", "-c", "%U %G %a", f"{path}/gadei-ps").strip()
-        assert said == f"{USER} {USER} 700", path
+        rights = manager.do("stat", "-c", "%U %G %a", f"{path}/gadei-ps").strip()
+        assert rights == f"{USER} {USER} 700", path
     main = manager.show(service.unit, "MainPID")
     assert manager.do("stat", "-c", "%U", f"/proc/{main}").strip() == USER
     assert service.name in service.gadei_ps("ls").stdout

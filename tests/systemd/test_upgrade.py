@@ -64,9 +64,9 @@ def test_an_upgrade_and_a_downgrade(service: Service, upgraded: Path) -> None:
     eventually(lambda: service.manager.show(service.end, "ActiveState") in over, what=service.said)
     (file, process), service.learners = service.learners[0], []
     process.wait(60)
-    word, told, *_ = service.manager.do("tail", "-n", "1", file).split()
+    word, count, *_ = service.manager.do("tail", "-n", "1", file).split()
     assert word == "failed", service.said()
     ended = service.gadei_ps("serve", "--finish", f"/etc/gadei-ps/{service.name}.toml", "--json")
     assert ended.returncode == 0 and json.loads(ended.stdout)["job"] == service.name, ended.stderr
-    assert service.saved() == learned + int(told)
+    assert service.saved() == learned + int(count)
     assert service.name not in service.manager.do("ls", "/dev/shm")

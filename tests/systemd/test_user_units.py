@@ -126,10 +126,10 @@ def test_with_linger_a_logout_changes_nothing(alice: Login) -> None:
     for who in ("watchdog_pid", "server_pid", "job_id", "names_lost"):
         assert after[who] == before[who], who
     alice.do("systemctl", "--user", "stop", f"gadei-ps@{alice.job}")
-    said, count = eventually(
+    word, count = eventually(
         lambda: (last := alice.do("tail", "-n", "1", file).split())[0] == "stopped" and last
     )
-    assert (said, int(count)) == ("stopped", alice.saved())
+    assert (word, int(count)) == ("stopped", alice.saved())
     assert not alice.segments()
 
 
@@ -150,8 +150,8 @@ def test_without_linger_a_logout_ends_the_job(alice: Login) -> None:
 
     alice.logout()
     learner.wait(60)
-    said, count = alice.do("tail", "-n", "1", file).split()
-    assert (said, int(count)) == ("stopped", alice.saved())
+    word, count = alice.do("tail", "-n", "1", file).split()
+    assert (word, int(count)) == ("stopped", alice.saved())
     assert not alice.segments()
     assert eventually(lambda: json.loads(alice.do(*asked))["names_lost"])
     alice.do("env", elsewhere, PROGRAM, "stop", "loose")

@@ -63,10 +63,10 @@ class Walk:
     def states(self) -> tuple[str, str, str, str]:
         """Return the unit's active state, sub-state and result; active state of the end's unit."""
         asked = ("-p", "Id", "-p", "ActiveState", "-p", "SubState", "-p", "Result")
-        said = self.manager.do("systemctl", "show", self.unit, self.end, *asked)
+        output = self.manager.do("systemctl", "show", self.unit, self.end, *asked)
         one, two = (
             dict(line.split("=", 1) for line in part.splitlines())
-            for part in said.strip().split("\n\n")
+            for part in output.strip().split("\n\n")
         )
         return one["ActiveState"], one["SubState"], one["Result"], two["ActiveState"]
 
@@ -157,8 +157,8 @@ class Walk:
         assert self.systemctl("reload") == 0, self.said()
         # All of the file has been taken over.
         again = (*service.become(service.USER), "env", *ENVIRONMENT, OWN, "reload", "--json")
-        said = json.loads(self.manager.do(*again, f"/etc/gadei-ps/{self.job}.toml"))
-        assert said["changed"] == {}, said
+        report = json.loads(self.manager.do(*again, f"/etc/gadei-ps/{self.job}.toml"))
+        assert report["changed"] == {}, report
 
     def change(self) -> None:
         """Half of the time, another job file, in what may change while counts stay exact."""

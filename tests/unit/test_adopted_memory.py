@@ -71,7 +71,7 @@ def adopted(left: JobMemory) -> JobMemory:
     return made
 
 
-def said(expected: dict[str, object]) -> dict[str, object]:
+def nonzero(expected: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in expected.items() if value}
 
 
@@ -102,7 +102,7 @@ def test_every_word_of_an_adopted_job(
         "phase": after[0],
         "stop": after[1],
     }
-    assert words(control) == said(before | changed)
+    assert words(control) == nonzero(before | changed)
     assert sorted(made.rings) == [0, 1]
     for part in parts(made):
         assert (part.header["owner_pid"], part.header["owner_start"]) == me

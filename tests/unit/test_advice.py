@@ -8,7 +8,7 @@ from gadei_ps.show.optimizer_line import advice
 
 
 @pytest.mark.parametrize(
-    ("sync", "kind", "learners", "said"),
+    ("sync", "kind", "learners", "expected"),
     [
         ("asp", "adamw", 8, True),
         ("asp", "adam", 20, True),
@@ -18,9 +18,11 @@ from gadei_ps.show.optimizer_line import advice
         ("ssp:2", "adam", 8, False),
     ],
 )
-def test_many_learners_with_adam(sync: str, kind: str, learners: int, said: bool) -> None:
-    told = advice({"sync": sync, "settings": {"kind": kind}}, learners)
-    assert bool(told) == said
-    if said:
-        assert told.startswith(f"with {learners} learners and {kind}, bsp comes further than asp")
-        assert "--sync bsp" in told
+def test_many_learners_with_adam(sync: str, kind: str, learners: int, expected: bool) -> None:
+    message = advice({"sync": sync, "settings": {"kind": kind}}, learners)
+    assert bool(message) == expected
+    if expected:
+        assert message.startswith(
+            f"with {learners} learners and {kind}, bsp comes further than asp"
+        )
+        assert "--sync bsp" in message

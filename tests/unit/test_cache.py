@@ -52,12 +52,12 @@ def test_what_fields_and_codes_mean_is_not_compiled(
     def with_field(*field: object) -> dict[str, Any]:
         return layout | {"ps_ring": (size, fields | {"head": field})}
 
-    def with_code(*told: object) -> dict[str, Any]:
-        return codes | {"ps_kind": codes["ps_kind"] | {"PS_RING": told}}
+    def with_code(*entry: object) -> dict[str, Any]:
+        return codes | {"ps_kind": codes["ps_kind"] | {"PS_RING": entry}}
 
-    def directory(what: str, told: dict[str, Any]) -> Path:
+    def directory(what: str, values: dict[str, Any]) -> Path:
         with monkeypatch.context() as patch:
-            patch.setattr(cache._native, what, lambda: told)
+            patch.setattr(cache._native, what, lambda: values)
             return cache.directory()
 
     assert directory("layout", with_field(*compiled, writer, meaning + ", reworded")) == here

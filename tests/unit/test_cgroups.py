@@ -322,9 +322,9 @@ def test_a_real_kill_names_the_limit(group: tuple[Path, str]) -> None:
         text=True,
         check=True,
     )
-    code, told = done.stdout.splitlines()
+    code, reason = done.stdout.splitlines()
     assert code == "-9"
-    assert f"the memory limit {directory / name} of 64.0 MiB was reached" in told
+    assert f"the memory limit {directory / name} of 64.0 MiB was reached" in reason
 
 
 MAKER = """

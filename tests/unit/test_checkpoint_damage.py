@@ -198,8 +198,8 @@ def test_foreign_manifests(
 ) -> None:
     path = write(tmp_path, one(9), keep=1).path
     forge(path, "manifest.json", change)
-    said = refused(path, "manifest.json", why)
-    assert "damaged" not in said
+    message = refused(path, "manifest.json", why)
+    assert "damaged" not in message
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff", b"{", b"[" * 100_000, b"9" * 5000])
@@ -247,8 +247,8 @@ def test_foreign_tensors(
 
     path = write(tmp_path, one(9), keep=1).path
     forge(path, name, changed)
-    said = refused(path, name, why)
-    assert "damaged" not in said
+    message = refused(path, name, why)
+    assert "damaged" not in message
 
 
 def header(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:

@@ -211,7 +211,7 @@ def _as_nobody(pipe: Connection, directory: Path) -> None:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
-    said: list[str] = []
+    messages: list[str] = []
     attempts: list[Callable[[], object]] = [
         lambda: write(directory, one(2, BIG), keep=1),
         lambda: write(directory / "new", one(2, BIG), keep=1),
@@ -222,10 +222,10 @@ def _as_nobody(pipe: Connection, directory: Path) -> None:
     for attempt in attempts:
         try:
             attempt()
-            said.append("done")
+            messages.append("done")
         except CheckpointMistake as error:
-            said.append(str(error))
-    pipe.send(said)
+            messages.append(str(error))
+    pipe.send(messages)
 
 
 def test_no_permission() -> None:
@@ -241,9 +241,9 @@ def test_no_permission() -> None:
         (closed / "SHA256SUMS").chmod(0)  # whole, but not for us: not to be passed over
         directory.chmod(0o555)
         with support.fork(1, _as_nobody, directory) as (child,):
-            said = child.receive()
-        assert len(said) == 5
-        for line in said:
+            lines = child.receive()
+        assert len(lines) == 5
+        for line in lines:
             assert "Permission denied" in line
             assert "\n" not in line
         directory.chmod(0o755)

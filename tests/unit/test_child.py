@@ -142,8 +142,8 @@ def test_a_checkpoint_writer_that_does_not_end_blocks_nothing(
     job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has reported its outcome, and closed its output; the kernel may still block it."""
-    told = 'print(\'{"ok": false, "error": "a full disk"}\', flush=True)'
-    script = f"import os, signal; {told}; os.close(1); signal.pause()"
+    answer = 'print(\'{"ok": false, "error": "a full disk"}\', flush=True)'
+    script = f"import os, signal; {answer}; os.close(1); signal.pause()"
     monkeypatch.setattr(process, "module_command", lambda *_: [sys.executable, "-c", script])
     memory = JobMemory(config(job_name))
     memory.create_control(sync.parse("asp"))

@@ -28,13 +28,13 @@ WAIT = "import time; time.sleep(60)"
 def test_what_a_process_runs(arguments: list[str], shown: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", WAIT, *arguments])
     try:
-        said = eventually(lambda: command_line.of(child.pid))  # empty while exec() is not done
+        words = eventually(lambda: command_line.of(child.pid))  # empty while exec() is not done
     finally:
         child.kill()
         child.wait()
-    assert said.startswith("python")
-    assert said.endswith(f" -c '{WAIT}' {shown}")
-    assert "hush" not in said
+    assert words.startswith("python")
+    assert words.endswith(f" -c '{WAIT}' {shown}")
+    assert "hush" not in words
     assert command_line.of(child.pid) == ""
 
 

@@ -111,10 +111,10 @@ def test_what_is_wrong_is_named(text: str, why: str, tmp_path: Path) -> None:
     path = write(tmp_path / "job.toml", text)
     with pytest.raises(UsageError) as info:
         load(path)
-    said = str(info.value)
-    assert why in said
-    assert "\n" not in said
-    assert str(path) in said or "name" in text or "optimizer" in text
+    message = str(info.value)
+    assert why in message
+    assert "\n" not in message
+    assert str(path) in message or "name" in text or "optimizer" in text
 
 
 TABLES = {

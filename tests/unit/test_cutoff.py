@@ -95,36 +95,36 @@ def test_all_refused_ends_the_superstep() -> None:
 
 
 def test_run_times_from_grant_to_push_and_censored_at_the_cutoff() -> None:
-    told = Told([1.0, 1.1, 9.0], [1.0, 2.0, 3.0])
-    model = joined(predicted_by(told), 0, 1, 2)
+    predictor = Told([1.0, 1.1, 9.0], [1.0, 2.0, 3.0])
+    model = joined(predicted_by(predictor), 0, 1, 2)
     assert model.cutoff is None
     for learner, now in ((1, 1.0), (0, 2.0), (2, 4.0)):
         model.push(learner, now)
-    assert told.heard == [([2.0, 1.0, 4.0], [False, False, False])]
+    assert predictor.heard == [([2.0, 1.0, 4.0], [False, False, False])]
     assert model.cutoff == 2
     model.push(1, 5.0)
     model.push(0, 6.5)
-    assert told.heard[1] == ([2.5, 1.0, 2.5], [False, False, True])
+    assert predictor.heard[1] == ([2.5, 1.0, 2.5], [False, False, True])
     # The straggler starts again at 7.0: of that iteration only 1 s has passed at the next cutoff.
     model.push(2, 7.0)
     assert model.cutoff == 3
     model.push(0, 7.5)
     model.push(1, 8.0)
     model.push(2, 9.0)
-    assert told.heard[2] == ([1.0, 1.5, 2.0], [False, False, False])
+    assert predictor.heard[2] == ([1.0, 1.5, 2.0], [False, False, False])
 
 
 def test_slot_of_the_dead_is_empty_until_somebody_joins() -> None:
-    told = Told(None, None, None)
-    model = joined(predicted_by(told), 0, 1, 2)
+    predictor = Told(None, None, None)
+    model = joined(predicted_by(predictor), 0, 1, 2)
     model.leave(0, 0.5)
     model.push(1, 1.0)
     model.push(2, 2.0)
-    assert str(told.heard[0][0]) == "[nan, 1.0, 2.0]"
+    assert str(predictor.heard[0][0]) == "[nan, 1.0, 2.0]"
     model.join(4, 2.0)
     for learner in (1, 2, 4):
         model.push(learner, 3.0)
-    assert str(told.heard[1][0]) == "[nan, 1.0, 1.0, nan, 1.0]"
+    assert str(predictor.heard[1][0]) == "[nan, 1.0, 1.0, nan, 1.0]"
 
 
 @pytest.mark.parametrize(("by", "least"), [("order", 6), ("sampled", 9)])

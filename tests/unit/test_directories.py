@@ -161,9 +161,9 @@ def test_a_user_whose_directory_another_one_has_made(
 ) -> None:
     _of_nobody(home / "gadei-ps-1234")
     monkeypatch.setattr(os, "getuid", lambda: 1234)
-    with pytest.raises(DirectoryMistake) as said:
+    with pytest.raises(DirectoryMistake) as raised:
         paths.directory()
-    assert str(said.value).endswith("): set GADEI_PS_RUNTIME_DIR to a directory of your own")
+    assert str(raised.value).endswith("): set GADEI_PS_RUNTIME_DIR to a directory of your own")
 
 
 def test_checkpoints_of_the_systems_unit(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
@@ -219,12 +219,12 @@ def test_a_runtime_directory_that_another_user_has_named(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{directory}/.demo.sock.7")
         assert paths.of_watchdog("demo", os.getpid()) == directory
-    for uid, told in ((0, root), (1, others)):
+    for uid, named in ((0, root), (1, others)):
         monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
-        shown = directory if told else "..."
-        said = paths.variable(directory)
-        assert shlex.split(said) == [f"GADEI_PS_RUNTIME_DIR={shown}"]
-        assert said.isprintable()
+        shown = directory if named else "..."
+        variable = paths.variable(directory)
+        assert shlex.split(variable) == [f"GADEI_PS_RUNTIME_DIR={shown}"]
+        assert variable.isprintable()
 
 
 def test_a_line_that_the_name_of_another_users_socket_forges(

@@ -38,9 +38,9 @@ def test_each_superstep_is_whole_before_it_is_published(job_name: str) -> None:
             if at == one.server.control_segment.word(layout.CONTROL, "superstep"):
                 control = rig.control
                 words = (control[f"superstep_{name}"] for name in ("action", "upto", "reason"))
-                said = zip(*(word[:4].tolist() for word in words), strict=True)
+                columns = zip(*(word[:4].tolist() for word in words), strict=True)
                 published.append(
-                    {row: each for row, each in enumerate(said) if each[0] != Action.SKIP}
+                    {row: each for row, each in enumerate(columns) if each[0] != Action.SKIP}
                 )
 
         real = _native.store

@@ -112,8 +112,8 @@ class Job:
         """Return how a watchdog ends that starts in that namespace, and is then killed."""
         child = self.start(adopt, namespace, pauses=False)
         try:
-            said: bool | str = child.receive()
-            return said
+            answer: bool | str = child.receive()
+            return answer
         finally:
             child.kill()
 

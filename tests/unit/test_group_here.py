@@ -78,17 +78,17 @@ def test_a_run_whose_actors_another_command_has_ended_has_stopped(
 
 
 def ask(order: str, **how: Any) -> tuple[dict[str, Any], list[str]]:
-    said: list[str] = []
-    return commands.ask(order, "a", None, lambda line, _: said.append(line), **how), said
+    messages: list[str] = []
+    return commands.ask(order, "a", None, lambda line, _: messages.append(line), **how), messages
 
 
 def test_status_without_a_cluster(replicas: list[subprocess.Popen[bytes]]) -> None:
-    told, said = ask("status")
-    assert [(one["machine"], one["state"]) for one in told["machines"]] == [
+    report, messages = ask("status")
+    assert [(one["machine"], one["state"]) for one in report["machines"]] == [
         (0, "training"),
         (1, "training"),
     ]
-    assert said == [
+    assert messages == [
         f"the Ray cluster at {NOWHERE} does not answer: these are the replicas on this host"
     ]
 
@@ -105,8 +105,8 @@ def test_leave_and_join_need_a_cluster(replicas: list[subprocess.Popen[bytes]]) 
 def test_stop_without_a_cluster(replicas: list[subprocess.Popen[bytes]], runtime_dir: Path) -> None:
     replicas[1].kill()
     replicas[1].wait()
-    told, _ = ask("stop")
-    assert [one["machine"] for one in told["machines"]] == [0]
+    report, _ = ask("stop")
+    assert [one["machine"] for one in report["machines"]] == [0]
     assert replicas[0].wait() == 0
     assert not list(runtime_dir.iterdir())
     with pytest.raises(JobNotFound, match="no run 'a': no cluster is known, and no replica is"):

@@ -53,10 +53,10 @@ def test_other_versions_are_named() -> None:
 def test_what_a_host_lacks(runtime_dir: Path, tmp_path: Path) -> None:
     made = actor.ReplicaActor.__new__(actor.ReplicaActor)
     assert made._mistake({"memory": True}, str(tmp_path), None) is None
-    said = made._mistake({"memory": False}, str(tmp_path), None) or ""
-    assert said.startswith("there is no /dev/shm that can be written")
-    said = made._mistake({"memory": True}, str(tmp_path / "none"), None) or ""
-    assert said.endswith("put the script at the same place everywhere")
+    mistake = made._mistake({"memory": False}, str(tmp_path), None) or ""
+    assert mistake.startswith("there is no /dev/shm that can be written")
+    mistake = made._mistake({"memory": True}, str(tmp_path / "none"), None) or ""
+    assert mistake.endswith("put the script at the same place everywhere")
 
 
 def test_a_replica_that_nobody_begins_can_be_stopped(runtime_dir: Path) -> None:
@@ -161,12 +161,12 @@ WORDS = {
 
 def watching(state: str) -> tuple[following.Following, list[str]]:
     """A command that has seen replica 1 in this state, and what it prints."""
-    said: list[str] = []
+    messages: list[str] = []
     run = config.from_mapping(RUN, "test")
-    made = following.Following(run, "h:1", [], "/", lambda line, _: said.append(line))
+    made = following.Following(run, "h:1", [], "/", lambda line, _: messages.append(line))
     job = {"gradients_applied": 7}
     made._note({"machine": 1, "state": state, "ended": None, "job": job})
-    return made, said
+    return made, messages
 
 
 @pytest.mark.parametrize(
@@ -186,10 +186,10 @@ def test_how_replicas_have_ended_that_another_command_has_ended(
     state: str, is_last: bool, asked: str, code: int
 ) -> None:
     """A run that one replica has left was not stopped."""
-    made, said = watching(state)
+    made, messages = watching(state)
     made._note_gone(1, is_last=is_last)
     made._note_gone(1, is_last=True)
-    assert said[1:] == [f"replica 1 {WORDS[asked]}"]
+    assert messages[1:] == [f"replica 1 {WORDS[asked]}"]
     summary = made.summary()
     assert (summary["exit_code"], summary["stopped"]) == (code, asked == "stop")
     assert summary["machines"][0]["gradients_applied"] == 7
@@ -197,7 +197,7 @@ def test_how_replicas_have_ended_that_another_command_has_ended(
 
 def test_a_command_ends_where_another_one_follows_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped for too long, or cut off; it ends no replica of the other one."""
-    made, said = watching("training")
+    made, messages = watching("training")
     made._signed -= following.SIGN_S
     monkeypatch.setattr(made, "_check_cluster", lambda: None)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "h")
@@ -208,26 +208,26 @@ def test_a_command_ends_where_another_one_follows_its_run(monkeypatch: pytest.Mo
     for made.stops in (False, True):
         with pytest.raises(ClusterError, match=line):
             made.look()
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_nothing_is_printed_of_replicas_that_end_as_their_command_has_asked() -> None:
-    made, said = watching("training")
-    made.stops, said[:] = True, []
+    made, messages = watching("training")
+    made.stops, messages[:] = True, []
     row: dict[str, Any] = {"machine": 0, "state": "stopping", "ended": None}
     made._note(row)
     made._note(row | {"ended": {"exit_code": 0, "asked": "stop"}})
-    assert not said
+    assert not messages
     made._note({"machine": 1, "state": "ended", "ended": {"exit_code": 1, "error": "no room"}})
-    assert said == ["replica 1 has failed: no room"]
+    assert messages == ["replica 1 has failed: no room"]
 
 
 def test_a_state_is_printed_again_only_after_another_one() -> None:
     """Check the time between its job's end and its own, when a replica seems to train."""
-    made, said = watching("training")
+    made, messages = watching("training")
     for state in ("ending", "training", "ending", "away", "training"):
         made._note({"machine": 1, "state": state, "ended": None})
-    assert said[1:] == ["replica 1: away", "replica 1: training"]
+    assert messages[1:] == ["replica 1: away", "replica 1: training"]
 
 
 def test_gradients_of_a_replica_that_was_ended_at_once() -> None:

@@ -381,9 +381,9 @@ def test_rules_are_read_from_text() -> None:
     ],
 )
 def test_what_is_no_rule_is_refused_in_one_line(text: str, message: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as raised:
         reading.parse(text)
-    assert message in str(told.value) and "\n" not in str(told.value)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 # -- traffic --------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_each_batch_is_in_the_weights_once(
         for one in machines:
             one.train(chance)
         bad = [one for one in machines if chance.random() < 0.05]
-        said = [one.says(one not in bad) for one in machines]
+        reports = [one.says(one not in bad) for one in machines]
         copies = [(one, set(one.answered)) for one in machines if one not in bad]
         for one in machines:  # who trains on while others sum
             if chance.random() < 0.3:
@@ -89,7 +89,7 @@ def test_each_batch_is_in_the_weights_once(
         if what < 0.1 and len(machines) > 1:  # dies, and its copy was summed, or was not
             dead = machines.pop(chance.randrange(len(machines)))
             if what < 0.05:
-                said = [one for one in said if one.member != dead.member]
+                reports = [one for one in reports if one.member != dead.member]
                 copies = [(one, has) for one, has in copies if one is not dead]
         for one, has in copies:
             for batch in has - one.summed:
@@ -97,8 +97,8 @@ def test_each_batch_is_in_the_weights_once(
             one.summed = has
         # Each member makes the same of it, even one that has fetched its state.
         heard = Shares.from_dict(json.loads(json.dumps(shares.as_dict())))
-        shares.after(said)
-        heard.after(said)
+        shares.after(reports)
+        heard.after(reports)
         assert heard.as_dict() == shares.as_dict()
         assert 0 <= len(shares.as_dict()["open"]) <= MOST_OPEN
         if what > 0.9 and len(machines) < 5:

@@ -34,8 +34,8 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert (run.name, run.machines, run.numbers()) == ("trec", 2, [0, 0])
     assert list(run.groups[0].bundles())[1] == {"CPU": 1, "GPU": 2, "node:10.0.0.2": 0.001}
     assert run.overrides() == {"lr": 0.1, "owned": True} and run.job(1).name == "trec-1"
-    told = run.model_dump(mode="json", exclude_unset=True)
-    assert config.from_mapping(told, "run") == run
+    dumped = run.model_dump(mode="json", exclude_unset=True)
+    assert config.from_mapping(dumped, "run") == run
 
 
 def test_learners_are_restarted_as_for_run(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_mistakes_are_one_line(tmp_path: Path, text: str, line: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(UsageError) as error:
         config.load(path)
-    said = str(error.value)
-    assert said.startswith(str(path)) and "\n" not in said
-    assert line in said
+    message = str(error.value)
+    assert message.startswith(str(path)) and "\n" not in message
+    assert line in message
 
 
 @pytest.mark.parametrize("name", sorted(config.Run.model_fields.keys() - {"divide", "overlap"}))

@@ -240,8 +240,8 @@ def test_what_has_a_locks_name_is_no_lock(runtime_dir: Path, job_name: str, kind
         assert diagnose(job_name) is None
         assert not jobs.collect([job_name])
         assert _states(job_name) == ["foreign"]
-        (told,) = jobs.foreign([job_name])
-        assert told.startswith(f"{path}: ") and told.endswith(
+        (message,) = jobs.foreign([job_name])
+        assert message.startswith(f"{path}: ") and message.endswith(
             "no lock file can be there: remove it"
         )
         with pytest.raises(ControlError) as info:
@@ -270,8 +270,10 @@ def test_what_has_a_sockets_name_answers_nothing(
         assert "\n" not in str(info.value)
         others = {"socket": "stale", "link to itself": "silent"}
         assert _states(job_name) == [others.get(kind, "foreign")]
-        told = jobs.foreign([job_name])
-        assert [one.startswith(f"{path}: it is a") for one in told] == [True] * (kind != "socket")
+        messages = jobs.foreign([job_name])
+        assert [one.startswith(f"{path}: it is a") for one in messages] == [True] * (
+            kind != "socket"
+        )
         if kind == "directory":
             with pytest.raises(DirectoryMistake, match="no socket can be there: remove it"):
                 NameLock(job_name)
@@ -297,12 +299,12 @@ def test_commands_end_with_a_line(
     before = identity(place("control"))
     assert job_name in cli("ls").out
     assert cli("status", job_name).error
-    told = cli("gc", job_name)
-    assert told.code == 0
+    result = cli("gc", job_name)
+    assert result.code == 0
     if kind == "one byte":
         assert not place("control").exists()
         return
-    assert str(place("control")) in told.err
+    assert str(place("control")) in result.err
     (cli.directory / "job.toml").write_text(f"name = '{job_name}'")
     for flags in ((), ("--fresh",)):
         assert "left alone" in cli("serve", "job.toml", *flags).error
@@ -361,9 +363,9 @@ def test_odd_names_of_another_user(
         jobs.collect([job_name])
         everyones = ("gc", "--dry-run")  # a real one would take what other tests have left
         for command in (("ls",), everyones, ("gc", job_name), ("status", job_name)):
-            told = cli(*command)
-            assert told.code in (0, 1), told
-            assert (told.out + told.err).replace("\n", "").isprintable(), told
+            result = cli(*command)
+            assert result.code in (0, 1), result
+            assert (result.out + result.err).replace("\n", "").isprintable(), result
         assert {path: identity(path) for path in made} == before
         assert victim.poll() is None
     finally:

@@ -414,10 +414,10 @@ HEAVY = {"numba", "llvmlite", "torch", "safetensors", "typer", "scipy"}
 )
 def test_processes_load_no_more_than_they_need(module: str, without: set[str]) -> None:
     script = f"import {module}, sys, json; print(json.dumps(sorted(sys.modules)))"
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
     )
-    loaded = {name.split(".")[0] for name in json.loads(told.stdout)} & without
+    loaded = {name.split(".")[0] for name in json.loads(result.stdout)} & without
     assert not loaded
 
 

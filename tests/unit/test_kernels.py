@@ -136,8 +136,8 @@ def test_update_is_the_reference_to_rounding(
         reference.step(own, expected, expected_state, gradient, t, lr, staleness)
         bounds = allowed(own, weights, state, expected_state, gradient, lr, staleness)
         untouched = gradient.copy()
-        said = math.nan if own is spec else momentum
-        update_in_chunks(spec, weights, state, gradient, t, lr, staleness, said)
+        pushed = math.nan if own is spec else momentum
+        update_in_chunks(spec, weights, state, gradient, t, lr, staleness, pushed)
         assert np.array_equal(gradient, untouched)
         for got, wanted, bound in zip(
             [weights, *state], [expected, *expected_state], bounds, strict=True

@@ -20,11 +20,11 @@ def test_no_descriptor_is_free() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
     try:
-        with pytest.raises(UsageError) as said:
+        with pytest.raises(UsageError) as raised:
             Learners(["/bin/true"], 2, "none")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert str(said.value) == (
+    assert str(raised.value) == (
         "cannot start '/bin/true': Too many open files; raise the limit of open files (ulimit -n)"
     )
 

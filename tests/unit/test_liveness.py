@@ -17,10 +17,10 @@ Signs = dict[Hashable, Hashable]
 def looks(watch: Watch, begin: float, until: float, signs: Signs) -> list[Hashable]:
     """Look again and again at the same counters; return the last verdict."""
     steps = round((until - begin) / STEP_S)
-    said: list[Hashable] = []
+    silent: list[Hashable] = []
     for step in range(steps + 1):
-        said = watch.check(begin + step * STEP_S, signs)
-    return said
+        silent = watch.check(begin + step * STEP_S, signs)
+    return silent
 
 
 def test_the_limit() -> None:
@@ -92,7 +92,7 @@ def test_against_the_whole_history(story: list[tuple[int, Signs]]) -> None:
         if history and now - history[-1][0] > watch.late_s:
             history.clear()
         history.append((now, signs))
-        said = watch.check(now, signs)
+        silent = watch.check(now, signs)
         expected = set()
         for key, sign in signs.items():
             since = now
@@ -102,7 +102,7 @@ def test_against_the_whole_history(story: list[tuple[int, Signs]]) -> None:
                 since = at
             if now - since > LIMIT_S:
                 expected.add(key)
-        assert set(said) == expected
+        assert set(silent) == expected
 
 
 def hangs(start: Start, begin: float, until: float, *cpu_s: float) -> bool:

@@ -165,8 +165,8 @@ def test_one_dies_in_the_middle_of_training(job_name: str) -> None:
         rig.state["record"]["steps"] = 50
         loading.tick()
         loading.tick()
-        (said,) = log.warning.call_args_list
-        assert "a learner has died while it loaded the optimizer's state" in said.args[0]
+        (warning,) = log.warning.call_args_list
+        assert "a learner has died while it loaded the optimizer's state" in warning.args[0]
         assert asks(rig, 2, 7) == "other", "it begins, and the job has trained"
         assert asks(rig, 2, again=True) == "write"
         assert asks(rig, 3, again=True) == "wait"

@@ -50,9 +50,9 @@ def test_the_journal_is_told_priorities(form: str) -> None:
     # A line that says none would be one of the lowest that is shown.
     assert all(line.startswith("<3>") for line in lines[5:])
     if form == "json":
-        (told,) = (json.loads(line[3:]) for line in lines[5:])
-        assert told["event"] == "f"
-        assert "ZeroDivisionError" in told["exception"]
+        (entry,) = (json.loads(line[3:]) for line in lines[5:])
+        assert entry["event"] == "f"
+        assert "ZeroDivisionError" in entry["exception"]
 
 
 def test_others_are_not() -> None:

@@ -78,14 +78,14 @@ def test_every_word_of_a_new_job(job_name: str) -> None:
     memory = JobMemory(support.config(job_name, **VALUES), job_id=bytes(range(1, 17)))
     memory.create_control(sync.parse("bsp"))
     try:
-        said = words(enter(memory))
-        assert before <= said.pop("started") <= time.time()
-        assert said.pop("manager_bell") and said.pop("shard_bell")
+        fields = words(enter(memory))
+        assert before <= fields.pop("started") <= time.time()
+        assert fields.pop("manager_bell") and fields.pop("shard_bell")
         spec = memory.config.optimizer.spec()
-        hyper = said.pop("hyper")
+        hyper = fields.pop("hyper")
         assert [hyper.get(at, 0) for at in range(PACKED)] == spec.pack().tolist()
         digests = settings.digests(memory.config).values()
-        assert said == begin(memory.control, memory, SegmentKind.CONTROL) | {
+        assert fields == begin(memory.control, memory, SegmentKind.CONTROL) | {
             "shards": 2,
             "groups": 1,
             "script_word": script.PLACE | script.OPEN,
@@ -125,26 +125,26 @@ def test_every_word_of_a_new_job(job_name: str) -> None:
         slot_bytes = layout.rounded(4 * MODEL.elements, layout.PAGE)
         head = memory.state.view(STATE)
         undo = layout.MAX_SHARDS * layout.UNDO_BYTES
-        said = words(head)
-        assert said == begin(memory.state, memory, SegmentKind.STATE) | {
+        fields = words(head)
+        assert fields == begin(memory.state, memory, SegmentKind.STATE) | {
             "streams": 2,
             "slots_at": int(head["undo_at"]) + undo,
             "slot_bytes": slot_bytes,
             "undo_at": layout.rounded(STATE.itemsize, layout.PAGE),
             "record.cursor": layout.IDLE,
         }
-        assert said["slots_at"] + 2 * slot_bytes == said["header.bytes"]
+        assert fields["slots_at"] + 2 * slot_bytes == fields["header.bytes"]
         ring = create_ring(memory, 4, generation=9)
-        said = words(ring.view(RING))
-        capacity = said.pop("capacity")
+        fields = words(ring.view(RING))
+        capacity = fields.pop("capacity")
         assert capacity >= 4 * MODEL.elements
-        assert said == begin(ring, memory, SegmentKind.RING, generation=9, index=4) | {
+        assert fields == begin(ring, memory, SegmentKind.RING, generation=9, index=4) | {
             "slots": 3,
             "shards": 2,
             "slot_bytes": layout.PAYLOAD_AT + capacity,
             "slots_at": layout.rounded(RING.itemsize, layout.PAGE),
         }
-        assert said["slots_at"] + 3 * said["slot_bytes"] <= said["header.bytes"]
+        assert fields["slots_at"] + 3 * fields["slot_bytes"] <= fields["header.bytes"]
     finally:
         memory.remove()
 

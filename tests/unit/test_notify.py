@@ -36,8 +36,8 @@ def test_a_life(manager: Manager, notify: Notify) -> None:
     notify.status("recovering")
     notify.ready()
     notify.stopping(2.5)
-    said = manager.heard()
-    assert said == ["STATUS=recovering", "READY=1", "STOPPING=1\nEXTEND_TIMEOUT_USEC=2500000"]
+    messages = manager.heard()
+    assert messages == ["STATUS=recovering", "READY=1", "STOPPING=1\nEXTEND_TIMEOUT_USEC=2500000"]
     notify.stopping()
     assert manager.heard() == ["STOPPING=1"]
 
@@ -111,16 +111,16 @@ def test_with_nobody_to_tell_nothing_happens(environ: dict[str, str]) -> None:
 def test_pings_come_once_in_an_interval(manager: Manager) -> None:
     notify = Notify(manager.address, interval_s=0.2)
     begin = time.monotonic()
-    said: list[str] = []
+    messages: list[str] = []
 
     def pinged() -> bool:
         notify.watchdog()
-        said.extend(manager.heard())
-        return len(said) == 3
+        messages.extend(manager.heard())
+        return len(messages) == 3
 
     eventually(pinged)
     assert time.monotonic() >= begin + 0.4
-    assert set(said) == {"WATCHDOG=1"}
+    assert set(messages) == {"WATCHDOG=1"}
     notify.close()
 
 
@@ -157,8 +157,8 @@ def test_a_manager_may_go_and_come_back(runtime_dir: Path) -> None:
     path.unlink()
     notify.status("on")
     second = Manager(str(path))
-    said = eventually(lambda: notify.watchdog() or second.heard())
-    assert said == ["READY=1\nSTATUS=on\nWATCHDOG=1"]
+    messages = eventually(lambda: notify.watchdog() or second.heard())
+    assert messages == ["READY=1\nSTATUS=on\nWATCHDOG=1"]
     second.close()
     notify.close()
 

@@ -197,8 +197,8 @@ def test_a_full_disk(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             os.write(one, b"two\n")
         lines.close()
         assert to.close() == b"one\ntwo\n"
-    said = capfd.readouterr().err
-    assert said.count("learner-0.log: No space left on device; the rest is not written") == 1
+    printed = capfd.readouterr().err
+    assert printed.count("learner-0.log: No space left on device; the rest is not written") == 1
     with pytest.raises(UsageError, match=r"--log-dir /dev/null: .*; name a directory"):
         Output(2, directory=Path("/dev/null"))
 

@@ -175,13 +175,13 @@ class Owner(RuleBasedStateMachine):
     def unanswered_batches_are_told(self) -> None:
         if not hasattr(self, "c"):
             return
-        told = owned.unanswered(self.c[0])
-        batches = [batch_id(e, i) for e, begin, end in told for i in range(begin, end)]
+        ranges = owned.unanswered(self.c[0])
+        batches = [batch_id(e, i) for e, begin, end in ranges for i in range(begin, end)]
         held = {batch for held in self.held.values() for batch in held}
         wanted = self.waiting | held
         assert wanted <= set(batches) <= wanted | self.dropped
         assert len(batches) == len(set(batches))
-        assert all(one[2] < two[1] for one, two in itertools.pairwise(told) if one[0] == two[0])
+        assert all(one[2] < two[1] for one, two in itertools.pairwise(ranges) if one[0] == two[0])
         assert all(count == 1 for count in self.answered.values())
         if not self.drains:
             assert not self.dropped

@@ -103,7 +103,7 @@ def oracle(profile: Profile, devices: Sequence[Device], in_flight: int) -> objec
     return slowest, times, order, ends
 
 
-def said(made: list[Placed]) -> object:
+def shown(made: list[Placed]) -> object:
     return (
         max(one.total for one in made),
         [one.total for one in made],
@@ -152,7 +152,7 @@ def test_it_is_the_best_of_all_plans(problem: tuple[Profile, list[Device], int])
             balanced_stages.plan(*problem)
         return
     made = balanced_stages.plan(*problem)
-    assert said(made) == wanted
+    assert shown(made) == wanted
     for one in made:
         needs = memory_of(profile.chain, one.first, one.end, in_flight)
         assert one.memory == needs <= devices[one.device].limit

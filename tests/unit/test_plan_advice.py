@@ -12,7 +12,7 @@ from gadei_ps.show import pipeline_plan
 MS = 1e-3
 
 
-def told(
+def advice_of(
     total_s: float = 10 * MS, devices: str = "host:1", stages: int = 2, cores: int = 2, **other: Any
 ) -> str:
     """Return the advice for a plan of equal stages. other: fields of the plan."""
@@ -47,7 +47,7 @@ def told(
 
 
 def test_a_good_plan_needs_no_advice() -> None:
-    assert "note" not in told()
+    assert "note" not in advice_of()
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_a_good_plan_needs_no_advice() -> None:
     ],
 )
 def test_advice(made: dict[str, Any], advice: str) -> None:
-    said = told(**made)
-    assert said.count("note") == 1
-    assert advice in said
+    text = advice_of(**made)
+    assert text.count("note") == 1
+    assert advice in text
 
 
 def test_one_short_stage_waits_for_no_other() -> None:
-    assert "note" not in told(0.5 * MS, stages=1)
+    assert "note" not in advice_of(0.5 * MS, stages=1)

@@ -87,8 +87,8 @@ def test_modules_are_not_looked_for_in_the_current_directory(tmp_path: Path) -> 
     (tmp_path / "gadei_ps" / "__main__.py").write_text("raise SystemExit('the wrong one')")
     (tmp_path / "gadei_ps" / "__init__.py").touch()
     command = process.module_command("gadei_ps", "--version")
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (told.returncode, told.stderr) == (0, "")
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_names_of_programs_may_be_anything() -> None:

@@ -196,8 +196,8 @@ def test_columns_are_found(
     data = read_training(path, **columns)
     assert data.texts == TEXTS
     assert data.label_names == ("x", "y")
-    told = "".join(data.notices).removeprefix(f"{path}: ")
-    assert told.startswith(notice) and bool(told) == bool(notice)
+    notices = "".join(data.notices).removeprefix(f"{path}: ")
+    assert notices.startswith(notice) and bool(notices) == bool(notice)
 
 
 def test_rows_that_hold_nothing_are_left_out(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def test_nothing_is_decided_without_the_head(monkeypatch: pytest.MonkeyPatch) ->
         assert (len(group.members), group.generation) == (2, generation)
         head.is_there = True
         await until(lambda: len(group.members) == 1)
-        told = await made.report(0, report(0), None)
-        assert told["reply"].generation > generation
+        answer = await made.report(0, report(0), None)
+        assert answer["reply"].generation > generation
 
     asyncio.run(decide())
 
@@ -118,12 +118,12 @@ def test_decisions_do_not_wait_for_the_store(monkeypatch: pytest.MonkeyPatch) ->
         assert len(group.members) == 2
         entered = [replace(report(one), number=1, generation=group.generation) for one in (0, 1)]
         for one in entered:
-            told = await made.report(0, one, None)
-        assert group._connects and not told["reply"].connects
+            answer = await made.report(0, one, None)
+        assert group._connects and not answer["reply"].connects
         is_there.set()
         await made.ready()
-        told = await made.report(0, entered[0], told["changes"])
-        assert told["reply"].connects and told["store"] == ("h", 3)
+        answer = await made.report(0, entered[0], answer["changes"])
+        assert answer["reply"].connects and answer["store"] == ("h", 3)
 
     asyncio.run(decide())
 

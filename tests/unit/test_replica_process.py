@@ -22,7 +22,7 @@ replica: the last line of the replica
 
 
 @pytest.mark.parametrize(
-    ("theirs", "said"),
+    ("theirs", "line"),
     [
         (True, "read 12 rows"),
         (
@@ -31,10 +31,10 @@ replica: the last line of the replica
         ),
     ],
 )
-def test_why_learners_have_failed(theirs: bool, said: str, tmp_path: Path) -> None:
+def test_why_learners_have_failed(theirs: bool, line: str, tmp_path: Path) -> None:
     """A script that has ended well and never attached does not explain that in its last line."""
     (tmp_path / "log").write_text(LOG)
-    assert replica._last_line(str(tmp_path / "log"), theirs=theirs) == said
+    assert replica._last_line(str(tmp_path / "log"), theirs=theirs) == line
     assert replica._last_line(str(tmp_path / "none"), theirs=theirs) == ""
 
 

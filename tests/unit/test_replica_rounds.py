@@ -66,8 +66,8 @@ class Run:
             self.group.report(report, time.monotonic())
             while self.group.step(time.monotonic(), {}):
                 pass
-            told = {"reply": self.group.reply(report), "changes": self.group.version}
-        return told | {"began": 1, "store": ("", 0), "host": ""}
+            answer = {"reply": self.group.reply(report), "changes": self.group.version}
+        return answer | {"began": 1, "store": ("", 0), "host": ""}
 
     def start(self, number: int) -> Rounds:
         values = {"name": "r", "every": 10, "rule": "mix:0.5", "groups": [{"machines": 2}]}

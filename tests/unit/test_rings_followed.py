@@ -191,7 +191,7 @@ def test_a_broken_ring_goes_when_all_shards_know_it(rig: Rig, active: Stepped) -
     active.turns()
     entry = rig.roster[ROW]
     active.shown[ROW]["broken"] = GENERATION  # as a shard has found
-    with structlog.testing.capture_logs() as told:
+    with structlog.testing.capture_logs() as events:
         active.turn()
         active.turn()
         assert (entry["broken"], entry["wanted"]) == (0, GENERATION)
@@ -201,7 +201,7 @@ def test_a_broken_ring_goes_when_all_shards_know_it(rig: Rig, active: Stepped) -
             active.turn()
         assert (entry["broken"], entry["wanted"], entry["gone"]) == (GENERATION, 0, Gone.DAMAGED)
         assert rig.roster["wanted"][2] == 3
-    assert len(told) == 1
+    assert len(events) == 1
 
 
 def test_a_learner_that_died_before_its_ring_was_found_broken(rig: Rig, active: Stepped) -> None:

@@ -109,7 +109,7 @@ def test_a_new_learner(watched: Watched) -> None:
 
     with at_each_line(look, roster):
         watched.roster.admit(coming, ring)
-    said = {
+    entry = {
         "generation": ROWS + 1,
         "wanted": ROWS + 1,
         "pid": os.getpid(),
@@ -119,7 +119,7 @@ def test_a_new_learner(watched: Watched) -> None:
         "retired": 3,
         "outstanding": layout.NO_BATCH,
     }
-    whole = said, ring.inode, layout.MAGIC
+    whole = entry, ring.inode, layout.MAGIC
     assert seen[-1] == whole
     assert all(one == whole for one in seen if one[0]["generation"] == ROWS + 1)
     assert {one[0]["generation"] for one in seen} == {3, ROWS + 1}

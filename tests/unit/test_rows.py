@@ -211,9 +211,9 @@ def test_as_the_reference(kind: str, collect: bool, job_name: str) -> None:
             # With less, a gradient that the decay of a weight cancels shows how it was rounded.
             optimizer["eps"] = 1e-2
         optimizer["groups"] = data.draw(groups(tensors, kind))
-        said = OptimizerConfig.model_validate(optimizer)
-        specs = said.specs()
-        model = place(grouped(tensors, said.groups))
+        config = OptimizerConfig.model_validate(optimizer)
+        specs = config.specs()
+        model = place(grouped(tensors, config.groups))
         group = np.searchsorted(model.group_ends(len(specs)), np.arange(model.elements), "right")
         values = {one.name: noise(seed + at, *one.shape) for at, one in enumerate(tensors)}
         learners = data.draw(st.integers(1, 3)) if collect else 1

@@ -279,9 +279,9 @@ def test_samples_are_what_is_averaged() -> None:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def save(path: Path, change: Mapping[str, Floats], **told: object) -> Path:
-    """A file whose metadata has `told` in place of the truth."""
-    path.write_bytes(run_time_file.contents(SIZES, arrays(torch_model()) | change, told))
+def save(path: Path, change: Mapping[str, Floats], **metadata: object) -> Path:
+    """A file with this metadata in place of its own."""
+    path.write_bytes(run_time_file.contents(SIZES, arrays(torch_model()) | change, metadata))
     return path
 
 
@@ -295,7 +295,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "what"),
+    ("change", "metadata", "what"),
     [
         ({}, {"format": "pictures"}, "not a model of run times"),
         ({}, {"version": 2}, "of version 2, where this release reads 1"),
@@ -312,10 +312,10 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 def test_files_that_do_not_fit(
     tmp_path: Path,
     change: dict[str, Floats],
-    told: dict[str, object],
+    metadata: dict[str, object],
     what: str,
 ) -> None:
-    path = save(tmp_path / "model", change, **told)
+    path = save(tmp_path / "model", change, **metadata)
     with pytest.raises(ModelFileError) as caught:
         RunTimeModel.load(path)
     assert what in str(caught.value)

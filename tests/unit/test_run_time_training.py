@@ -46,8 +46,8 @@ def test_training_is_deterministic_and_leaves_the_generator_alone(tmp_path: Path
     assert one == again != other
     assert epochs == [1, 1]
     assert torch.rand(1) == wanted
-    told = run_time_file.metadata(one)
-    assert np.isfinite(told["held_out_elbo"])  # type: ignore[call-overload]
+    metadata = run_time_file.metadata(one)
+    assert np.isfinite(metadata["held_out_elbo"])  # type: ignore[call-overload]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "one", "other"]
 
 
@@ -57,8 +57,8 @@ def test_a_learner_that_was_there_for_a_while(gone: slice, tmp_path: Path) -> No
     times = switching(160, 1)
     times[gone, 1] = np.nan
     fitting.train(as_trace(times), out=tmp_path / "model", epochs=1)
-    told = run_time_file.metadata((tmp_path / "model").read_bytes())
-    assert np.isfinite(told["held_out_elbo"])  # type: ignore[call-overload]
+    metadata = run_time_file.metadata((tmp_path / "model").read_bytes())
+    assert np.isfinite(metadata["held_out_elbo"])  # type: ignore[call-overload]
 
 
 def test_gaps_and_bounds_count_as_what_they_are(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_command(tmp_path: Path) -> None:
     trace, model = tmp_path / "trace.csv", tmp_path / "model.safetensors"
     trace_files.write(trace, as_trace(switching(80, 1)))
     arguments = ["train", str(trace), "--out", str(model), "--epochs", "1"]
-    told = json.loads(run(research.runtime_model, [*arguments, "--json"]).stdout)
-    assert set(told) == {one.name for one in dataclasses.fields(fitting.TrainingResult)}
-    assert (told["learners"], told["iterations"], told["out"]) == (6, 80, str(model))
+    report = json.loads(run(research.runtime_model, [*arguments, "--json"]).stdout)
+    assert set(report) == {one.name for one in dataclasses.fields(fitting.TrainingResult)}
+    assert (report["learners"], report["iterations"], report["out"]) == (6, 80, str(model))
     shown = run(research.runtime_model, arguments).stdout
     assert "80 iterations of 6 learners" in shown
     assert f"cutoff:file={model}" in shown

@@ -62,10 +62,10 @@ def refused(name: str, kind: SegmentKind = SegmentKind.CONTROL, **how: object) -
     """Return why attaching fails, in one line."""
     with pytest.raises(SegmentError) as info:
         segment.attach(name, kind, writable=False, **how)
-    said = str(info.value)
-    assert "\n" not in said
-    assert name in said
-    return said
+    message = str(info.value)
+    assert "\n" not in message
+    assert name in message
+    return message
 
 
 def dead() -> tuple[int, int]:
@@ -128,15 +128,15 @@ def test_other_build(made: Segment) -> None:
     ours = _native.load(made.word(layout.CONTROL, "build"))
     assert ours == _native.BUILD
     _native.store(made.word(layout.CONTROL, "build"), 0xABC)
-    said = refused(made.name)
-    assert f"made by build {0xABC:016x}" in said and f"is build {ours:016x}" in said
+    message = refused(made.name)
+    assert f"made by build {0xABC:016x}" in message and f"is build {ours:016x}" in message
 
 
 def test_other_layout_version(made: Segment) -> None:
     made.header["layout_version"] = layout.LAYOUT_VERSION + 1
-    said = refused(made.name)
-    assert f"version {layout.LAYOUT_VERSION + 1}" in said
-    assert "use the same gadei-ps" in said
+    message = refused(made.name)
+    assert f"version {layout.LAYOUT_VERSION + 1}" in message
+    assert "use the same gadei-ps" in message
 
 
 def test_memory_of_another_build_is_kept(whole: Segment, job_name: str) -> None:
@@ -357,11 +357,11 @@ def test_two_claim_one_name(job_name: str) -> None:
         for claimer in claimers:
             claimer.start()
         go.set()
-        said = sorted(results.get() for _ in claimers)
+        answers = sorted(results.get() for _ in claimers)
         for claimer in claimers:
             claimer.kill()
             claimer.join()
-        assert said == ["in use", "won"]
+        assert answers == ["in use", "won"]
         assert len(clear_dead(job_name)) == 1
 
 
@@ -370,12 +370,12 @@ def test_names_fit_in_shm(job_name: str) -> None:
     assert len(Path(segment_name(long, "ring.255")).name) < 255
 
 
-def _limited(kind: int, size: int, job: str, said: Any) -> None:
+def _limited(kind: int, size: int, job: str, pipe: Any) -> None:
     resource.setrlimit(kind, (size, size))
     try:
         segment.create(job, "weights", SegmentKind.WEIGHTS, 64 << 20, job_id=JOB_ID)
     except NoSharedMemory as error:
-        said.send(str(error))
+        pipe.send(str(error))
 
 
 @pytest.mark.parametrize(
@@ -389,9 +389,9 @@ def test_a_limit_of_the_process_is_named(kind: int, size: int, name: str, job_na
     child.start()
     child.join()
     assert ours.poll()
-    said = ours.recv()
-    assert name in said
-    assert "1.0 MiB" in said
+    answer = ours.recv()
+    assert name in answer
+    assert "1.0 MiB" in answer
     assert not segments(job_name)
 
 

@@ -130,8 +130,10 @@ def test_new_leases(watched: Servers) -> None:
     for at in leases:
         assert _native.lease_take(at, 0) == 0
         _native.lease_release(at)
-    said = words(control)
+    fields = words(control)
     for field in ("sleepers", "lease_shards", "lease_state"):
-        assert field not in said
-    changed = {name.split(".")[0].split("[")[0] for name in said if said[name] != before.get(name)}
+        assert field not in fields
+    changed = {
+        name.split(".")[0].split("[")[0] for name in fields if fields[name] != before.get(name)
+    }
     assert changed == {"server", "server_starts", "lease", "standby_lease", "shard", "manager_bell"}

@@ -53,15 +53,15 @@ def test_what_a_stopped_job_has_left_is_waited_for(
     assert found.used == ("gadei-ps-learner@a.service", "gadei-ps@a.service")
     ending = ("gadei-ps-end@b.service", "gadei-ps-learner@c.service", "gadei-ps@d.service")
     assert found.ending == ending
-    told: list[str] = []
+    messages: list[str] = []
 
     def say(text: str) -> None:
-        told.append(text)
+        messages.append(text)
         (systemctl / "--user").write_text("".join(lines[:3]))
 
     service_manager.wait_for_ends(Scope.USER, say)
-    assert told == [f"waiting for {' '.join(ending)} to end, at most 120 s"]
+    assert messages == [f"waiting for {' '.join(ending)} to end, at most 120 s"]
     (systemctl / "--user").write_text("".join(lines))
     monkeypatch.setattr(service_manager, "UNITS_END_S", 0.0)
     with pytest.raises(UsageError, match=r"gadei-ps-end@b\.service has not ended"):
-        service_manager.wait_for_ends(Scope.USER, told.append)
+        service_manager.wait_for_ends(Scope.USER, messages.append)

@@ -22,8 +22,8 @@ def row(number: int, group: int, **more: Any) -> dict[str, Any]:
         "samples": 3_950_617_248,
         "learners": [{"name": "learner 0", "loss": 0.25}],
     }
-    told = {"machine": number, "group": group, "host": "192.168.100.200", "state": "training"}
-    return told | {"exchange": exchange, "job": job, "why": None} | more
+    facts = {"machine": number, "group": group, "host": "192.168.100.200", "state": "training"}
+    return facts | {"exchange": exchange, "job": job, "why": None} | more
 
 
 def shown(rows: list[dict[str, Any]], width: int) -> list[str]:
@@ -53,8 +53,8 @@ def test_what_is_said_of_a_machine() -> None:
     assert shown([row(0, 0, exchange=exchange)], 80)[2:] == ["replica 0: its weights hold a NaN"]
     over = {"exit_code": 1, "reason": "no data", "log": "a-0.log"}
     ended = {"machine": 0, "host": "h", "state": "ended", "why": None, "ended": over}
-    said = "replica 0: has ended with exit code 1: no data; see its log, a-0.log"
-    assert shown([ended], 80)[2:] == [said]
+    line = "replica 0: has ended with exit code 1: no data; see its log, a-0.log"
+    assert shown([ended], 80)[2:] == [line]
 
 
 def test_how_a_run_has_ended() -> None:
@@ -62,13 +62,13 @@ def test_how_a_run_has_ended() -> None:
     passed = {"exit_code": 130, "interrupted": "SIGINT", "gradients_applied": 1_000}
     failed = {"machine": 1, "exit_code": 1, "interrupted": None, "gradients_applied": 1}
     summary = {"run": "a", "machines": [{"machine": 0} | passed, failed], "stopped": False}
-    told = "run a: 2 replicas, 1,001 gradients applied"
+    line = "run a: 2 replicas, 1,001 gradients applied"
     assert (
         ran(summary | {"interrupted": "SIGINT"})
-        == f"{told}; it was interrupted by SIGINT; failed: 1"
+        == f"{line}; it was interrupted by SIGINT; failed: 1"
     )
-    assert ran(summary | {"interrupted": None}) == f"{told}; failed: 0, 1"
-    assert ran(summary | {"interrupted": None, "stopped": True}) == f"{told}; it was stopped"
+    assert ran(summary | {"interrupted": None}) == f"{line}; failed: 0, 1"
+    assert ran(summary | {"interrupted": None, "stopped": True}) == f"{line}; it was stopped"
     lost = {"machine": 2, "exit_code": 0, "asked": "lost"}
     ended = {"run": "a", "machines": [lost], "stopped": False, "interrupted": None}
     assert ran(ended) == "run a: 1 replica, 0 gradients applied; replica 2 may train on"

@@ -255,9 +255,9 @@ def test_nothing_is_lost_and_nobody_is_stuck(spec: str, source: str, how: dict[s
 @given(spec=st.sampled_from(MODELS), source=sources, how=settings_of_runs)
 def test_the_same_seed_gives_the_same_run(spec: str, source: str, how: dict[str, Any]) -> None:
     first, second = (simulate(spec, parse(source, how["seed"]), **how) for _ in range(2))
-    told, again = first.as_dict(1.0), second.as_dict(1.0)
-    del told["wall_s"], again["wall_s"]
-    assert told == again
+    report, again = first.as_dict(1.0), second.as_dict(1.0)
+    del report["wall_s"], again["wall_s"]
+    assert report == again
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -340,7 +340,7 @@ def test_every_model_has_been_simulated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ({}, "its length is missing"),
         ({"iterations": 0}, "above 0"),
@@ -357,8 +357,8 @@ def test_every_model_has_been_simulated() -> None:
         ),
     ],
 )
-def test_bad_settings_are_told_in_one_line(how: dict[str, Any], said: str) -> None:
+def test_bad_settings_are_told_in_one_line(how: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         Setting(how.pop("learners", 2), parse("normal", 0), **how)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -40,8 +40,8 @@ def simulate(
 
 
 def counts(found: GroupOutcome) -> dict[str, int]:
-    told: dict[str, int] = found.as_dict()["broadcast"]
-    return told
+    counted: dict[str, int] = found.as_dict()["broadcast"]
+    return counted
 
 
 # -- by hand --------------------------------------------------------------------------------------
@@ -52,10 +52,10 @@ def test_two_machines_train_and_aggregate() -> None:
     # 2 s for two mini-batches; each sends half a model twice, which takes 1 s.
     assert (found.seconds, found.rounds, found.samples) == (12.0, 4, 16)
     assert (found.training_s, found.waiting_s, found.exchange_s) == (16.0, 0.0, 8.0)
-    told = found.as_dict()
-    assert told["aggregation_bytes"] == 512 and told["aggregation_models"] == 1.0
-    assert told["aggregation_models_paper"] == 1.0 and told["broadcast_models"] == 0.0
-    assert told["speed_up"] == pytest.approx(16 / 12)
+    report = found.as_dict()
+    assert report["aggregation_bytes"] == 512 and report["aggregation_models"] == 1.0
+    assert report["aggregation_models_paper"] == 1.0 and report["broadcast_models"] == 0.0
+    assert report["speed_up"] == pytest.approx(16 / 12)
 
 
 def test_the_slowest_machine_and_the_slowest_link_count() -> None:
@@ -70,9 +70,9 @@ def test_the_newest_model_is_taken_and_others_are_lost() -> None:
     assert (found.seconds, found.rounds) == (12.0, 8)
     # At 6 group 1 has those of 2 and 4, at 12 those of 6, 8 and 10; group 0 takes one at 8.
     assert counts(found) == {"taken": 3, "lost_in_buffers": 3, "given_up": 0, "waiting": 2}
-    told = found.as_dict()
-    assert told["staleness"]["max"] == 1 and told["staleness"]["mean_s"] == 2.0
-    assert told["broadcast_models"] == 1.0
+    report = found.as_dict()
+    assert report["staleness"]["max"] == 1 and report["staleness"]["mean_s"] == 2.0
+    assert report["broadcast_models"] == 1.0
 
 
 def test_a_slow_link_gives_up_what_a_newer_model_overtakes() -> None:
@@ -291,6 +291,6 @@ def test_groups_and_neighbours_are_read_from_text() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(call: Any, message: str) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         call()
-    assert message in str(told.value) and "\n" not in str(told.value)
+    assert message in str(raised.value) and "\n" not in str(raised.value)

@@ -180,8 +180,8 @@ def test_the_oracle_by_hand() -> None:
 
 
 def test_the_oracle_beats_barriers() -> None:
-    told = compare(["bsp", "cutoff:28", "asp"], Setting(32, parse("heavy", 0), iterations=50))
-    shares = {one["model"]: one["oracle_share"] for one in told["models"]}
+    report = compare(["bsp", "cutoff:28", "asp"], Setting(32, parse("heavy", 0), iterations=50))
+    shares = {one["model"]: one["oracle_share"] for one in report["models"]}
     assert shares["bsp"] < shares["cutoff:c=28"] < 1 < shares["asp"]
 
 
@@ -193,10 +193,10 @@ def spoken(capsys: pytest.CaptureFixture[str], *models: str, **how: Any) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def without_wall(told: Any) -> Any:
-    if isinstance(told, dict):
-        return {key: without_wall(value) for key, value in told.items() if key != "wall_s"}
-    return [without_wall(one) for one in told] if isinstance(told, list) else told
+def without_wall(report: Any) -> Any:
+    if isinstance(report, dict):
+        return {key: without_wall(value) for key, value in report.items() if key != "wall_s"}
+    return [without_wall(one) for one in report] if isinstance(report, list) else report
 
 
 def test_json_is_the_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,9 +251,9 @@ def test_as_a_process(tmp_path: Path) -> None:
     )
     line = [sys.executable, "-c", script, "bsp", "--learners=2", f"--times={file}", "--json"]
     done = subprocess.run([*line, "--iterations=5"], capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout)
-    assert told["models"][0]["seconds"] == 15
-    assert told["models"][0]["waiting_share"] == pytest.approx(1 / 3)
+    report = json.loads(done.stdout)
+    assert report["models"][0]["seconds"] == 15
+    assert report["models"][0]["waiting_share"] == pytest.approx(1 / 3)
     assert "10 pushes" in done.stderr
     failed = subprocess.run([*line, "--iterations=0"], capture_output=True, text=True, check=False)
     assert failed.returncode == 2
@@ -262,7 +262,7 @@ def test_as_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "how", "said"),
+    ("models", "how", "message"),
     [
         (["chaos"], {}, "unknown model 'chaos'"),
         (["ssp"], {}, "s is missing"),
@@ -282,10 +282,12 @@ def test_as_a_process(tmp_path: Path) -> None:
         (["bsp"], {"lr": 0.1}, "--lr and --lr-on-arrival need --loss"),
     ],
 )
-def test_mistakes_are_told_in_one_line(models: list[str], how: dict[str, Any], said: str) -> None:
+def test_mistakes_are_told_in_one_line(
+    models: list[str], how: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         simulate(models, **how)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -156,7 +156,7 @@ def test_run_times_that_are_none(times: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("gaussian:mean=1", "write one of normal:"),
         ("normal:mean=0", "mean must be above 0, not 0; write it like normal:"),
@@ -176,10 +176,10 @@ def test_run_times_that_are_none(times: np.ndarray) -> None:
         ("gone.csv", "gone.csv: cannot be read"),
     ],
 )
-def test_bad_run_times_are_told_in_one_line(spec: str, said: str) -> None:
+def test_bad_run_times_are_told_in_one_line(spec: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(spec, 0)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

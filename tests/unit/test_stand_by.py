@@ -25,7 +25,7 @@ def test_what_a_shard_tells_that_takes_over(job_name: str) -> None:
 
 def _is_seen_to_take_over(job_name: str) -> bool:
     with Rig(job_name, [Tensor("w", (VALUES,))], shards=1, slots=2) as rig:
-        told = rig.control["shard"][0]
+        shard = rig.control["shard"][0]
         at = rig.word("shard")
         _native.lease_make(at + layout.offset(SHARD, "lease"))
         rig.publish(0, rig.ones())
@@ -34,7 +34,7 @@ def _is_seen_to_take_over(job_name: str) -> bool:
         record["next_step"] = 1
         record["span"][:2] = layout.IDLE
         record["cursor"] = 0  # nothing of it is applied
-        told["mode"] = PREVIOUS
+        shard["mode"] = PREVIOUS
         rig.units.load()
         part = rig.part(0)
         rig.board["quit"], rig.board["seen"] = 0, NOT_READING
@@ -52,15 +52,15 @@ def _is_seen_to_take_over(job_name: str) -> bool:
             if cursor >= layout.ALL_APPLIED:
                 return False
             # What this thread reads must not be unmapped, and nobody may count on what was obeyed.
-            meanwhile = [int(rig.board["seen"][0]), int(told["mode"]), int(told["tid"])]
-            meanwhile += [int(told["heartbeat"])]
+            meanwhile = [int(rig.board["seen"][0]), int(shard["mode"]), int(shard["tid"])]
+            meanwhile += [int(shard["heartbeat"])]
             if record["cursor"] >= layout.ALL_APPLIED:
                 return False
             assert meanwhile == [0, Mode.ON_ARRIVAL, thread.native_id, 0]
             rig.wait_applied(0, 0)
-            assert told["recovered"] == 1
+            assert shard["recovered"] == 1
             eventually(lambda: rig.board["seen"][0] == rig.board["table_version"])
-            eventually(lambda: told["cpu"])  # it rests
+            eventually(lambda: shard["cpu"])  # it rests
             return True
         finally:
             os.sched_setaffinity(0, cores)

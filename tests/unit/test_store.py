@@ -74,11 +74,11 @@ def test_a_damaged_file_is_compiled_anew(whole: Code) -> None:
     """And kept: the next process imports no Numba. Until then it is missing, for helpers too."""
     path = _path()
     path.write_bytes(path.read_bytes()[:-1])
-    for said in ("False True True\n", "True False True\n"):
+    for output in ("False True True\n", "True False True\n"):
         done = subprocess.run(
             [sys.executable, "-P", "-c", LOADS], stdout=subprocess.PIPE, text=True, check=True
         )
-        assert done.stdout == said
+        assert done.stdout == output
 
 
 def test_sources_that_were_replaced_are_not_compiled(

@@ -62,9 +62,9 @@ def test_a_superstep_is_not_stale(job_name: str) -> None:
         np.testing.assert_array_equal(rig.weights, -1)
 
 
-@pytest.mark.parametrize(("said", "counts"), [((0.5, 0.75), 0.625), ((0.5, np.nan), 0.9)])
+@pytest.mark.parametrize(("momenta", "counts"), [((0.5, 0.75), 0.625), ((0.5, np.nan), 0.9)])
 def test_the_momentum_of_a_superstep(
-    said: tuple[float, float], counts: float, job_name: str
+    momenta: tuple[float, float], counts: float, job_name: str
 ) -> None:
     """The mean of those that travel with its gradients; the job's if one of them says none."""
     optimizer = {"kind": "momentum", "lr": 1.0, "momentum": 0.9}
@@ -72,7 +72,7 @@ def test_the_momentum_of_a_superstep(
         with rig.serving():
             for _ in range(2):
                 for row in range(2):
-                    rig.publish(row, rig.ones(), momentum=said[row])
+                    rig.publish(row, rig.ones(), momentum=momenta[row])
                 rig.superstep({0: Action.APPLY, 1: Action.APPLY})
                 eventually(rig.superstep_done)
         np.testing.assert_allclose(rig.weights, -1 - (1 + counts), rtol=1e-6)

@@ -91,9 +91,9 @@ def test_the_end_of_a_job_has_the_rights_of_the_job(scope: Scope) -> None:
 
 def test_exit_codes_of_the_units() -> None:
     for scope in Scope:
-        said = directives(unit_files.texts(scope, unit_files.PROGRAM)[LEARNER_NAME])
-        assert said["RestartForceExitStatus"] == [str(JobStopped.exit_code)]
-        assert str(JobStopped.exit_code) in said["SuccessExitStatus"][0].split()
+        unit = directives(unit_files.texts(scope, unit_files.PROGRAM)[LEARNER_NAME])
+        assert unit["RestartForceExitStatus"] == [str(JobStopped.exit_code)]
+        assert str(JobStopped.exit_code) in unit["SuccessExitStatus"][0].split()
 
 
 @needs_systemd
@@ -133,27 +133,27 @@ def test_what_is_exposed_has_its_reason(name: str, tmp_path: Path) -> None:
     text_ = unit_files.texts(Scope.SYSTEM, unit_files.PROGRAM)[name]
     path = tmp_path / name
     path.write_text(text_)
-    said = analyze("security", "--offline=yes", "--no-pager", path, runtime=tmp_path).stdout
-    names = set(re.findall(r"^✗ (\w+)=", said, re.M))
-    assert "MemoryDenyWriteExecute" in names or not said
+    output = analyze("security", "--offline=yes", "--no-pager", path, runtime=tmp_path).stdout
+    names = set(re.findall(r"^✗ (\w+)=", output, re.M))
+    assert "MemoryDenyWriteExecute" in names or not output
     comments = "\n".join(line for line in text_.splitlines() if line.startswith("#"))
     assert [name for name in sorted(names) if name not in comments] == []
 
 
 def test_a_learner_of_another_user_is_not_given_the_jobs_directories() -> None:
     """systemd gives these directories, with all in them, to the user of the unit."""
-    said = directives(unit_files.texts(Scope.SYSTEM, unit_files.PROGRAM)[LEARNER_NAME])
-    assert not {"RuntimeDirectory", "StateDirectory", "CacheDirectory"} & said.keys()
-    assert said["ReadWritePaths"] == ["-%t/gadei-ps -%S/gadei-ps -%C/gadei-ps"]
+    unit = directives(unit_files.texts(Scope.SYSTEM, unit_files.PROGRAM)[LEARNER_NAME])
+    assert not {"RuntimeDirectory", "StateDirectory", "CacheDirectory"} & unit.keys()
+    assert unit["ReadWritePaths"] == ["-%t/gadei-ps -%S/gadei-ps -%C/gadei-ps"]
 
 
 @pytest.mark.parametrize("scope", list(Scope))
 def test_boot_does_not_wait_until_learners_can_attach(scope: Scope) -> None:
     """A target waits for the units that it wants, unless they are without defaults."""
-    said = directives(text(scope))
-    assert said["DefaultDependencies"] == ["no"]
-    assert said["Conflicts"] == said["Before"] == ["shutdown.target"]
-    assert said["WantedBy"][0] not in " ".join(said["Before"] + said["After"])
+    unit = directives(text(scope))
+    assert unit["DefaultDependencies"] == ["no"]
+    assert unit["Conflicts"] == unit["Before"] == ["shutdown.target"]
+    assert unit["WantedBy"][0] not in " ".join(unit["Before"] + unit["After"])
 
 
 @needs_systemd
@@ -174,25 +174,25 @@ def test_a_program_may_lie_anywhere(tmp_path: Path) -> None:
 
 
 def test_time_limits_are_beyond_the_watchdogs_own() -> None:
-    said = directives(text(Scope.SYSTEM))
-    assert int(said["TimeoutStartSec"][0]) > durations.START_SILENT_S
-    assert int(said["TimeoutStopSec"][0]) > durations.END_TIMEOUT_S
+    unit = directives(text(Scope.SYSTEM))
+    assert int(unit["TimeoutStartSec"][0]) > durations.START_SILENT_S
+    assert int(unit["TimeoutStopSec"][0]) > durations.END_TIMEOUT_S
     learner = directives(unit_files.texts(Scope.SYSTEM, "/usr/bin/gadei-ps")[LEARNER_NAME])
     assert int(learner["TimeoutStopSec"][0]) > durations.GRACE_S + durations.APPLY_S + 10
 
 
 @pytest.mark.parametrize("scope", list(Scope))
 def test_what_a_job_needs_is_left_to_it(scope: Scope) -> None:
-    said = directives(text(scope))
+    unit = directives(text(scope))
     # Compiled kernels, GPUs, learners outside of the unit.
     for name in ("MemoryDenyWriteExecute", "PrivateUsers", "ProtectProc", "ProcSubset"):
-        assert name not in said, name
+        assert name not in unit, name
     # With ProtectClock or DevicePolicy alone, there would be no GPUs.
-    assert said.get("DeviceAllow", []) == ["char-* rw"] * (scope == Scope.SYSTEM)
+    assert unit.get("DeviceAllow", []) == ["char-* rw"] * (scope == Scope.SYSTEM)
     for name in ("PrivateDevices", "PrivateIPC", "RemoveIPC"):
-        assert said.get(name, ["no"]) == ["no"], name
-    assert said["KillMode"] == ["process"]
-    assert said["RuntimeDirectoryPreserve"] == ["yes"]
+        assert unit.get(name, ["no"]) == ["no"], name
+    assert unit["KillMode"] == ["process"]
+    assert unit["RuntimeDirectoryPreserve"] == ["yes"]
 
 
 def test_the_user_of_the_system_unit() -> None:
@@ -207,12 +207,12 @@ def test_learners_cannot_start_or_hold_their_job() -> None:
     """A learner's unit that waits to be started again must not be in a stop of another unit."""
     for scope in Scope:
         made = unit_files.texts(scope, unit_files.PROGRAM)
-        said = directives(made[LEARNER_NAME])
-        assert [one for one in said["After"] if "gadei-ps" in one] == ["gadei-ps@%i.service"]
+        unit = directives(made[LEARNER_NAME])
+        assert [one for one in unit["After"] if "gadei-ps" in one] == ["gadei-ps@%i.service"]
         for name in ("Wants", "BindsTo", "PartOf", "StopPropagatedFrom"):
-            assert name not in said, name
-        assert "gadei-ps" not in said["Requires"][0]
-        assert said["WantedBy"] == [END_NAME.replace("@", "@%i")]
+            assert name not in unit, name
+        assert "gadei-ps" not in unit["Requires"][0]
+        assert unit["WantedBy"] == [END_NAME.replace("@", "@%i")]
         assert "gadei-ps-learner" not in made[NAME].partition("[Service]")[0]
 
 
@@ -378,10 +378,10 @@ def test_an_edited_unit_is_not_replaced_unasked(which: int, tmp_path: Path) -> N
     path.write_text(first.units[which].unit.replace("LimitNOFILE=65536", "LimitNOFILE=1024"))
     with pytest.raises(UsageError) as refused:
         unit_files.install(Scope.USER, where=tmp_path)
-    told = str(refused.value)
-    assert "\n" not in told
-    assert told.startswith(f"{path}: edited, or not written by this command")
-    assert "systemctl --user edit gadei-ps@" in told
+    result = str(refused.value)
+    assert "\n" not in result
+    assert result.startswith(f"{path}: edited, or not written by this command")
+    assert "systemctl --user edit gadei-ps@" in result
     seen = unit_files.install(Scope.USER, where=tmp_path, dry_run=True).units[which]
     assert (seen.found, seen.written) == (Found.ANOTHER, False)
     assert "LimitNOFILE=1024" in path.read_text()
@@ -482,9 +482,9 @@ def test_the_command(tmp_path: Path) -> None:
     printed = command(tmp_path, "--user", "--print")
     assert printed.returncode == 0, printed
     assert not path.exists()
-    told = json.loads(command(tmp_path, "--user", "--json").stdout)
-    first, end, learner = told["units"]
-    assert (first["path"], first["written"], told["scope"]) == (str(path), True, "user")
+    report = json.loads(command(tmp_path, "--user", "--json").stdout)
+    first, end, learner = report["units"]
+    assert (first["path"], first["written"], report["scope"]) == (str(path), True, "user")
     assert path.read_text() == first["unit"]
     shown = "\n".join(f"# {one['path']}\n{one['unit']}" for one in (first, end, learner))
     assert printed.stdout == shown

@@ -34,13 +34,13 @@ def _report(version: int, samples: int, **more: Any) -> dict[str, Any]:
 
 def test_lines_come_now_and_then() -> None:
     training = Training()
-    said = [(now, training(_report(now + 1, 10 * now), float(now))) for now in range(2000)]
-    times = [now for now, line in said if line]
+    lines = [(now, training(_report(now + 1, 10 * now), float(now))) for now in range(2000)]
+    times = [now for now, line in lines if line]
     assert times[:4] == [10, 20, 30, 40]
     apart = [b - a for a, b in itertools.pairwise(times)]
     assert apart == sorted(apart)
     assert apart[-1] == 60
-    assert said[10][1] == ["11 gradients, 10 samples/s, loss 0.5, staleness 2.0, 2 learners"]
+    assert lines[10][1] == ["11 gradients, 10 samples/s, loss 0.5, staleness 2.0, 2 learners"]
 
 
 def test_what_is_not_known() -> None:
@@ -62,12 +62,12 @@ def test_an_assignment_is_not_a_gradient() -> None:
 def test_no_loss_is_named_once() -> None:
     training = Training()
     silent = [{"loss": None, "applied": 3, "refused": 0, "staleness_mean": 1.0}]
-    said = [training(_report(1 + 9 * now, 0, learners=silent), float(now)) for now in range(100)]
-    assert said[10] == [
+    shown = [training(_report(1 + 9 * now, 0, learners=silent), float(now)) for now in range(100)]
+    assert shown[10] == [
         "91 gradients, 9.0 gradients/s, staleness 1.0, 1 learner",
         "no loss reported: optimizer.report(loss=...)",
     ]
-    assert sum(NO_LOSS in lines for lines in said) == 1
+    assert sum(NO_LOSS in lines for lines in shown) == 1
     silent[0]["refused"] = 1  # its loss may be NaN
     assert not any(NO_LOSS in Training()(_report(9, 0, learners=silent), now) for now in (0, 50))
 
@@ -111,8 +111,8 @@ def test_a_bar_of_the_only_learner_stays(learners: int, monkeypatch: pytest.Monk
             )
             made.output = None if learners == 1 else mock.Mock()
             made._say_beside_learners("so")
-        said = os.read(ours, 1000).decode()
+        output = os.read(ours, 1000).decode()
     finally:
         os.close(ours)
-    assert said == (above("gadei-ps: so") if learners == 1 else "gadei-ps: so\r\n")
+    assert output == (above("gadei-ps: so") if learners == 1 else "gadei-ps: so\r\n")
     assert "\n" not in above("so")

@@ -117,8 +117,8 @@ def test_a_stop(memory: JobMemory) -> None:
     seen.look()
     stop.begin(drain=True, timeout_s=1000.0)
     seen.look()
-    told = [Stop.DRAIN, Stop.NOW, Stop.NOW]
-    assert seen == [(Phase.DRAINING, one) for one in told]
+    stops = [Stop.DRAIN, Stop.NOW, Stop.NOW]
+    assert seen == [(Phase.DRAINING, one) for one in stops]
     with at_each_line(seen.look, stopping):
         assert not stop.over(now=float("inf"))
     seen.check(Phase.DRAINING, Stop.CLOSED)
@@ -159,7 +159,7 @@ def test_the_life_of_a_job(
     try:
         made.startup()
         seen = Seen(made.memory)
-        said = words(made._control)
+        fields = words(made._control)
         if fails:
             made._fail("the test wants it")
         with at_each_line(seen.look, supervisor):
@@ -167,8 +167,8 @@ def test_the_life_of_a_job(
     except BaseException:
         made.shutdown()
         raise
-    assert said["phase"] == Phase.SERVING
-    assert said.get("temporary") == (None if resume else 1)
+    assert fields["phase"] == Phase.SERVING
+    assert fields.get("temporary") == (None if resume else 1)
     seen.check(Phase.FAILED if fails else Phase.STOPPED, Stop.CLOSED)
 
 
@@ -195,9 +195,9 @@ def test_who_is_told_to_be_leaving(memory: JobMemory) -> None:
 def test_a_replica_is_no_learner_of_the_status(memory: JobMemory) -> None:
     entry = memory.control.view(CONTROL)["roster"][0]
     entry["name"] = REPLICA
-    told = requests.job_status(memory)
-    assert (told["learners"], told["learners_attached"]) == ([], 0)
-    assert [one["row"] for one in told["replicas"]] == [0]
+    report = requests.job_status(memory)
+    assert (report["learners"], report["learners_attached"]) == ([], 0)
+    assert [one["row"] for one in report["replicas"]] == [0]
 
 
 def test_a_loss_that_changes_while_the_status_is_made(
@@ -250,7 +250,7 @@ def test_no_word_makes_the_status_unreadable(memory: JobMemory) -> None:
     control, ring = memory.control.view(CONTROL), memory.rings[0].view(RING)
     entry, record = control["roster"][0], memory.state.view(STATE)["record"][0]
     entry["applied"] = 1
-    told = read()
+    report = read()
     for struct in (control, entry, ring, record):
         for name in struct.dtype.names or ():
             kind = struct.dtype[name].base
@@ -259,11 +259,11 @@ def test_no_word_makes_the_status_unreadable(memory: JobMemory) -> None:
             for value in values:
                 struct[name] = value
                 found = read()
-                rest = told.keys() - {"learners", "learners_attached", "replicas"}
-                assert len([key for key in rest if found[key] != told[key]]) <= 2, name
+                rest = report.keys() - {"learners", "learners_attached", "replicas"}
+                assert len([key for key in rest if found[key] != report[key]]) <= 2, name
                 assert found["learners"][0]["pid"] == os.getpid() or name == "pid", name
             struct[name] = before
-    assert read() == told
+    assert read() == report
 
 
 def test_no_word_ends_the_history(memory: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
