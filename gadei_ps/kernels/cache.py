@@ -43,7 +43,6 @@ SOURCES = tuple(
         "kernels/cache.py",
         "kernels/compiled.py",
         "kernels/cpu.py",
-        "kernels/elf.py",
         "kernels/engine.py",
         "kernels/half.py",
         "kernels/loaded.py",

@@ -13,13 +13,13 @@ Numba. Servers set NUMBA_OPT, so that Numba does not optimize each function befo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numba
 from llvmlite import binding
 
-from gadei_ps.kernels import elf
 from gadei_ps.kernels.store import Code
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,6 +34,7 @@ ENTRY = "gadei_ps_"
 # numba_runtime_build_excinfo_struct and numba_unpickle. Numba's helpers of mathematics and arrays
 # (math.frexp, complex powers, reshape) match, too: compiled code must not use them.
 NOT_RUN = re.compile("_?Py|numba_|NRT_")
+SYMBOL = struct.Struct("<IBBHQQ")  # of an object file: ELF of 64 bits, little-endian
 
 
 def compiled(function: F, **more: Any) -> F:
@@ -78,7 +79,22 @@ def machine_code(name: str, signature: Any, function: Callable[..., Any]) -> Cod
             one.linkage = "internal"
     _optimize(module, machine)
     file = machine.emit_object(module)
-    return Code(entry.name, tuple(sorted(elf.symbols(file).undefined)), file)
+    needs = {symbol for symbol, _, section in symbols(file) if symbol and not section}
+    return Code(entry.name, tuple(sorted(needs)), file)
+
+
+def symbols(file: bytes) -> Iterator[tuple[str, int, int]]:
+    """Yield each symbol of an object file: name, kind (local if less than 16), and section.
+
+    A symbol of others has no section, 0.
+    """
+    tables = {}
+    for one in binding.ObjectFileRef.from_data(file).sections():
+        if one.name() in (b".symtab", b".strtab"):
+            tables[one.name()] = one.data()
+    names = tables[b".strtab"]
+    for at, kind, _, section, _, _ in SYMBOL.iter_unpack(tables[b".symtab"]):
+        yield names[at : names.index(b"\0", at)].decode(), kind, section
 
 
 def _optimize(module: Any, machine: Any) -> None:

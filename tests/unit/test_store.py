@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gadei_ps.kernels import cache, elf, engine, loaded, store
+from gadei_ps.kernels import cache, compiled, engine, loaded, store
 from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.kernels.store import Code
 from gadei_ps.server import units
@@ -118,11 +118,13 @@ def test_nothing_is_undefined_but_c_and_ours() -> None:
     for name in kept:
         code = store.read(name)
         assert code is not None, name
-        found = elf.symbols(code.object)
-        assert found.undefined == set(code.needs)
-        ours = {one for one in found.undefined if one.startswith("ps_")}
-        assert found.undefined - ours <= LIBRARIES, name
-        assert found.defined == {code.entry}, "another unit may have others of the same name"
+        found = list(compiled.symbols(code.object))
+        undefined = {symbol for symbol, _, section in found if symbol and not section}
+        assert undefined == set(code.needs)
+        ours = {symbol for symbol in undefined if symbol.startswith("ps_")}
+        assert undefined - ours <= LIBRARIES, name
+        seen = {symbol for symbol, kind, section in found if section and kind >= 16}
+        assert seen == {code.entry}, "another unit may have others of the same name"
 
 
 def test_code_that_needs_what_is_not_there(whole: Code) -> None:
