@@ -20,7 +20,7 @@ import psutil
 from gadei_ps.errors import JobStopped
 from gadei_ps.job.config import LearnersConfig
 from gadei_ps.machine import ownership, process
-from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE
+from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE, LearnerNumbers
 from gadei_ps.memory import finished
 from gadei_ps.memory.layout import CONTROL, Stop, Work
 from gadei_ps.watchdog import restart
@@ -136,14 +136,8 @@ class JobLearners:
         one.pid, one.child = 0, None
 
     def _start(self, one: One) -> None:
-        env = os.environ | {
-            JOB_VARIABLE: self.socket,
-            NAME_VARIABLE: f"learner-{one.index}",
-            "GADEI_PS_LEARNER": str(one.index),
-            "GADEI_PS_LEARNERS": str(self.config.count),
-        }
-        # As torchrun: N processes with a thread for each core would compete for the cores.
-        env.setdefault("OMP_NUM_THREADS", str(max(1, process.cores() // self.config.count)))
+        env = os.environ | {JOB_VARIABLE: self.socket, NAME_VARIABLE: f"learner-{one.index}"}
+        env |= LearnerNumbers(count=self.config.count).environment(one.index)
         try:
             one.child = process.spawn(
                 self.config.command, env=env, stdout=2, how=None, protected=False
