@@ -78,7 +78,7 @@ def run(quick: bool = False) -> Part:
         f"run times and must find the throughput. Waiting is the share of the learners' time, real "
         f"and simulated. The last figure is the simulator's prediction for a model from run times "
         f"that were measured under asp, as before the choice of a model. A real superstep takes "
-        f"longer by its way through the server, which is not simulated here; --server-time would "
+        f"longer by its way through the server, which is not simulated here; `--server-time` would "
         f"add it.",
         rows,
         data=data,
