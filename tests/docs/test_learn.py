@@ -31,13 +31,21 @@ PAGES = [one for one in WRITTEN if one.stem != "replicas"]
 FIRST = ROOT / "docs" / "learn" / "first-job.md"  # whose script others use
 JOB = "demo"
 PATIENCE_S = 900.0
+STEPS = "range(1, 4001)"
+"""Steps of the first script, each with a gradient."""
+FEWER = (
+    "__import__('itertools').chain("
+    "iter(lambda: not __import__('os').path.exists('end'), False), (2000, 4000))"
+)
+"""Steps until the file is there, then the two whose loss is printed."""
 
 
 class Reader:
     """Does what a reader of a page does, in a directory and with a job name of its own."""
 
-    def __init__(self, directory: Path, job: str) -> None:
-        self.directory, self.job = directory, job
+    def __init__(self, directory: Path, job: str, *, short: bool = False) -> None:
+        """short: the first script trains only as long as the page's commands need it."""
+        self.directory, self.job, self._short = directory, job, short
         self.found: dict[tuple[int, int], str] = {}
         """Output by the block's start and the command's number."""
         self._running: list[tuple[int, subprocess.Popen[bytes], Path]] = []
@@ -77,7 +85,8 @@ class Reader:
             (self.directory / block.file).write_text(self._own(block.text))
 
     def _own(self, text: str) -> str:
-        return re.sub(rf"\b{JOB}\b", self.job, text).replace("--for 60s", "--for 4s")
+        text = re.sub(rf"\b{JOB}\b", self.job, text).replace("--for 60s", "--for 4s")
+        return text.replace(STEPS, FEWER) if self._short else text
 
     def _popen(self, command: str, out: Path) -> subprocess.Popen[bytes]:
         with out.open("wb") as file:
@@ -99,13 +108,17 @@ class Reader:
         out = self.directory / f"out-{start}"
         process = self._popen(command, out)
         self._running.append((start, process, out))
+        self._until_trains(process, out)
+
+    def _until_trains(self, process: subprocess.Popen[bytes], out: Path) -> None:
+        """Wait until its learners train, or it has ended."""
         until = time.monotonic() + PATIENCE_S
         while process.poll() is None and not self._trains():
             assert time.monotonic() < until, out.read_text()
             time.sleep(0.05)
 
     def _trains(self) -> bool:
-        """Return whether a gradient of all learners of the job, or of its replicas, is applied."""
+        """Return whether both learners of the job, or of its replicas, train, beside all others."""
         from gadei_ps.errors import GadeiError
         from gadei_ps.job.faults import Processes
 
@@ -116,11 +129,15 @@ class Reader:
             except (GadeiError, OSError):
                 continue
         learners = [len(one.learners()) for one in found]
-        ready = all(int(one.control["version"]) > 0 and one.standby() for one in found)
+        ready = all(
+            int(one.control["version"]) > 0 and one.standby() and one.watchdog() for one in found
+        )
         return ready and sum(learners) >= 2
 
     def _wait(self) -> None:
         for start, process, out in self._running:
+            self._until_trains(process, out)  # again, if one was killed
+            (self.directory / "end").touch()
             process.wait(PATIENCE_S)
             self.found[start, 0] = out.read_text().replace(self.job, JOB)
         self._running.clear()
@@ -142,7 +159,8 @@ def test_the_outputs_are_those_of_the_page(
     page: Path, tmp_path: Path, job_name: str, compiled: None
 ) -> None:
     pytest.importorskip("torch")
-    reader = Reader(tmp_path, job_name)
+    assert STEPS in FIRST.read_text()
+    reader = Reader(tmp_path, job_name, short=True)
     try:
         reader.read(page)
     finally:
