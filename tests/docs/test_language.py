@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,25 +70,26 @@ def texts_of(rule_of_words: re.Pattern[str], text: str, line: int) -> Iterator[F
             yield Fault(rule, number, " ".join(around.split()))
 
 
-def docstrings(tree: ast.AST) -> dict[ast.expr, bool]:
+def docstrings(nodes: list[ast.AST]) -> dict[ast.Constant, bool]:
     """Return every docstring, and whether it belongs to a function that is not a property."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
+        if not isinstance(body := getattr(node, "body", None), list):
+            continue
         function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
             "property" in ast.unparse(one) for one in node.decorator_list
         )
-        body = getattr(node, "body", None)
-        for at, one in enumerate(body if isinstance(body, list) else ()):
+        for at, one in enumerate(body):
             text = one.value if isinstance(one, ast.Expr) else None
             if isinstance(text, ast.Constant) and isinstance(text.value, str):
                 found[text] = function and not at
     return found
 
 
-def literals(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield the strings of a module except docstrings; a value in an f-string reads 0."""
-    skipped: set[ast.AST] = set(docstrings(tree))
-    for node in ast.walk(tree):
+def literals(nodes: list[ast.AST], others: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    """Yield the strings of a module except these others; a value in an f-string reads 0."""
+    skipped = set(others)
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             skipped |= set(node.values)
             parts = [getattr(one, "value", 0) for one in node.values]
@@ -99,9 +100,9 @@ def literals(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def faults_of_python(source: str) -> Iterator[Fault]:
     """Find the faults of a module: docstrings, messages and help texts, comments."""
-    tree = ast.parse(source)
-    for node, function in docstrings(tree).items():
-        assert isinstance(node, ast.Constant)
+    nodes = [*ast.walk(ast.parse(source))]
+    documented = docstrings(nodes)
+    for node, function in documented.items():
         text = node.value.strip()
         if BEGINNING.match(text):
             yield Fault("docstring", node.lineno, text.split("\n")[0])
@@ -110,7 +111,7 @@ def faults_of_python(source: str) -> Iterator[Fault]:
         if function and THIRD.match(text):
             yield Fault("imperative", node.lineno, text.split("\n")[0])
         yield from texts_of(TEXTS["word"], CODE.sub("", node.value), node.lineno)
-    for text, line in literals(tree):
+    for text, line in literals(nodes, documented):
         if " " in text.strip():
             yield from texts_of(MESSAGES, text, line)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
