@@ -94,13 +94,17 @@ docs: $(VENV)/built
 	$(BIN)/python -m pip install -q -e '.[torch,dev,docs]'
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
-# C sources are compiled by pip. It would compile modules of Python on one core only, and all of them.
+# C sources are compiled by pip. It would compile modules of Python on one core only, and all of them:
+# nothing here imports what is in these folders, or little of it.
 EXTRAS = torch,dev
+RARE := tests|testing/_internal|_vendor|_vendored|mypyc?|lexers|sympy/physics|pytorch_lightning
+RARE := $(RARE)|jax/experimental|pallas|internal_test_util|ray/(data|llm|rllib|serve|train|tune)
+RARE := $(RARE)|transformers/models
 define set-up
 $(BIN)/python native/build_identity.py
 $(BIN)/python -m pip install -q --upgrade pip
 $(BIN)/python -m pip install -q --no-compile -e '.[$(EXTRAS)]'
-$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/(tests|ray/rllib|transformers/models)/' $(VENV)/lib || true
+$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/($(RARE))/' $(VENV)/lib || true
 endef
 
 # The stamp is made last: an interrupted set-up is done again.
