@@ -101,6 +101,21 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["turns"] = str(node.config.stash[TURNS].directory)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[object]:
+    """Begin elsewhere in each folder than the other workers do.
+
+    A worker that finds a test file not compiled compiles it, as the others would at the same time.
+    """
+    report: pytest.CollectReport = yield  # type: ignore[assignment]
+    given = getattr(collector.config, "workerinput", None)
+    if given is not None and isinstance(collector, pytest.Directory):
+        number = int(given["workerid"].removeprefix("gw"))
+        begin = len(report.result) * number // int(given["workercount"])
+        report.result = report.result[begin:] + report.result[:begin]
+    return report
+
+
 def needs_compiled(item: pytest.Item) -> bool:
     """Return whether the test may run the server's code."""
     asks = "compiled" in getattr(item, "fixturenames", ())
@@ -109,12 +124,17 @@ def needs_compiled(item: pytest.Item) -> bool:
     return asks or item.path.parent.name not in ("unit", "cli", "docs")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     """The tests that need nothing compiled come first: the compiler runs beside them.
 
     So for each worker: pytest-xdist gives each of them a piece of the list. Of the others, files
     with tests that may take long come first, so that no worker is left with one of them at the end.
     """
+    items.sort(key=lambda one: one.path)  # workers have collected files in orders of their own
+    yield
     workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
     plain = [one for one in items if not needs_compiled(one)]
     files: dict[Path, list[pytest.Item]] = {}
