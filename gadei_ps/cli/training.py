@@ -68,7 +68,7 @@ def train(
         option(
             "RATE",
             "With the CNN: learning rate.",
-            "0.01; of several machines with adagrad, up to 0.04",
+            "0.01; of several replicas with adagrad, up to 0.04",
         ),
     ] = None,
     sync: Annotated[str | None, option("MODEL", f"Synchronization model: {MODELS}", "asp")] = None,
@@ -127,7 +127,7 @@ def train(
         Path | None,
         option(
             "GROUPS.toml",
-            "Train on the machines of this file, as gadei-ps group run does.",
+            "Train on the replicas of this file, as gadei-ps group run does.",
             "this machine",
         ),
     ] = None,
