@@ -63,6 +63,8 @@ class Observer(threading.Thread):
         self._shards = slice(int(control["shards"]))
         owner = processes.owner
         name = segment_name(processes.job, "state", owner)
+        if not int(control["model_ready"]):  # the segment may be half made
+            raise FileNotFoundError(name)
         self._segment = segment.attach(name, SegmentKind.STATE, writable=False, owner=owner)
         self._applied = self._segment.view(STATE)["applied"][self._shards]
         self._tids = control["shard"]["tid"][self._shards]

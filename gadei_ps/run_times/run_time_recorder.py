@@ -48,6 +48,9 @@ class Recorder:
 
         try:
             self._control = attach("control", SegmentKind.CONTROL)
+            self._view = self._control.view(CONTROL)
+            if not int(self._view["model_ready"]):  # its segments may be half made
+                raise FileNotFoundError
             self._state = attach("state", SegmentKind.STATE)
         except FileNotFoundError:
             raise JobNotFound(
@@ -55,7 +58,6 @@ class Recorder:
             ) from None
         except SegmentError as error:
             raise JobNotFound(str(error)) from None
-        self._view = self._control.view(CONTROL)
         self._applied = self._state.view(STATE)["applied"][0]
         self._runs = self._state.view(STATE)["runs"]
         self._learners: dict[int, _Learner] = {}

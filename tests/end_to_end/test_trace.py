@@ -10,7 +10,10 @@ import pytest
 from support import daemon, eventually, fork, learner, status
 from support.steered import TENSORS, all_granted, push_when_told, tell
 
+from gadei_ps.chaos.observer import Observer
 from gadei_ps.errors import JobNotFound
+from gadei_ps.job.faults import Processes
+from gadei_ps.memory import shm
 from gadei_ps.memory.layout import RUNS
 from gadei_ps.run_times import run_time_recorder, traces
 
@@ -41,6 +44,20 @@ def test_trace_records_every_iteration(job_name: str, tmp_path: Path) -> None:
     assert (recorded.times > 0).all()
     with pytest.raises(JobNotFound, match="no job"):
         run_time_recorder.Recorder(job_name)
+
+
+def test_a_model_that_is_being_made(job_name: str) -> None:
+    """Check that a segment that has its name and not yet its size is not read."""
+    half_made = shm.path_of(shm.segment_name(job_name, "state"))
+    with daemon(job_name):
+        half_made.touch(0o600)
+        try:
+            with pytest.raises(JobNotFound, match=r"no job .* with a model is running"):
+                run_time_recorder.Recorder(job_name)
+            with pytest.raises(FileNotFoundError):
+                Observer(Processes(job_name))
+        finally:
+            half_made.unlink()
 
 
 def test_trace_tells_what_was_cut_short(job_name: str) -> None:
