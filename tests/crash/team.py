@@ -28,7 +28,7 @@ from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError
 from gadei_ps.job import faults
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.control import Checkpoint, ask
+from gadei_ps.job.control import Checkpoint, Reload, ask
 from gadei_ps.job.faults import Processes, Role, Target
 from gadei_ps.learners.client import Client
 from gadei_ps.machine import process
@@ -39,6 +39,7 @@ ROUNDS = int(
 TOLD: list[str] = []  # lines that are printed at the end of the run
 
 
+PATIENT_S = 60.0  # in which no server looks as if it hung, however busy the machine is
 PAUSE_S = 0.0005  # between two gradients, because starting processes need the cores
 
 
@@ -137,6 +138,21 @@ class Team:
                 return self.processes.fork_server()
             case _:
                 return self.processes.watchdog()
+
+    @contextlib.contextmanager
+    def hanging(self, hang_s: float) -> Iterator[None]:
+        """Have the watchdog kill servers that hang for so long, in this block only.
+
+        Otherwise a machine so busy that a thread waits that long for a core would have others
+        killed, too.
+        """
+        self._reload(hang_s)
+        yield
+        self._reload(PATIENT_S)
+
+    def _reload(self, hang_s: float) -> None:
+        wanted = self.daemon.config.model_copy(update={"hang_s": hang_s})
+        ask(self.name, Reload(config=wanted.model_dump(mode="json")))
 
     def goes_on(self, gradients: int = 20) -> None:
         """Wait until this many more gradients are applied."""

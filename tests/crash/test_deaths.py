@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from support import FORK, Child, eventually, quick, segments, spin, status
-from team import Team, asking, seen, send, stopped, tids, writer_of
+from team import PATIENT_S, Team, asking, seen, send, stopped, tids, writer_of
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job import faults
@@ -101,7 +101,7 @@ def test_killed_again_while_it_takes_over(job_name: str, tmp_path: Path) -> None
 
 
 def test_stopped_for_a_while(job_name: str, tmp_path: Path) -> None:
-    with Team(job_name, tmp_path, hang_s=60.0) as team:
+    with Team(job_name, tmp_path, hang_s=PATIENT_S) as team:
         everyone = [team.processes.learners()[0], *_known(team, (*SERVERS, Role.WATCHDOG))]
         for target in everyone * 2:
             with stopped(target):
@@ -114,11 +114,12 @@ def test_stopped_for_a_while(job_name: str, tmp_path: Path) -> None:
 
 
 def test_a_server_that_hangs_is_replaced(job_name: str, tmp_path: Path) -> None:
-    with Team(job_name, tmp_path, hang_s=0.5) as team:
+    with Team(job_name, tmp_path, hang_s=PATIENT_S) as team:
         team.goes_on()
         server, standby = _known(team, SERVERS)
         with stopped(server):
-            eventually(lambda: not server.alive, what="it is killed")
+            with team.hanging(0.5):
+                eventually(lambda: not server.alive, what="it is killed")
             team.goes_on()
         assert team.find(Role.SERVER).pid == standby.pid
         team.settle()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import eventually, status
 from support.wounds import Held, lose_leases
-from team import Team, seen, send, stopped, tids
+from team import PATIENT_S, Team, seen, send, stopped, tids
 
 from gadei_ps.job import faults
 from gadei_ps.job.faults import Role, Target
@@ -38,12 +38,13 @@ def _of(team: Team, server: Target, which: str) -> list[int]:
 
 @pytest.mark.parametrize("which", ["manager", "0", "1"])
 def test_one_thread_hangs(which: str, job_name: str, tmp_path: Path) -> None:
-    with Team(job_name, tmp_path, hang_s=HANG_S) as team:
+    with Team(job_name, tmp_path, hang_s=PATIENT_S) as team:
         team.goes_on()
         server, standby = team.find(Role.SERVER), team.find(Role.STANDBY)
         (thread,) = _of(team, server, which)
         with Held(thread):
-            eventually(lambda: not server.alive, what="it is killed")
+            with team.hanging(HANG_S):
+                eventually(lambda: not server.alive, what="it is killed")
             team.goes_on()
         assert team.find(Role.SERVER).pid == standby.pid
         team.settle()
@@ -51,7 +52,7 @@ def test_one_thread_hangs(which: str, job_name: str, tmp_path: Path) -> None:
 
 
 def test_threads_that_go_on_in_time(job_name: str, tmp_path: Path) -> None:
-    with Team(job_name, tmp_path, hang_s=60.0) as team:
+    with Team(job_name, tmp_path, hang_s=PATIENT_S) as team:
         server, standby = team.find(Role.SERVER), team.find(Role.STANDBY)
         for thread in [*_of(team, server, "all"), *_threads(standby)]:
             with Held(thread):
@@ -69,10 +70,11 @@ def test_the_manager_of_a_standby_hangs(
 ) -> None:
     """Nothing waits for it, so it is given more time."""
     monkeypatch.setattr(servers, "STANDBY_LIMIT_S", HANG_S)
-    with Team(job_name, tmp_path, hang_s=HANG_S) as team:
+    with Team(job_name, tmp_path, hang_s=PATIENT_S) as team:
         server, standby = team.find(Role.SERVER), team.find(Role.STANDBY)
         with Held(standby.pid):
-            eventually(lambda: not standby.alive, what="it is killed")
+            with team.hanging(HANG_S):
+                eventually(lambda: not standby.alive, what="it is killed")
             team.goes_on()
         eventually(lambda: team.find(Role.STANDBY).pid != standby.pid)
         assert server.alive
@@ -82,12 +84,13 @@ def test_the_manager_of_a_standby_hangs(
 
 def test_a_thread_of_the_standby_hangs_when_it_is_needed(job_name: str, tmp_path: Path) -> None:
     """The lease of its shard is its own: it is killed, and a third server has new leases."""
-    with Team(job_name, tmp_path, hang_s=HANG_S) as team:
+    with Team(job_name, tmp_path, hang_s=PATIENT_S) as team:
         team.goes_on()
         server, standby = team.find(Role.SERVER), team.find(Role.STANDBY)
         with Held(_threads(standby)[1]):
             send(server)
-            eventually(lambda: not standby.alive, what="it is killed")
+            with team.hanging(HANG_S):
+                eventually(lambda: not standby.alive, what="it is killed")
             team.goes_on()
         team.find(Role.STANDBY)
         team.settle()
@@ -100,12 +103,13 @@ def test_a_thread_of_the_standby_hangs_when_it_is_needed(job_name: str, tmp_path
 @pytest.mark.parametrize("which", ["shards", "1", "manager", "all"])
 def test_leases_that_are_not_handed_on(which: str, job_name: str, tmp_path: Path) -> None:
     """The standby gets some of them or none, does not serve as a whole, and is killed for it."""
-    with Team(job_name, tmp_path, hang_s=HANG_S) as team:
+    with Team(job_name, tmp_path, hang_s=PATIENT_S) as team:
         team.goes_on()
         server, standby = team.find(Role.SERVER), team.find(Role.STANDBY)
         lose_leases(server.pid, _of(team, server, which))
         send(server)
-        eventually(lambda: not standby.alive, what="it is killed")
+        with team.hanging(HANG_S):
+            eventually(lambda: not standby.alive, what="it is killed")
         team.goes_on()
         team.find(Role.STANDBY)
         team.settle()
@@ -154,11 +158,11 @@ def _looks(job: str) -> None:
 
 def test_a_machine_that_was_suspended(job_name: str, tmp_path: Path) -> None:
     """The watchdog did not look for longer than a server may hang, and blames none."""
-    with Team(job_name, tmp_path, hang_s=3 * HANG_S) as team:
+    with Team(job_name, tmp_path, hang_s=PATIENT_S) as team:
         team.goes_on()
         everyone = [team.find(role) for role in (Role.SERVER, Role.STANDBY, Role.WATCHDOG)]
         server, standby, watchdog = everyone
-        with stopped(server), stopped(standby):
+        with team.hanging(3 * HANG_S), stopped(server), stopped(standby):
             _looks(job_name)
             with stopped(watchdog):
                 time.sleep(4 * HANG_S)
