@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,9 +76,9 @@ class GpuBackend:
                 # Torch's own would move the weights to memory that no pull reaches.
                 layer.flatten_parameters = _do_nothing  # type: ignore[method-assign]
                 self._undo.callback(delattr, layer, "flatten_parameters")
-        # Here, and not as a decorator: this loads torch._dynamo, which takes seconds.
-        gather = torch.compiler.disable(self._gather)  # type: ignore[no-untyped-call]
-        lookup.adapt(trained, gather, self._undo)
+        self._untraced: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+        """_gather() as compiled code calls it; None until there is some."""
+        lookup.adapt(trained, self._read_rows, self._undo)
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, parameter in trained.parameters.items():
             if casts.differs(parameter):
@@ -191,6 +191,15 @@ class GpuBackend:
         self._link.fill(self._front)
         self.version = self._link.version
         casts.copy_to_parameters(self._casts)
+
+    def _read_rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        """Call _gather(), which torch.compile does not trace."""
+        if not torch.compiler.is_compiling():
+            return self._gather(name, indices)
+        if self._untraced is None:
+            # Not before: this loads torch._dynamo, which takes seconds of a learner's start.
+            self._untraced = torch.compiler.disable(self._gather)  # type: ignore[no-untyped-call]
+        return self._untraced(name, indices)
 
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         """Read the job's current rows of a tensor, shape (n, width); indices: int64, flat.

@@ -92,6 +92,19 @@ def test_as_torch(gpu: str, name: str, sync: str, job_name: str) -> None:
         next(model.parameters()).data += 1  # the memory is the model's own now
 
 
+def test_a_start_does_not_load_the_compiler(
+    gpu: str, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Train eager code without it, rows included: its import takes seconds."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # an import of it fails
+    model = Words().to(gpu)
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
+        optimizer = Optimizer(model, job_name)
+        train(model, optimizer, gpu)
+        optimizer.close()
+        assert status(job_name)["gradients_applied"] == STEPS
+
+
 @pytest.mark.parametrize(
     ("wire", "feedback"), [("float32", False), ("bfloat16", False), ("float16", True)]
 )

@@ -47,6 +47,28 @@ def test_rows_are_read_from_the_segment(gpu: str, job_name: str) -> None:
         client.detach()
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's tracer gives several
+def test_compiled_code_reads_rows(gpu: str, job_name: str) -> None:
+    """torch.compile does not trace how they are read."""
+    torch.manual_seed(3)
+    model = Words()
+    twin = copy.deepcopy(model)
+    model.to(gpu)
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
+        optimizer, plain = Optimizer(model, job_name), torch.optim.SGD(twin.parameters(), 0.1)
+        compiled = torch.compile(model, backend="eager")
+        source = torch.Generator().manual_seed(11)
+        for _ in range(3):
+            inputs = torch.randn(16, 10, generator=source)
+            for one, by, device in ((compiled, optimizer, gpu), (twin, plain, "cpu")):
+                by.zero_grad()
+                one(inputs.to(device)).square().mean().backward()
+                by.step()
+        assert not status(job_name)["gradients_refused"]
+        optimizer.close()
+        same_state(model, twin)
+
+
 class Tied(nn.Module):
     """A weight that is both a table and a matrix; and a buffer that is not contiguous."""
 
