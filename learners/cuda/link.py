@@ -15,7 +15,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from gadei_ps import _native
-from gadei_ps.errors import DeviceError, ModelMismatch
+from gadei_ps.errors import DeviceError, ModelMismatch, UsageError
 from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_at
 from gadei_ps.learners.cuda.device_errors import Guard, is_full, mib
 from gadei_ps.learners.cuda.kernels import BAD, Kernels, blocks_for
@@ -43,6 +43,10 @@ class CudaLink:
     """
 
     def __init__(self, client: Client, index: int, compute: Stream) -> None:
+        if not client.model.trained:
+            raise UsageError(
+                f"the model of job {client.job!r} has no parameters that require a gradient"
+            )
         self._client = client
         self._index = index
         self._guard = Guard(index, 4 * client.model.elements)

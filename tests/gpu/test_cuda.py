@@ -220,6 +220,25 @@ def test_rows_beside_arrays_of_gradients(device: emulator.Device, job_name: str)
             link.push({"w": link.gradients()["w"], "table": rows}, 0)
 
 
+def test_a_model_without_parameters(device: emulator.Device, job_name: str) -> None:
+    """It is refused before anything is registered, as by a learner of PyTorch."""
+    buffer = [{"name": "mean", "shape": [4], "role": "buffer"}]
+    with daemon(job_name, tensors=buffer), Client(job_name) as client:
+        with pytest.raises(UsageError, match="has no parameters that require a gradient"):
+            devices.choose("cuda").link(client)
+        assert not any(flags for _, flags in device.registered.values())
+
+
+def test_the_loss_of_a_model_without_values(device: emulator.Device, job_name: str) -> None:
+    with daemon(job_name), Client(job_name, tensors={"w": np.zeros((0, 3))}) as client:
+        link = devices.choose("cuda").link(client)
+        loss = on_device(np.full(1, 0.5, np.float32))
+        link.push_from([0] * 4, version=0, loss_at=loss.data.ptr)
+        link.flush()
+        client.wait_applied()
+        assert status(job_name)["learners"][0]["loss"] == 0.5
+
+
 # -- order ----------------------------------------------------------------------------------------
 
 
