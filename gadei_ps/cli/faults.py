@@ -13,6 +13,7 @@ from gadei_ps.cli.options import (
     option,
     print_result,
     running_jobs,
+    shards_option,
     switch,
 )
 from gadei_ps.errors import UsageError
@@ -92,14 +93,7 @@ def chaos(
         option("BYTES", "Size of the weights, such as 64K, 2M or 100M. Only without JOB.", "2M"),
     ] = None,
     shards: Annotated[
-        int | None,
-        option(
-            "N",
-            "Shards of the server, each with a thread. Only without JOB.",
-            "by cores",
-            min=0,
-            max=64,
-        ),
+        int | None, shards_option("Only without JOB.", "a quarter of the cores, from 1 to 8")
     ] = None,
     impatient: Annotated[
         bool, switch("--impatient", "Kill the server even while there is no standby.")

@@ -32,6 +32,7 @@ from gadei_ps.cli.options import (
     option,
     print_result,
     running_jobs,
+    shards_option,
     switch,
     write_file,
 )
@@ -80,6 +81,10 @@ def run(
         str | None,
         option("MODEL", f"{SERVED} Synchronization model: {MODELS}", "the job file's, or asp"),
     ] = None,
+    shards: Annotated[
+        int | None,
+        shards_option(SERVED, "the job file's, or a quarter of the cores, from 1 to 8"),
+    ] = None,
     stop_after: Annotated[
         list[str] | None,
         option(
@@ -127,6 +132,7 @@ def run(
         "optimizer": optimizer and optimizer.value,
         "lr": lr,
         "sync": sync,
+        "shards": shards,
         "stop_after": stop_after and limits(stop_after),
         "tensorboard": tensorboard,
         "mlflow": mlflow,

@@ -79,6 +79,13 @@ JsonLog = Annotated[bool, switch("--json-log", "Log one JSON object a line.")]
 Details = Annotated[bool, switch("--verbose", "Log details.")]
 
 
+def shards_option(condition: str, shown: str) -> Any:
+    """Return the option --shards. condition: when it applies. shown: its default, in words."""
+    return option(
+        "N", f"Shards of the server, each with a thread. {condition}", shown, min=0, max=64
+    )
+
+
 def running_jobs(incomplete: str) -> list[str]:
     """List the names of running jobs for a shell's completion."""
     from gadei_ps.job import paths

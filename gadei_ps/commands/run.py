@@ -256,8 +256,12 @@ def _compute(options: RunOptions) -> Compute:
         _say(f"warning: {compute.why}; no GPU is assigned to learners")
     elif compute.each is not None:
         return compute  # virtual workers need no CuPy, and print themselves where they compute
-    elif (why := compute.without()) and (compute.gpus or gpus.has_driver()):
-        _say(f"learners compute on the host: {why}")
+    elif why := compute.without():
+        if compute.gpus or gpus.has_driver():
+            _say(f"learners compute on the host: {why}")
+    elif compute.gpus:
+        names = list(dict.fromkeys(compute.gpus))
+        _say(f"learners can use CUDA on {counted(len(names), 'GPU')}: {', '.join(names)}")
     return compute
 
 
@@ -266,7 +270,8 @@ def _say(text: str) -> None:
 
 
 def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:
-    """The configuration with optimizer, lr, sync, owned, stop_after, curves replaced where given.
+    """The configuration with optimizer, lr, sync, shards, owned, stop_after, curves replaced where
+    given.
 
     Raises UsageError.
     """

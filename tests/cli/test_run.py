@@ -22,7 +22,7 @@ from gadei_ps.cli.app import command_tree
 from gadei_ps.cli.switches import separated
 from gadei_ps.commands import jobs, run
 from gadei_ps.errors import UsageError
-from gadei_ps.job import paths
+from gadei_ps.job import paths, recorded
 from gadei_ps.machine import gpus, process
 from gadei_ps.watchdog.restart import Policy
 
@@ -133,10 +133,14 @@ def test_a_closed_terminal_and_a_reader_that_has_ended(
 
 def test_job_file_with_a_flag(cli: Cli, job_name: str, learner: list[str]) -> None:
     (cli.directory / "job.toml").write_text(
-        f'name = "{job_name}"\nslots = 3\n[optimizer]\nkind = "adam"\nlr = 0.1\n'
+        f'name = "{job_name}"\nslots = 3\nshards = 3\n[optimizer]\nkind = "adam"\nlr = 0.1\n'
     )
-    running = cli.start("run", "job.toml", "--lr", "0.2", "--", *learner, FOREVER)
+    flags = ("--lr", "0.2", "--shards", "2")
+    running = cli.start("run", "job.toml", *flags, "--", *learner, FOREVER)
     support.eventually(learning(job_name, running, 1))
+    config = recorded.read(job_name)
+    assert config is not None
+    assert (config.slots, config.shards, config.optimizer.lr) == (3, 2, 0.2)
     status = cli("status", job_name, "--json").json
     assert (status["optimizer"], len(status["learners"])) == ("adam", 1)
     assert running.signal(signal.SIGTERM).code == 128 + signal.SIGTERM
@@ -155,9 +159,10 @@ def test_a_job_that_goes_on_from_a_checkpoint(cli: Cli, job_name: str, learner: 
 
 def test_learners_of_a_running_job(cli: Cli, job_name: str, learner: list[str]) -> None:
     cli.serve(job_name)
-    refused = cli("run", job_name, "--lr", "0.1", "--fresh", "--", *learner, 5)
+    options = ("--lr", "0.1", "--shards", "2", "--fresh")
+    refused = cli("run", job_name, *options, "--", *learner, 5)
     assert refused.code == 2
-    assert "--lr, --fresh: job" in refused.error
+    assert "--lr, --shards, --fresh: job" in refused.error
     assert "is running and has its configuration" in refused.error
     result = cli("run", job_name, "--json", "--", *learner, 5)
     assert (result.code, result.json["gradients_applied"]) == (0, 50)

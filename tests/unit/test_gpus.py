@@ -12,8 +12,10 @@ import pytest
 import support
 from shell import program
 
+from gadei_ps.commands import run
+from gadei_ps.commands.run import RunOptions
 from gadei_ps.errors import DeviceError, UsageError
-from gadei_ps.machine import gpus, process
+from gadei_ps.machine import gpus, launch, process
 from gadei_ps.machine.cuda import has_cupy
 from gadei_ps.machine.gpus import ORDER, VISIBLE, Gpu
 from gadei_ps.machine.launch import DEVICE_VARIABLE, DEVICES_VARIABLE, Compute
@@ -285,6 +287,18 @@ def test_auto_settles_for_the_host(broken_cupy: None, tmp_path: Path) -> None:
     tool(tmp_path, "raise SystemExit('driver and library differ')")
     settled = Compute.choose("auto", None).settled()
     assert settled == Compute("host", why="nvidia-smi fails: driver and library differ")
+
+
+def test_run_names_the_gpus_of_its_learners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool(tmp_path, f"print({TWO!r})")
+    monkeypatch.setattr(launch, "has_cupy", lambda: True)
+    for given, named in ((None, "2 GPUs: 0, 1"), ("1,1", "1 GPU: 1")):
+        run._compute(RunOptions(gpus=given))
+        assert capsys.readouterr().err == f"gadei-ps: learners can use CUDA on {named}\n"
+    run._compute(RunOptions(device="host"))
+    assert not capsys.readouterr().err
 
 
 def test_environment_of_learners() -> None:
