@@ -79,15 +79,11 @@ class Progress:
         self._sentences, self._epochs, self._divided = sentences, epochs, divided
         self._first: tuple[float, int, float] | None = None
         """Time of that gradient; samples and passes then."""
-        self._moved = 0.0
 
     def hear(self, rows: Sequence[Row], now: float) -> None:
         """Update from the machines' current status. now: by the monotonic clock."""
         self.counts.hear(rows)
-        samples = self.counts["samples"]
-        if samples != self.samples or not self._moved:
-            self._moved = now if rows else 0.0
-        self.samples = samples
+        samples = self.samples = self.counts["samples"]
         self.begun = samples / self._sentences
         self.passes = int(self.begun)
         if self._divided is not None:  # samples of a machine that has died are trained again
@@ -99,10 +95,6 @@ class Progress:
             self._first = now, samples, self.begun
         if self._first is not None:
             self.train_seconds = now - self._first[0]
-
-    def stands_s(self, now: float) -> float:
-        """Return the time since the last training progress (s)."""
-        return now - self._moved if self._moved else 0.0
 
     @property
     def samples_per_s(self) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 from gadei_ps.classifier.counting import Progress, sources
 from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
 from gadei_ps.classifier.model_directory import check_result_directory
-from gadei_ps.classifier.train import MAX_REFUSED, STALLED_S
+from gadei_ps.classifier.train import LATE_S, MAX_REFUSED, STALLED_S
 from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.errors import ClusterError, JobFailed, JobStopped, UsageError
@@ -30,6 +30,7 @@ from gadei_ps.replicas.program import Program
 from gadei_ps.replicas.program_run import ProgramRun
 from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
+from gadei_ps.watchdog.liveness import Watch
 
 LEARNER = "gadei_ps.classifier.learner"
 RESTARTS = 10**6
@@ -154,6 +155,7 @@ class _Launcher:
         self.measuring = measuring
         divided = len(run.groups) if run.divide else None
         self.progress = Progress(len(plan.corpus.train), plan.epochs, divided)
+        self._stalled = Watch(STALLED_S, LATE_S)
         self.rounds = 0
 
     def run(self) -> None:
@@ -188,7 +190,8 @@ class _Launcher:
             raise JobFailed(
                 f"{refused} of {refused + applied} gradients were refused: try a smaller --lr"
             )
-        if self.progress.stands_s(now) > STALLED_S:
+        joined = any(row["job"]["learners"] for row in rows if row.get("job"))
+        if self._stalled.check(now, {"samples": self.progress.samples} if joined else {}):
             raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
 
     def _weights(self, passes: int) -> Tensors | None:

@@ -1,8 +1,9 @@
 """`gadei-ps train`: training as a service (GaDei, section 2.2). A CSV file in, a model out.
 
 The launcher reads the data and starts a job and its learners. After each epoch it measures the
-shared weights on the held-out tenth, while training continues. It keeps the best weights, and stops
-when neither accuracy nor loss improves. It computes no gradients. It replaces learners that die.
+shared weights on the held-out tenth, while training continues. Of the CNN, it keeps the best
+weights, and stops when neither accuracy nor loss improves. It computes no gradients. It replaces
+learners that die.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ from gadei_ps.memory.weights import FloatArray
 from gadei_ps.show import view
 from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
+from gadei_ps.watchdog.liveness import Watch
 
 POLL_S = 0.25
 STALLED_S = 120.0
+"""Time without a gradient after which a training with joined learners has failed (s)."""
+LATE_S = 10.0  # of a look at the gradients: measurements lie between two
 MAX_REFUSED = 20
+MAX_DEATHS = 20
+"""Deaths of learners without a gradient in between after which no other one is started."""
 
 
 def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
@@ -186,6 +192,7 @@ class _Run:
         self.completed = False
         self.status: dict[str, Any] = {}
         self.deaths = 0
+        self._deaths_in_vain = 0  # since the last gradient
         self.train_seconds = 0.0
         self._flat: FloatArray | None = None
 
@@ -235,23 +242,24 @@ class _Run:
 
     def _watch(self, learners: Learners) -> None:
         evaluated = 0
-        first_gradient = last_progress = now = 0.0
-        progress = 0
+        version, first_gradient, now = 0, 0.0, 0.0
+        stalled = Watch(STALLED_S, LATE_S)
         while True:
             self.daemon.check()
             self._replace_dead(learners)
-            self.status = self.daemon.request(Status())
+            version_before, self.status = version, self.daemon.request(Status())
             self._check_refused()
             if self.status["model"]:
                 self._map()  # before a stop can take the weights away
-            work = self.status["work"]
+            work, version = self.status["work"], self.status["version"]
             before, now = now, time.monotonic()
-            if self.status["version"] != progress or not last_progress:
-                progress, last_progress = self.status["version"], now
-                # Since the look before it: all of a short run may be done within one.
-                first_gradient = first_gradient or (before if progress else 0.0)
-            elif now - last_progress > STALLED_S:
+            if version != version_before:
+                self._deaths_in_vain = 0
+            # Not before a learner has joined: on a busy machine, imports alone take minutes.
+            if stalled.check(now, {"version": version} if self.status["learners"] else {}):
                 raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
+            # Since the look before it: all of a short run may be done within one.
+            first_gradient = first_gradient or (before if version else 0.0)
             if first_gradient:
                 self.train_seconds = now - first_gradient
             begun = handed_out(work)
@@ -300,9 +308,10 @@ class _Run:
             if one.code == 0 and (finished or self.status.get("phase") == "draining"):
                 continue
             self.deaths += 1
+            self._deaths_in_vain += 1
             self.display.event(f"learner {one.index} (pid {one.pid}) {one.how}")
-            if learners.hopeless:
-                raise JobFailed("learners die right after their start; read their messages above")
+            if learners.hopeless or self._deaths_in_vain >= MAX_DEATHS:
+                raise JobFailed("learners die again and again; read their messages above")
             if self.settings.replace:
                 learners.start(one.index)
             elif not learners.pids:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain, count, repeat
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from gadei_ps.classifier.train import handed_out
+from gadei_ps.classifier import train
+from gadei_ps.classifier.train import MAX_DEATHS, STALLED_S, _Run, handed_out
+from gadei_ps.errors import JobFailed
+from gadei_ps.machine.launch import Ended
 
 
 @pytest.mark.parametrize(
@@ -21,3 +28,59 @@ def test_handed_out(epoch: int, next_batch: int, epochs: float) -> None:
     for done in range(max(0, epoch - 1), epoch + 1):
         work = {"epoch": epoch, "next": next_batch, "batches": 12, "epochs_done": done}
         assert handed_out(work) == epochs
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any) -> int:
+    """Watch a run that looks every second. Returns the number of looks until it fails.
+
+    looks: of each look, the number of joined learners and the gradients applied. ended: learners
+    that have ended since the look before.
+    """
+    times = count()
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(times), sleep=id))
+    run: Any = object.__new__(_Run)
+    looked = 0
+
+    def status(_: object) -> dict[str, Any]:
+        nonlocal looked
+        looked += 1
+        joined, version = next(looks)
+        work = {"epoch": 0, "next": 0, "batches": 1, "epochs_done": 0}
+        counts = {"gradients_refused": 0, "gradients_applied": version, "version": version}
+        return {"learners": [{}] * joined, "model": None, "work": work, **counts}
+
+    vars(run).update(
+        daemon=SimpleNamespace(check=lambda: None, request=status),
+        settings=SimpleNamespace(replace=True),
+        display=SimpleNamespace(update=lambda *_: None, event=lambda _: None),
+        signalled=lambda: None,
+        status={},
+        epochs=1,
+        earlier=0,
+        deaths=0,
+        train_seconds=0.0,
+        _deaths_in_vain=0,
+    )
+    learners: Any = SimpleNamespace(ended=lambda: next(ended), hopeless=False, start=id)
+    with pytest.raises(JobFailed):
+        run._watch(learners)
+    return looked
+
+
+def test_a_stall_begins_when_learners_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the imports of learners take as long as they take."""
+    stall = int(STALLED_S) + 2
+    looks = chain(repeat((0, 0), 1000), repeat((2, 0), 100), repeat((2, 7)))
+    assert watched(monkeypatch, looks, repeat(())) == 1100 + stall
+    looks = chain(repeat((2, 7), 100), repeat((0, 7), 1000), repeat((1, 7)))
+    assert watched(monkeypatch, looks, repeat(())) == 1100 + stall
+
+
+@pytest.mark.parametrize(("gradient_at", "deaths"), [(10**6, MAX_DEATHS), (9 * 5, 5 + MAX_DEATHS)])
+def test_learners_that_die_without_a_gradient(
+    monkeypatch: pytest.MonkeyPatch, gradient_at: int, deaths: int
+) -> None:
+    """They are not started again for ever, even if each lives for a while."""
+    looks = chain(repeat((0, 0), gradient_at), repeat((0, 1)))
+    ended = ([Ended(0, 1, 1)] if number % 9 == 0 else [] for number in count(1))
+    assert watched(monkeypatch, looks, ended) == 9 * deaths - 1
