@@ -89,20 +89,28 @@ class Ensemble(torch.nn.Module):
             **sizes.cnn.as_dict(), seed=seed, sparse=True, linear=linear, lookup=lookup
         )
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all rows of the tables can be read where they are."""
+        return self.wide.device.type == "cpu"
+
     def forward(self, texts: Rows, rows: NDArray[np.int64]) -> Parts:
         """Compute the logits of these rows: three tensors, float32 (rows, classes)."""
         device = self.wide.device
         features, starts, values = texts.bag(rows)
-        distinct, places = np.unique(features, return_inverse=True)
+        distinct = places = features
+        if not self.is_on_host:  # which would fetch repeated rows repeatedly
+            distinct, places = np.unique(features, return_inverse=True)
         at, place, start, value = (
             torch.from_numpy(one).to(device, non_blocking=True)
             for one in (distinct, places, starts, values)
         )
 
-        def summed(table: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-            found = self.lookup(at, table, sparse=True)
+        def summed(table: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            direct = self.is_on_host
+            found = table if direct else self.lookup(at, table, sparse=True)
             return functional.embedding_bag(
-                place, found, start, mode="sum", per_sample_weights=value
+                place, found, start, mode="sum", sparse=direct, per_sample_weights=value
             )
 
         wide = summed(self.wide, value) + self.wide_bias
@@ -127,7 +135,7 @@ def losses(parts: Parts, labels: torch.Tensor) -> Losses:
 
 def squared_hinge(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean squared hinge loss of each label against all others, as of a linear SVM."""
-    signs = 2 * functional.one_hot(labels, logits.shape[1]) - 1
+    signs = torch.full_like(logits, -1).scatter_(1, labels[:, None], 1)
     return functional.relu(1 - signs * logits / MARGIN).square().sum(dim=1).mean()
 
 

@@ -282,10 +282,10 @@ class Rows:
         """Return the arrays by their names."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
-    def bag(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64], Floats]:
+    def bag(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
         """Return the features of these texts, the start of each text among them, and values."""
         at, starts = _gathered(self.starts, rows)
-        return self.features[at], starts[:-1], self.values[at].astype(np.float32)
+        return self.features[at].astype(np.int64), starts[:-1], self.values[at].astype(np.float32)
 
     def packed(
         self, rows: NDArray[np.int64], gap: int

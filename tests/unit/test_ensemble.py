@@ -258,13 +258,26 @@ def test_the_reported_loss_is_that_of_the_prediction() -> None:
     assert several.reported.item() == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_batch_has_gradients_of_its_own_rows_alone() -> None:
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_a_batch_has_gradients_of_its_own_rows_alone(
+    is_on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, rows, of = sizes()
-    model = moved(ensemble.Ensemble(of))
-    batch = np.array([1, 2])
-    parts = model(rows, batch)
-    losses = ensemble.losses(parts, torch.tensor([0, 2]))
-    losses.minimized.backward()  # type: ignore[no-untyped-call]
+    batch, labels = np.array([1, 2, 1]), torch.tensor([0, 2, 1])
+
+    def trained() -> ensemble.Ensemble:
+        torch.manual_seed(1)
+        model = moved(ensemble.Ensemble(of))
+        ensemble.losses(model(rows, batch), labels).minimized.backward()  # type: ignore[no-untyped-call]
+        return model
+
+    expected = trained()
+    monkeypatch.setattr(ensemble.Ensemble, "is_on_host", is_on_host)
+    model = trained()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad.to_dense(), other.grad.to_dense())
     for table in (model.wide, model.bag):
         assert table.grad is not None
         assert table.grad.is_sparse
