@@ -11,6 +11,7 @@ other learners, and a new one can replace it.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import struct
@@ -147,6 +148,7 @@ def _brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def main() -> None:
+    gc.freeze()  # what was imported stays; the collector need not look at it again and again
     try:
         learn(sys.argv[1])
     except (JobNotFound, JobStopped):

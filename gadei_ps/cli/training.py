@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -169,6 +170,8 @@ def train(
     if groups is None and model is not ModelName.CNN:
         for name in given.keys() & {"optimizer", "lr", "patience", "dropout"}:
             raise UsageError(f"--{name} is for --model cnn; the ensemble has its own settings")
+        # Before NumPy is imported: more threads would take the cores of learners, and spin there.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     settings = Settings(
         train_file=file,
         test_file=test,
