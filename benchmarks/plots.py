@@ -82,15 +82,30 @@ def _lines(
     axes: Any, rows: Iterable[Row], by: str, where: Mapping[str, Any], *, scale: float = 1.0
 ) -> None:
     """Draw a line for each contender: its median over `by`, with other parameters fixed."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
         if by in row and all(row.get(key) == value for key, value in where.items()):
-            found.setdefault(row["contender"], []).append((row[by], row["median"] * scale))
+            point = (row[by], row["median"] * scale, row["spread"])
+            found.setdefault(row["contender"], []).append(point)
     for name, points in found.items():
         points.sort()
         style = {"linestyle": "--"} if name == "limit" else {"marker": "o", "markersize": 3}
-        axes.plot(*zip(*points, strict=True), label=name, color=COLOURS[name], **style)
+        places, medians, spreads = zip(*points, strict=True)
+        axes.plot(places, medians, label=name, color=COLOURS[name], **style)
+        _spread(axes.vlines, places, medians, spreads, color=COLOURS[name])
     axes.set_xscale("log")
+
+
+def _spread(
+    draw: Any,
+    places: Iterable[Any],
+    medians: Iterable[float],
+    spreads: Iterable[float],
+    **style: Any,
+) -> None:
+    """Draw how far the rounds lie apart, by `vlines` or `hlines` of the axis."""
+    ends = [(m * (1 - s), m * (1 + s)) for m, s in zip(medians, spreads, strict=True)]
+    draw(places, *zip(*ends, strict=True), **{"linewidth": 0.6, **style})
 
 
 def _legend(figure: Any, axes: Iterable[Any], columns: int = 4) -> None:
@@ -199,7 +214,7 @@ def _ingest(result: Result, figure: Any) -> None:
         axis.set_title(counted(count, "learner"))
         axis.set_xlabel("model, bytes")
     axes[0].set_ylim(bottom=0)
-    axes[0].set_ylabel("gradients applied, GB/s")
+    axes[0].set_ylabel("gradients applied, GB/s\n(thin lines: spread of the rounds)")
     _legend(figure, axes)
 
 
@@ -208,20 +223,20 @@ def _latency(result: Result, figure: Any) -> None:
     """Draw points, since lengths of bars mean nothing on a logarithmic axis."""
     axes = figure.subplots(1, 2)
     for axis, mode in zip(axes, ("spinning", "asleep"), strict=True):
-        found = {
-            (row["contender"], row["quantile"]): row["median"] * 1e6
-            for row in result["rows"]
-            if row["mode"] == mode
-        }
+        rows = [row for row in result["rows"] if row["mode"] == mode]
+        found = {(row["contender"], row["quantile"]): row["median"] * 1e6 for row in rows}
+        spread = {row["contender"]: row["spread"] for row in rows if row["quantile"] == "p50"}
         names = sorted({name for name, _ in found}, key=lambda name: -found[name, "p50"])
         for place, name in enumerate(names):
             ends = found[name, "p50"], found[name, "p99"]
             axis.plot(ends, (place, place), color=COLOURS[name], linewidth=1)
             axis.plot(*ends[:1], place, marker="o", color=COLOURS[name])
+            band = {"color": COLOURS[name], "linewidth": 10, "alpha": 0.3}
+            _spread(axis.hlines, [place], ends[:1], [spread[name]], **band)
             axis.plot(*ends[1:], place, marker="|", color=COLOURS[name], markersize=9)
         axis.set_yticks(range(len(names)), names)
         axis.set_xscale("log")
-        axis.set_xlabel("time, µs (dot: median; end: p99)")
+        axis.set_xlabel("time, µs\n(dot: median; band: its spread; end: p99)")
         axis.set_title(f"gadei-ps {mode}")
 
 
@@ -249,19 +264,21 @@ def _scale(result: Result, figure: Any) -> None:
     axes = figure.subplots(1, 3)
     for axis, by in zip(axes, ("bytes", "learners", "shards"), strict=True):
         points = sorted(
-            (row[by], row["median"] * 1e6)
+            (row[by], row["median"] * 1e6, row["spread"])
             for row in result["rows"]
             if row.get("series") == by and row["unit"] == "s"
         )
-        values = [value for _, value in points]
+        counts, values, spreads = zip(*points, strict=True)
         style = {"marker": "o", "markersize": 3, "color": COLOURS[OURS]}
         if by == "bytes":
-            axis.loglog([count for count, _ in points], values, **style)
+            axis.loglog(counts, values, **style)
         else:
-            axis.plot([str(count) for count, _ in points], values, **style)
-            axis.set_ylim(0, 1.1 * max(values))
+            counts = tuple(map(str, counts))
+            axis.plot(counts, values, **style)
+            axis.set_ylim(0, 1.2 * max(values))
+        _spread(axis.vlines, counts, values, spreads, color=COLOURS[OURS])
         axis.set_xlabel("weights, bytes" if by == "bytes" else by)
-    axes[0].set_ylabel("time per gradient, µs")
+    axes[0].set_ylabel("time per gradient, µs\n(thin lines: spread of the rounds)")
 
 
 @_drawn("gpu-timeline")

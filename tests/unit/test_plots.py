@@ -116,6 +116,8 @@ def test_benchmarks_and_the_reproduction(drawn: dict[str, Figure], tmp_path: Pat
     one = order_statistics.Measured(order_statistics.Cluster(10, 2), None, {}, shown)  # type: ignore[arg-type]
     order_statistics._plot([one])
     check(drawn)
+    for name in ("nlc", "ingest", "latency", "scale"):
+        assert all(axes.collections for axes in drawn[f"{name}.svg"].axes), "no spread is drawn"
     for name in drawn:
         again, kept = (tmp_path / name).read_text(), (DOCS / name).read_text()
         if name == "cutoff_order_statistics.svg":
