@@ -329,7 +329,7 @@ def _notice(text: str) -> None:
 
 
 def _print_prediction(one: Prediction) -> None:
-    """Print labels with their probabilities, and the sentence, separated by tabs."""
+    """Print labels with their probabilities, and the sentence, in a line and separated by tabs."""
     terminal = sys.stdout.isatty()
-    parts = [*one.cells(), one.text]
+    parts = [*one.cells(), " ".join(one.text.splitlines())]
     print(*(map(escaped, parts) if terminal else parts), sep="\t", flush=terminal)

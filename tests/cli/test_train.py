@@ -187,14 +187,14 @@ def test_predict_csv(cli: Cli, trained: tuple[Path, Result]) -> None:
     assert "no column named 'text'" in cli("predict", model, "--csv", "in.csv").error
 
 
-@pytest.mark.parametrize(("terminal", "text"), [(True, "a\\x1b[2Jb\n"), (False, "a\x1b[2Jb\n")])
-def test_a_terminal_takes_no_text_for_commands(
+@pytest.mark.parametrize(("terminal", "text"), [(True, "a\\x1b[2Jb c\n"), (False, "a\x1b[2Jb c\n")])
+def test_a_prediction_is_one_line_and_no_command_to_a_terminal(
     terminal: bool, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     with contextlib.redirect_stdout(out):
-        training._print_prediction(Prediction("a\x1b[2Jb", "x", 0.5, 1, False, (("x", 0.5),)))
+        training._print_prediction(Prediction("a\x1b[2Jb\r\nc", "x", 0.5, 1, False, (("x", 0.5),)))
     assert out.getvalue() == f"x\t0.5000\t{text}"
 
 
