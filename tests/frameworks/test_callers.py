@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from shell import Cli
-from support import daemon
+from support import daemon, status
 from support.scripts import Loaded
 from support.torch_models import one_thread as one_thread
 from support.waiting import PATIENCE_S as SHORT_S
@@ -142,27 +142,17 @@ def test_two_learners(name: str, cli: Cli, interpreters: None, job_name: str) ->
     assert result.json["samples"] == 2 * SAMPLES[name]
 
 
-def test_one_of_two_learners_dies(name: str, cli: Cli, job_name: str, tmp_path: Path) -> None:
+def test_one_of_two_learners_dies(name: str, job_name: str, tmp_path: Path, loaded: Loaded) -> None:
     path = tmp_path / "dies.py"
     path.write_text(DIES.format(*ADAPTERS[name]))
-    script = [sys.executable, path, EXAMPLES / f"{name}.py", *SHORT[name]]
-    result = cli(
-        "run",
-        job_name,
-        "--learners",
-        2,
-        "--sync",
-        "bsp",
-        "--restart",
-        0,
-        "--json",
-        "--",
-        *script,
-        patience_s=PATIENCE_S,
-    )
-    assert result.code == 0, result
-    assert result.json["gradients_applied"] == PUSHES[name] + 5
-    assert re.search(r"^\[0\] .*loss", result.err, re.M), result.err
+    words = [str(EXAMPLES / f"{name}.py"), *SHORT[name]]
+    learners = [{"GADEI_PS_JOB": job_name, "GADEI_PS_LEARNER": str(one)} for one in range(2)]
+    with daemon(job_name, sync="bsp", start_with=2, optimizer={}) as served:
+        (output, error), (_, killed) = loaded.outputs(str(path.with_suffix("")), words, learners)
+        served.check()
+        assert status(job_name)["gradients_applied"] == PUSHES[name] + 5
+    assert not error and "loss" in output, output
+    assert killed == "ended with -9"
 
 
 @pytest.mark.parametrize(

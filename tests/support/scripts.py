@@ -45,11 +45,22 @@ def _run(pipe: Connection, name: str, words: list[str]) -> None:
 def outputs(
     name: str, words: list[str], learners: list[Mapping[str, str]]
 ) -> list[tuple[str, str]]:
-    """Run a script once for each set of variables, all at once; return output and error."""
+    """Run a script once for each set of variables, all at once; return output and error.
+
+    If it is killed, the error is its exit code.
+    """
     with fork(len(learners), _run, name, words) as team:
         for child, variables in zip(team, learners, strict=True):
             child.send(dict(variables))
-        return [child.receive(4 * PATIENCE_S) for child in team]
+        return [_output(child) for child in team]
+
+
+def _output(child: Child) -> tuple[str, str]:
+    try:
+        found: tuple[str, str] = child.receive(4 * PATIENCE_S)
+    except EOFError:
+        return "", f"ended with {child.join()}"
+    return found
 
 
 class Loaded:
