@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from gadei_ps.show.optimizer_line import changed
 CHANGE_S = 10.0  # until new settings are in force
 DRAIN_S = 30.0  # that learners have to finish their batches
 ACTIONS = ("checkpoint", "set", "stop", "kill")
+NUMBER = re.compile("[0-9]{1,10}")
 
 
 def perform(job: str, action: str, values: Mapping[str, str]) -> str:
@@ -35,7 +37,7 @@ def perform(job: str, action: str, values: Mapping[str, str]) -> str:
             drain = bool(values.get("drain"))
             return view.stopped(jobs.stop(job, drain=drain, timeout_s=DRAIN_S))
         case "kill":
-            return kill(job, values.get("role", ""), values.get("row"), values.get("pid", ""))
+            return kill(job, values.get("role", ""), values.get("row", ""), values.get("pid", ""))
     raise UsageError(f"there is no action {action!r}")
 
 
@@ -58,12 +60,13 @@ def set_values(job: str, text: str) -> str:
     return f"{result['before']} -> {result['sync']}"
 
 
-def kill(job: str, role: str, row: str | None, pid: str) -> str:
+def kill(job: str, role: str, row: str, pid: str) -> str:
     """Kill a process of the job, if the role still belongs to this pid. Raises ControlError."""
-    if role not in list(Role) or not pid.isdecimal() or (row is not None and not row.isdecimal()):
+    numbers = (pid, row) if role == Role.LEARNER else (pid,)
+    if role not in list(Role) or not all(NUMBER.fullmatch(one) for one in numbers):
         raise UsageError("name a process by its role and pid, a learner also by its row")
     processes = faults.Processes(job)
-    target = processes.find(Role(role), None if row is None else int(row))
+    target = processes.find(Role(role), int(row) if role == Role.LEARNER else None)
     if target.pid != int(pid):
         raise ControlError(f"the {role} is another process by now (pid {target.pid}): look again")
     sent = faults.send(target, signal.SIGKILL, owner=processes.owner)

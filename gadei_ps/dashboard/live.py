@@ -94,9 +94,12 @@ class OneJob:
         self._version = -1
 
     def look(self) -> dict[str, Any] | None:
-        """Look at the job; None if it has ended."""
+        """Look at the job; None if it has ended.
+
+        One that has only lost its processes may continue: `run` starts others.
+        """
         view = self._watcher.look_at(self._job)
-        if view is None or view.job.state is State.DEAD:
+        if view is None:
             return None
         is_new = self._history is None
         if self._history is None and view.job.history:
@@ -189,6 +192,12 @@ class Live:
     @property
     def is_full(self) -> bool:
         return self._count >= MOST_STREAMS
+
+    def end(self) -> None:
+        """End all streams: pages keep them open."""
+        for channel in self._channels.values():
+            for queue in list(channel.listeners):
+                channel.close(queue)
 
     async def stream(self, name: str, make: Callable[[], Feed]) -> AsyncIterator[bytes]:
         """Yield the messages of a feed. name: the same for pages that share it."""

@@ -79,7 +79,7 @@ class Dashboard:
     """The application. Blocking work is done in threads."""
 
     def __init__(self, access: Access) -> None:
-        self._live = Live()
+        self.live = Live()
         self._access = access
         self._templates = template_environment(read_only=access.read_only)
         self._acting = anyio.CapacityLimiter(MOST_ACTIONS)
@@ -196,9 +196,9 @@ class Dashboard:
         return self._stream(job, lambda: OneJob(job, self._render).look)
 
     def _stream(self, name: str, make: Callable[[], Feed]) -> Response:
-        if self._live.is_full:
+        if self.live.is_full:
             raise HTTPException(503, "too many pages are open")
-        return StreamingResponse(self._live.stream(name, make), media_type="text/event-stream")
+        return StreamingResponse(self.live.stream(name, make), media_type="text/event-stream")
 
     # -- actions --------------------------------------------------------------------------------
 

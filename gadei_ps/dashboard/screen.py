@@ -44,7 +44,9 @@ class Screen:
         """Raise UsageError without a terminal."""
         is_plain = os.environ.get("TERM", "dumb") == "dumb"  # it cannot place the cursor
         if is_plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise UsageError("top needs a terminal; gadei-ps status --watch prints to a pipe")
+            raise UsageError(
+                "top needs a terminal, other than TERM=dumb; gadei-ps status --watch needs none"
+            )
         self._in, self._out = sys.stdin.fileno(), sys.stdout.fileno()
         self._shown: list[str] = []
         self._size = (0, 0)

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gadei_ps.dashboard.access import Access
+from gadei_ps.dashboard.live import Live
 from gadei_ps.dashboard.pages import Dashboard
 from gadei_ps.errors import UsageError
 from gadei_ps.machine import listening
@@ -67,6 +68,15 @@ class Protocol(H11Protocol):
 
 class Server(uvicorn.Server):
     """A server that stops also at SIGHUP, when the terminal is closed."""
+
+    def __init__(self, config: uvicorn.Config, live: Live) -> None:
+        super().__init__(config)
+        self._live = live
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams, then everything else."""
+        self._live.end()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -125,8 +135,9 @@ def serve(options: Options, started: Callable[[str, Access], None]) -> None:
         port = int(there.getsockname()[1])
         allowed = access(options, port)
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # no line for each bad request
+        dashboard = Dashboard(allowed)
         config = uvicorn.Config(
-            Dashboard(allowed).application(),
+            dashboard.application(),
             http=Protocol,
             ws="none",
             loop="asyncio",
@@ -141,4 +152,4 @@ def serve(options: Options, started: Callable[[str, Access], None]) -> None:
             h11_max_incomplete_event_size=MOST_HEADER,
         )
         started(link(options, port, allowed.token), allowed)
-        Server(config).run([there])
+        Server(config, dashboard.live).run([there])

@@ -17,6 +17,7 @@ from gadei_ps.show.tables import FittedTable, alike, when
 
 Line = Mapping[str, Any]
 NEEDED = "plot needs matplotlib: pip install 'gadei-ps[plot]'"
+MOST_DRAWN = 1e300  # matplotlib adds margins, which must not overflow
 LEARNER_EVENTS = {
     "attach": "attached",
     "detach": "detached",
@@ -126,6 +127,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_drawn(value: object) -> bool:
+    return _is_number(value) and abs(value) < MOST_DRAWN  # type: ignore[arg-type]
+
+
 def _number(value: Any, form: str) -> str:
     return format(value, form) if _is_number(value) else ""
 
@@ -198,11 +203,11 @@ def plot(lines: Sequence[Line], title: str) -> str:
     for column, (by, label) in enumerate((("time", _unit(lines)), ("version", "version"))):
         offset, scale = (begin, _scale(lines)) if by == "time" else (0, 1.0)
         for row, (_, found, name, how) in enumerate(panels):
-            there = [one for one in found if _is_number(one.get(name)) and _is_number(one.get(by))]
+            there = [one for one in found if _is_drawn(one.get(name)) and _is_drawn(one.get(by))]
             across = [(one[by] - offset) / scale for one in there]
             axes[row][column].plot(across, [one[name] for one in there], linewidth=1, **how)
             for one in lines:
-                if "set" in one and _is_number(one.get(by)):
+                if "set" in one and _is_drawn(one.get(by)):
                     at = (one[by] - offset) / scale
                     axes[row][column].axvline(at, color="grey", linestyle=":")
         axes[-1][column].set_xlabel(label)

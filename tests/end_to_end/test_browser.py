@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ LEARNER = """
 """
 WAIT_MS = 60_000
 PAGE_BYTES = 100_000
+OTHER = "other.history.jsonl"
 
 
 @pytest.fixture
@@ -89,6 +91,10 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
     assert status(job_name)["settings"]["lr"] == 0.25
     page.locator(".chart[aria-label^='learning rate'][aria-label$='last value 0.25']").wait_for()
 
+    history = status(job_name)["history"]
+    values = {"constructor": 0.5, "__proto__": 0.5}  # every object of JavaScript has these
+    (Path(history).parent / OTHER).write_text(json.dumps({"time": 1, "measured": values}) + "\n")
+
     eventually(lambda: status(job_name)["standby_pid"])
     page.get_by_role("button", name="Kill learner 0").hover()
     page.mouse.down()
@@ -124,6 +130,8 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
     page.get_by_role("link", name=job_name).click()
     page.locator(".chart h3", has_text="loss").first.wait_for()
     page.locator("#events li", has_text="failover in").wait_for()
+    page.goto(f"{origin}/compare?a={Path(history).name}&b={OTHER}")
+    page.locator(".chart h3", has_text="constructor").wait_for()
 
 
 def look(page: Any) -> None:

@@ -18,9 +18,11 @@ import numpy as np
 import psutil
 import pytest
 from shell import Cli, Running
-from support import Stopped, daemon, eventually, status
+from support import Rig, Stopped, daemon, eventually, status
 
+from gadei_ps.dashboard.live import OneJob
 from gadei_ps.learners.client import Client
+from gadei_ps.memory.weights import Tensor
 
 TENSORS = [{"name": "w", "shape": [8]}]
 MB = 1 << 20
@@ -210,8 +212,11 @@ def test_a_stream_and_actions(job: Client, job_name: str, site: Site) -> None:
     assert f"pid {pid}" in text
     eventually(lambda: status(job_name)["server_pid"] != pid)
     push(job)
-    for action, values in (("set", {"settings": "lr=x"}), ("set", {}), ("kill", {"role": "x"})):
-        assert site.act(job_name, action, **values)[0] == 400
+    kills = ({"role": "x"}, {"role": "server", "pid": "9" * 5000}, {"role": "learner", "pid": 1})
+    for values in ({"settings": "lr=x"}, {}):
+        assert site.act(job_name, "set", **values)[0] == 400
+    for values in kills:
+        assert site.act(job_name, "kill", **values)[0] == 400
     assert site.act("another", "checkpoint")[0] == 404
     code, text = site.act(job_name, "checkpoint")
     assert (code, text.partition(" of ")[0]) == (200, "checkpoint")
@@ -224,6 +229,22 @@ def test_a_job_that_ends(job_name: str, site: Site) -> None:
         assert next(stream)[0] == "update"
     assert "ended" in [kind for kind, _ in stream]
     assert site.ask(f"/job/{job_name}")[0] == 404
+
+
+def test_a_job_that_only_lost_its_processes(job_name: str) -> None:
+    """Keep its page open: `run` starts others."""
+    feed = OneJob(job_name, lambda *_, **__: "")
+    with Rig(job_name, (Tensor("w", (8,)),)):
+        assert feed.look()
+    assert feed.look() is None
+
+
+def test_the_end_while_a_page_is_open(site: Site) -> None:
+    stream = messages(site, "/stream")
+    next(stream)
+    assert site.running.signal(signal.SIGINT).code == 130
+    assert "Traceback" not in site.running.err
+    assert {kind for kind, _ in stream} <= {"update"}
 
 
 def test_read_only(cli: Cli, job_name: str) -> None:

@@ -308,3 +308,10 @@ def test_each_named_value_has_a_panel() -> None:
     for name in ("loss of the learners", "samples/s", "f1", "cost_$", "accuracy"):
         assert f"<!-- {name} -->" in picture
     assert "<!-- epoch -->" not in picture
+
+
+def test_values_that_are_too_large_are_not_drawn() -> None:
+    from gadei_ps.show.history_view import plot
+
+    point = {"time": 1.0, "version": 1, "samples": 3, "loss": 1e308, "reported": {"cost": -1e308}}
+    assert "<!-- cost -->" in plot([point], "diverged")

@@ -31,21 +31,24 @@ function named(name) {
 
 // -- data ----------------------------------------------------------------------------------------
 
+// Values by names that scripts choose: of `constructor`, an ordinary object has one already.
+const own = (values) => Object.setPrototypeOf(values, null);
+
 class Run {
   constructor(data) {
     this.time = data.time;
     this.version = data.version;
-    this.series = data.series;
+    this.series = own(data.series);
     this.events = data.events;
   }
 
   add(point) {
-    const before = this.time.length;
+    const before = this.time.length, values = own(point.values);
     this.time.push(point.time);
     this.version.push(point.version);
-    for (const name of new Set([...Object.keys(this.series), ...Object.keys(point.values)])) {
+    for (const name of new Set([...Object.keys(this.series), ...Object.keys(values)])) {
       this.series[name] ??= new Array(before).fill(null);
-      this.series[name].push(point.values[name] ?? null);
+      this.series[name].push(values[name] ?? null);
     }
     if (this.time.length > MOST_POINTS) this.thin();
   }
@@ -125,7 +128,7 @@ class Charts {
         { label: this.axis },
         ...this.labels.map((label, at) => ({
           label: label || named(name), stroke: colour(at ? "--b" : "--a"), width: 1.5, spanGaps: true,
-          value: (_, value) => shortened(value), points: { show: undefined },
+          value: (_, value) => shortened(value),
         })),
       ],
       hooks: { draw: [(plot) => this.mark(plot)] },
