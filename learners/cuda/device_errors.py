@@ -40,7 +40,7 @@ class Guard:
             self._device.__exit__(kind, error, trace)
         except FAILURES as failure:  # CUDA cannot leave a device that has failed
             error = error or failure
-        if is_full(error) or isinstance(error, FAILURES):
+        if error is not None and (is_full(error) or isinstance(error, FAILURES)):
             raise self._failure(error) from None
 
     def _failure(self, error: Exception) -> DeviceError:

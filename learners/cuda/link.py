@@ -123,9 +123,12 @@ class CudaLink:
         self.version = self._client.base_version
 
     def _transfer_weights(self, buffer: cupy.ndarray, stream: int) -> None:
+        self._copy_ranges(buffer, self._source, runtime.memcpyHostToDevice, stream)
+
+    def _copy_ranges(self, buffer: cupy.ndarray, source: int, kind: int, stream: int) -> None:
+        to = buffer.data.ptr
         for begin, end in self._ranges:
-            to, source = buffer.data.ptr + begin, self._source + begin
-            runtime.memcpyAsync(to, source, end - begin, runtime.memcpyHostToDevice, stream)
+            runtime.memcpyAsync(to + begin, source + begin, end - begin, kind, stream)
 
     def pull(self, buffer: cupy.ndarray) -> None:
         if self._coming:
@@ -157,10 +160,7 @@ class CudaLink:
     def copy(self, source: cupy.ndarray, to: cupy.ndarray) -> None:
         """Copy pulled weights on the device, in the order of the compute stream."""
         with self._guard:
-            for begin, end in self._ranges:
-                addresses = to.data.ptr + begin, source.data.ptr + begin
-                size, kind = end - begin, runtime.memcpyDeviceToDevice
-                runtime.memcpyAsync(*addresses, size, kind, self._compute())
+            self._copy_ranges(to, source.data.ptr, runtime.memcpyDeviceToDevice, self._compute())
 
     def gather(self, tensor: str, indices: int, count: int, to: int) -> None:
         """Read the current rows of a tensor straight from the segment, over the bus.

@@ -35,9 +35,9 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def current_stream(device: torch.device) -> int:
-    """Return CUDA's handle of the stream on which torch computes."""
-    return int(torch.cuda.current_stream(device).cuda_stream)
+def current_stream(index: int) -> int:
+    """Return CUDA's handle of the stream on which torch computes. index: of the device."""
+    return int(torch.cuda.current_stream(index).cuda_stream)
 
 
 class GpuBackend:
@@ -57,7 +57,7 @@ class GpuBackend:
         self._wait = wait
         self._absent = UNTOUCHED if skip_unused else NONE
         self._trained = trained
-        stream = functools.partial(current_stream, trained.device)
+        stream = functools.partial(current_stream, trained.device.index)
         self._link = Cuda(trained.device.index).link(client, stream)
         self._front, self._back = self._link.buffer(), self._link.buffer()
         self._views = client.model.gradients(self._front)

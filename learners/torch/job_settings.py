@@ -41,6 +41,8 @@ class _GroupSettings:
         spec = OptimizerSpec.unpack(packed)
         self.shown = torch_settings(spec)
         """The settings as torch's class has them."""
+        self.own_momentum = self.momentum(self.shown)
+        """The job's momentum of the group; see momentum()."""
         self._most_lr = spec.most_lr
 
     def check(self, group: Group) -> None:
@@ -180,10 +182,9 @@ class JobSettings:
 
         The momentum only if a scheduler has moved it. Raises UsageError.
         """
-        each = list(zip(self._settings, groups, strict=True))
-        scales = tuple(one.scale(group) for one, group in each)
-        found = [one.momentum(group) for one, group in each]
-        if found == [one.momentum(one.shown) for one, _ in each]:
+        scales = tuple(map(_GroupSettings.scale, self._settings, groups))
+        found = list(map(_GroupSettings.momentum, self._settings, groups))
+        if found == [one.own_momentum for one in self._settings]:
             return scales
         momentum = found[0]
         if momentum is None or any(value != momentum for value in found):

@@ -312,8 +312,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _is_watched(self) -> bool:
         """Return whether hooks or torch's profiler observe steps."""
-        hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *_HOOKS_OF_ALL
-        return any(hooks) or bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        profiles = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+        return bool(own or any(_HOOKS_OF_ALL) or profiles())
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:
         self._job.follow(self.param_groups)
