@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import daemon, status
+from support import PATIENCE_S, daemon, status
 from support.torch_models import data, plain_model
 from support.torch_models import one_thread as one_thread
 from torch import nn
@@ -344,5 +344,5 @@ def test_compiled(view: str, given: str, job_name: str) -> None:
     with daemon(job_name, optimizer={}):
         environment = os.environ | {"GADEI_PS_JOB": job_name}
         command = [sys.executable, "-c", COMPILED, view, given]
-        subprocess.run(command, env=environment, check=True, timeout=90)
+        subprocess.run(command, env=environment, check=True, timeout=PATIENCE_S)
         assert status(job_name)["gradients_applied"] == 60

@@ -229,7 +229,7 @@ def test_members_whose_network_is_gone_end_the_exchange() -> None:
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-        timeout=100,
+        timeout=support.PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
