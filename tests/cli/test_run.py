@@ -43,11 +43,11 @@ def test_job_for_as_long_as_its_learners(
     assert summary["samples"] == 200
     assert [one["exit_code"] for one in summary["ended"]] == [0, 0]
     for index in range(2):
-        said = (cli.directory / "logs" / f"learner-{index}.log").read_text()
-        assert said.startswith("done ")
-        assert f"[{index}] {said}" in result.err, "it is not on stdout with --json"
-    told = "optimizer momentum, lr 0.5, momentum 0.9 (from the job; momentum by default); sync ssp:"
-    assert result.err.count(told) == 1, result.err
+        printed = (cli.directory / "logs" / f"learner-{index}.log").read_text()
+        assert printed.startswith("done ")
+        assert f"[{index}] {printed}" in result.err, "it is not on stdout with --json"
+    text = "optimizer momentum, lr 0.5, momentum 0.9 (from the job; momentum by default); sync ssp:"
+    assert result.err.count(text) == 1, result.err
     assert not is_running(job_name)
 
 

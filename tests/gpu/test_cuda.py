@@ -78,14 +78,14 @@ def test_an_unknown_device() -> None:
 def test_cupy_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "cupy.py").write_text("raise ImportError('libnvrtc.so.13: no such file\\nmore')")
     script = "from gadei_ps.machine.cuda import missing as cuda_missing; print(cuda_missing())"
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout.startswith("CuPy cannot be loaded (libnvrtc.so.13: no such file); pip")
+    assert result.stdout.startswith("CuPy cannot be loaded (libnvrtc.so.13: no such file); pip")
 
 
 def test_no_gpu(device: emulator.Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +296,8 @@ def test_a_gradient_that_is_not_wanted(device: emulator.Device, job_name: str) -
         eventually(lambda: not client.wanted)
         link.push(ones(), 0)
         client.wait_applied()
-        told = status(job_name)
-        assert (told["gradients_applied"], told["gradients_dropped"]) == (1, 1)
+        report = status(job_name)
+        assert (report["gradients_applied"], report["gradients_dropped"]) == (1, 1)
         link.close()
 
 
@@ -317,8 +317,8 @@ def test_nothing_is_claimed_while_a_push_is_on_its_way(
         client.abandon()
         client.wait_applied()
         np.testing.assert_array_equal(client.weights["w"], -11_111)
-        told = status(job_name)
-        assert (told["gradients_applied"], told["gradients_dropped"]) == (5, 1)
+        report = status(job_name)
+        assert (report["gradients_applied"], report["gradients_dropped"]) == (5, 1)
 
 
 @pytest.mark.parametrize("wrong", [{"rate_scale": -1.0}, {"samples": -1}])
@@ -416,7 +416,7 @@ def test_learners_killed_at_any_moment(kind: str, job_name: str) -> None:
             eventually(
                 lambda: [row["pid"] for row in status(job_name)["learners"]] == [os.getpid()]
             )
-            told = status(job_name)
-            np.testing.assert_array_equal(client.weights["w"], -told["gradients_applied"])
-            assert told["gradients_applied"] >= 6
-            assert not told["gradients_refused"]
+            report = status(job_name)
+            np.testing.assert_array_equal(client.weights["w"], -report["gradients_applied"])
+            assert report["gradients_applied"] >= 6
+            assert not report["gradients_refused"]

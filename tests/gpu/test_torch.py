@@ -65,10 +65,10 @@ def test_as_torch(gpu: str, name: str, sync: str, job_name: str) -> None:
         expected = train(twin, torch.optim.SGD(twin.parameters(), 0.1), "cpu")
         for mine, theirs in zip(losses, expected, strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-5)
-        told = status(job_name)
-        assert told["gradients_applied"] == STEPS
-        assert told["samples"] == 16 * STEPS
-        np.testing.assert_allclose(told["learners"][0]["loss"], losses[-1].item(), rtol=1e-6)
+        report = status(job_name)
+        assert report["gradients_applied"] == STEPS
+        assert report["samples"] == 16 * STEPS
+        np.testing.assert_allclose(report["learners"][0]["loss"], losses[-1].item(), rtol=1e-6)
         other = {
             name: one + 1 if one.is_floating_point() else one
             for name, one in model.state_dict().items()
@@ -279,9 +279,9 @@ def test_jax(job_name: str) -> None:
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
         subprocess.run([sys.executable, example], env=environment, check=True, timeout=100)
-        told = status(job_name)
-        assert told["gradients_applied"] == 2000
-        assert not told["gradients_refused"]
+        report = status(job_name)
+        assert report["gradients_applied"] == 2000
+        assert not report["gradients_refused"]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

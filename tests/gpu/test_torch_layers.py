@@ -128,8 +128,8 @@ def test_indices_and_losses_on_the_cpu(job_name: str) -> None:
         optimizer.report(loss=loss.cpu())
         optimizer.step()
         optimizer.client.wait_applied()
-        told = status(job_name)["learners"][0]["loss"]
-        assert told == pytest.approx(loss.item(), rel=1e-6)
+        reported = status(job_name)["learners"][0]["loss"]
+        assert reported == pytest.approx(loss.item(), rel=1e-6)
         optimizer.close()
 
 

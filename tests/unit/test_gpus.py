@@ -45,7 +45,7 @@ def tool(tmp_path: Path, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("output", "found"),
     [
         ("", []),
         (TWO, [Gpu("0", "NVIDIA H200"), Gpu("1", "NVIDIA GeForce RTX 3060 (Ti)")]),
@@ -61,16 +61,16 @@ def tool(tmp_path: Path, code: str) -> None:
     ],
     ids=["none", "two", "divided", "refused"],
 )
-def test_listed(tmp_path: Path, said: str, found: list[Gpu]) -> None:
-    tool(tmp_path, f"import sys\nassert sys.argv[1:] == ['-L']\nprint({said!r}, end='')")
+def test_listed(tmp_path: Path, output: str, found: list[Gpu]) -> None:
+    tool(tmp_path, f"import sys\nassert sys.argv[1:] == ['-L']\nprint({output!r}, end='')")
     assert gpus.listed() == found
     assert gpus.visible() == tuple(one.entry for one in found)
 
 
 def test_an_answer_that_is_none(tmp_path: Path) -> None:
-    said = "Unable to determine the device handle for gpu 0000:01:00.0: Unknown Error"
-    tool(tmp_path, f"print({said!r})")
-    with pytest.raises(DeviceError, match=f"nvidia-smi shows no GPU, but: {said}"):
+    output = "Unable to determine the device handle for gpu 0000:01:00.0: Unknown Error"
+    tool(tmp_path, f"print({output!r})")
+    with pytest.raises(DeviceError, match=f"nvidia-smi shows no GPU, but: {output}"):
         gpus.listed()
 
 
@@ -80,7 +80,7 @@ def test_no_gpu_but_its_tool(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         (
             "print('NVIDIA-SMI has failed.\\nMake sure.\\n')\nraise SystemExit(9)",
@@ -90,9 +90,9 @@ def test_no_gpu_but_its_tool(tmp_path: Path) -> None:
         ("import os\nos.kill(os.getpid(), 11)", "nvidia-smi was killed by SIGSEGV"),
     ],
 )
-def test_broken_driver(tmp_path: Path, code: str, said: str) -> None:
+def test_broken_driver(tmp_path: Path, code: str, message: str) -> None:
     tool(tmp_path, code)
-    with pytest.raises(DeviceError, match=said):
+    with pytest.raises(DeviceError, match=message):
         gpus.visible()
     assert gpus.driver() == ""
 
@@ -127,7 +127,7 @@ def test_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "seen"),
+    ("value", "seen"),
     [
         ("", ()),
         ("-1", ()),
@@ -137,9 +137,9 @@ def test_driver(tmp_path: Path) -> None:
     ],
 )
 def test_visible_is_what_cuda_would_see(
-    monkeypatch: pytest.MonkeyPatch, said: str, seen: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, value: str, seen: tuple[str, ...]
 ) -> None:
-    monkeypatch.setenv(VISIBLE, said)
+    monkeypatch.setenv(VISIBLE, value)
     assert gpus.visible() == seen
 
 
@@ -200,7 +200,7 @@ def test_assign_keeps_the_callers_order(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("print()", "python[0-9.]* has printed no result"),
         ("print('[1]')", "has printed no result"),
@@ -208,8 +208,8 @@ def test_assign_keeps_the_callers_order(name: str) -> None:
         ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
     ],
 )
-def test_failing_probe(code: str, said: str) -> None:
-    with pytest.raises(DeviceError, match=said):
+def test_failing_probe(code: str, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
         gpus.probe([sys.executable, "-c", code], PATIENCE_S)
 
 
@@ -310,15 +310,15 @@ def test_environment_of_learners() -> None:
     assert [auto.environment(index)[VISIBLE] for index in range(4)] == ["0", "1", "3", "0"]
     assert auto.environment(0)[DEVICE_VARIABLE] == "auto"
     assert Compute("cuda").beside([os.getpid()]).environment(1) == {DEVICE_VARIABLE: "cuda"}
-    told = {DEVICE_VARIABLE: "cuda", DEVICES_VARIABLE: "1"}
-    assert Compute("cuda", each=1).environment(1) == told
+    environment = {DEVICE_VARIABLE: "cuda", DEVICES_VARIABLE: "1"}
+    assert Compute("cuda", each=1).environment(1) == environment
 
 
 def test_several_devices_of_a_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(tmp_path, f"print({TWO!r})")
     compute = Compute.choose("auto", None, 2)
-    told = compute.beside([os.getpid()]).environment(0)
-    assert (told[VISIBLE], told[DEVICES_VARIABLE]) == ("0,1", "2")
+    environment = compute.beside([os.getpid()]).environment(0)
+    assert (environment[VISIBLE], environment[DEVICES_VARIABLE]) == ("0,1", "2")
     assert compute.shared(1) == ""
     assert compute.shared(2) == "2 x 2 devices on 2 GPUs: learners share them"
     with pytest.raises(DeviceError, match="r 3: GPUs that a learner can get are 0, 1; give at mos"):

@@ -45,11 +45,11 @@ def test_the_rate_of_several_machines(machines: int, given: dict[str, Any], lr: 
     assert raised(plan, machines).lr == lr
 
 
-@pytest.mark.parametrize("said", [{}, {"rule": "mix:0.5", "divide": False, "restart": 3}])
-def test_what_the_file_does_not_say(said: dict[str, Any]) -> None:
-    run = config.from_mapping(FILE | said, "test")
+@pytest.mark.parametrize("fields", [{}, {"rule": "mix:0.5", "divide": False, "restart": 3}])
+def test_what_the_file_does_not_say(fields: dict[str, Any]) -> None:
+    run = config.from_mapping(FILE | fields, "test")
     found = filled(run, Plan(settings(), cast("Any", None), 1, 2, 0.02))
-    wanted = {"rule": "outer:1:0", "divide": True, "restart": RESTARTS} | said
+    wanted = {"rule": "outer:1:0", "divide": True, "restart": RESTARTS} | fields
     assert {name: getattr(found, name) for name in wanted} == wanted
     assert (found.lr, found.learners, found.optimizer) == (0.02, 2, "adagrad")
 
@@ -79,8 +79,8 @@ def test_what_cannot_be_combined(given: dict[str, Any], line: str) -> None:
 def row(machine: int, job: str, samples: int, done: int = 0, **more: Any) -> dict[str, Any]:
     counts = dict.fromkeys(COUNTED, 0) | {"samples": samples}
     what = {"job_id": job, "work": {"epochs_done": done}, "model": {"values": 1}, **counts}
-    told = {"machine": machine, "group": machine // 2, "exchange": {"state": "member"}, "job": what}
-    return told | more
+    base = {"machine": machine, "group": machine // 2, "exchange": {"state": "member"}, "job": what}
+    return base | more
 
 
 def test_samples_of_lives_that_are_over_count() -> None:
