@@ -133,7 +133,8 @@ def pytest_collection_modifyitems(
     So for each worker: pytest-xdist gives each of them a piece of the list. Of the others, files
     with tests that may take long come first, so that no worker is left with one of them at the end.
     """
-    items.sort(key=lambda one: one.path)  # workers have collected files in orders of their own
+    if hasattr(config, "workerinput"):  # each worker has collected the files in another order
+        items.sort(key=lambda one: one.path)
     yield
     workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
     plain = [one for one in items if not needs_compiled(one)]
