@@ -68,7 +68,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any) -> int:
 
 
 def test_a_stall_begins_when_learners_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, the imports of learners take minutes."""
+    """Check that imports of learners may take minutes, as on a busy machine."""
     stall = int(STALLED_S) + 2
     looks = chain(repeat((0, 0), 1000), repeat((2, 0), 100), repeat((2, 7)))
     assert watched(monkeypatch, looks, repeat(())) == 1100 + stall
