@@ -106,6 +106,7 @@ class Reader:
 
     def _start(self, start: int, command: str) -> None:
         out = self.directory / f"out-{start}"
+        (self.directory / "end").unlink(missing_ok=True)  # of the run before
         process = self._popen(command, out)
         self._running.append((start, process, out))
         self._until_trains(process, out)
@@ -166,6 +167,14 @@ def test_the_outputs_are_those_of_the_page(
     finally:
         reader.close()
     assert not differences(page, reader.found)
+
+
+def test_a_second_run_in_the_background_trains_too(tmp_path: Path, job_name: str) -> None:
+    reader = Reader(tmp_path, job_name, short=True)
+    for number in range(2):
+        reader._start(number, "LC_ALL=C ls end")
+        reader._wait()
+        assert "No such file" in reader.found[number, 0]
 
 
 def test_another_output_is_found() -> None:
