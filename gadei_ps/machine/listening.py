@@ -19,13 +19,15 @@ def shown(host: str, port: int) -> str:
 
 
 def listen(host: str, port: int, options: str) -> socket.socket:
-    """Return a socket that listens there. Raises UsageError.
+    """Return a socket that listens there, at `::` also for IPv4. Raises UsageError.
 
     options: of the command line, by which another address is given.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return socket.create_server(found[0][4], family=found[0][0], backlog=128)
+        family, _, _, _, address = found[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:  # a name such as `a..b` has no encoding
         why = str(getattr(error, "strerror", None) or error).partition(" (while ")[0]
         raise UsageError(
