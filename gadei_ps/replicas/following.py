@@ -21,7 +21,7 @@ from gadei_ps.memory.weights import FloatArray
 from gadei_ps.replicas import copies, placing, rays
 from gadei_ps.replicas.actor import NAMESPACE, names
 from gadei_ps.replicas.config import Run
-from gadei_ps.replicas.coordinator import CALLS, Coordinator, coordinator_name
+from gadei_ps.replicas.coordinator import CALLS, FOLLOWED_S, Coordinator, coordinator_name
 from gadei_ps.replicas.placing import Actors
 from gadei_ps.replicas.program import Program
 from gadei_ps.show.counts import counted
@@ -214,9 +214,10 @@ class Following:
 
     def _sign(self, timeout_s: float = ANSWER_S) -> str | None:
         """Report that this command follows the run. Returns another one that already does."""
-        self._signed = time.monotonic()
+        begin = time.monotonic()
         who = f"{ray.util.get_node_ip_address()}, process {os.getpid()}"
         self._other = asked(self._coordinator.follow.remote(who, self._token), timeout_s)
+        self._signed = begin
         return self._other
 
     def _prepare(self) -> dict[int, JsonObject]:
@@ -266,7 +267,9 @@ class Following:
     # -- following -------------------------------------------------------------------------------
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the learners of all replicas."""
+        """Pass a signal on to the learners of all replicas, unless another command follows them."""
+        if time.monotonic() - self._signed > FOLLOWED_S and self._sign():
+            return  # look() raises
         for one in self._found.values():
             one.ask.remote("signal", signal=number)
 

@@ -20,6 +20,7 @@ if importlib.util.find_spec("ray") is None:
 import ray
 
 from gadei_ps.replicas import actor, following, placing
+from gadei_ps.replicas.coordinator import FOLLOWED_S
 from gadei_ps.replicas.placing import Seat
 
 RUN = {"name": "a", "every": 1, "groups": [{"machines": 2}, {"nodes": ["x", "y"]}]}
@@ -209,6 +210,26 @@ def test_a_command_ends_where_another_one_follows_its_run(monkeypatch: pytest.Mo
         with pytest.raises(ClusterError, match=line):
             made.look()
     assert len(messages) == 1
+
+
+@pytest.mark.parametrize(("other", "passed"), [(None, [2]), ("x, process 7", [])])
+def test_signals_are_for_the_command_that_follows_the_run(
+    other: str | None, passed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that was stopped for too long passes none on to the learners of another one."""
+    made, _ = watching("training")
+    given: list[int] = []
+    ask = SimpleNamespace(remote=lambda _, signal: given.append(signal))
+    made._found = {1: SimpleNamespace(ask=ask)}
+    made.signal(1)
+    assert given == [1]  # it has just reported that it follows the run
+    given.clear()
+    made._signed -= FOLLOWED_S
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "h")
+    made._coordinator = SimpleNamespace(follow=SimpleNamespace(remote=lambda *_: None))
+    monkeypatch.setattr(following, "asked", lambda *_: other)
+    made.signal(2)
+    assert given == passed
 
 
 def test_nothing_is_printed_of_replicas_that_end_as_their_command_has_asked() -> None:
