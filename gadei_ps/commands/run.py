@@ -259,7 +259,7 @@ def _compute(options: RunOptions) -> Compute:
     elif why := compute.without():
         if compute.gpus or gpus.has_driver():
             _say(f"learners compute on the host: {why}")
-    elif compute.gpus:
+    elif options.device == "cuda" and compute.gpus:  # with auto, a script may not use them
         names = list(dict.fromkeys(compute.gpus))
         _say(f"learners can use CUDA on {counted(len(names), 'GPU')}: {', '.join(names)}")
     return compute

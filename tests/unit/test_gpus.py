@@ -294,10 +294,12 @@ def test_run_names_the_gpus_of_its_learners(
 ) -> None:
     tool(tmp_path, f"print({TWO!r})")
     monkeypatch.setattr(launch, "has_cupy", lambda: True)
+    monkeypatch.setattr(gpus, "missing", lambda *_: "")
     for given, named in ((None, "2 GPUs: 0, 1"), ("1,1", "1 GPU: 1")):
-        run._compute(RunOptions(gpus=given))
+        run._compute(RunOptions(gpus=given, device="cuda"))
         assert capsys.readouterr().err == f"gadei-ps: learners can use CUDA on {named}\n"
-    run._compute(RunOptions(device="host"))
+    for device in ("auto", "host"):
+        run._compute(RunOptions(device=device))
     assert not capsys.readouterr().err
 
 
