@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, get_args
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
 
 # What stays so until a person changes something; all else may pass: space and descriptors come
 # back, and a disk may answer again.
@@ -66,12 +67,18 @@ def invalid(error: ValidationError, whole: str = "", model: type[BaseModel] | No
     whole: name of the input, for a problem that concerns no field of it. model: what was read; of
     an unknown field, the line then has the nearest name.
     """
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = first_of(error)
     what = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         what = "there is no such field" + (_nearest(model, first["loc"]) if model else "")
     where = ".".join(str(part) for part in first["loc"])[: MOST_SHOWN // 2] or whole
     return " ".join(f"{where}: {what[:MOST_SHOWN]}".removeprefix(": ").split())
+
+
+def first_of(error: ValidationError) -> ErrorDetails:
+    """The first problem; an unknown field, if there is one, since others may follow from it."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return next((one for one in found if one["type"] == "extra_forbidden"), found[0])
 
 
 def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:

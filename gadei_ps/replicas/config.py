@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gadei_ps.errors import UsageError, invalid
+from gadei_ps.errors import UsageError, first_of, invalid
 from gadei_ps.groups import reading
 from gadei_ps.groups.compress import Wire
 from gadei_ps.groups.coordinator import MOST_MEMBERS
@@ -170,9 +170,9 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Run:
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = first_of(error)
         advice = ""
-        if first["type"] == "missing":
+        if first["type"] in ("missing", "list_type"):
             advice = f": {_WANTED.get('.'.join(map(str, first['loc'])), 'give it')}"
         raise UsageError(f"{where}: {invalid(error, model=Run)}{advice}") from None
     _check_job(run, where)

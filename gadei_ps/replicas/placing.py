@@ -146,8 +146,8 @@ def place(run: Run) -> Actors:
     if not made.wait(PLACE_S):
         drop(run.name)
         raise ClusterError(
-            f"{run.name}: Ray has no place for {len(wanted)} replicas, each on a node of its own: "
-            f"{_wanted(bundles)}; see `ray status`"
+            f"{run.name}: Ray has no place for {counted(len(wanted), 'replica')}, each on a node "
+            f"of its own: {_wanted(bundles)}; see `ray status`"
         )
     return {
         one.number: actor(

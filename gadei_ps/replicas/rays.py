@@ -30,10 +30,12 @@ GONE_S, AGAIN_S = 5.0, 0.1
 """Time limit until the processes of a lost cluster end; time between tries to remove files (s)."""
 ADDRESS_VARIABLE, TOKEN_VARIABLE = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
 _MODE = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "4"}
-"""Settings for a cluster whose port answers, but which rejects the token."""
-_NODE_TRIES = {"RAY_gcs_server_request_timeout_seconds": "20"}
-"""Settings for a cluster of other hosts, which may have no node on this one."""
+_TRIES = {
+    "RAY_NUM_REDIS_GET_RETRIES": "3",  # the cluster may reject the token
+    "RAY_py_gcs_connect_timeout_s": "5",  # another program may listen at its address
+    "RAY_gcs_server_request_timeout_seconds": "20",  # it may have no node on this host
+}
+"""Settings of a client, so that an error does not take minutes."""
 _MOST_NOTE = 1 << 16  # bytes
 _INSTALL = "pip install 'gadei-ps[cluster]'"
 
@@ -117,8 +119,7 @@ def forget(run: str) -> None:
 
 def loaded(token: str | None) -> Any:
     """Load Ray, with authentication by a token. Raises UsageError without Ray."""
-    os.environ.update(_MODE | _TRIES)
-    os.environ.update(_NODE_TRIES if token is None else {TOKEN_VARIABLE: token})
+    os.environ.update(_MODE | ({} if token is None else {TOKEN_VARIABLE: token}))
     try:
         import ray
     except ImportError:
@@ -135,6 +136,7 @@ def connect(address: str, token: str | None = None) -> Any:
         raise UsageError(f"--address {address}: {wanted}") from None
     if not answers(address):
         raise ClusterError(f"no Ray cluster answers at {address}: start one (ray start --head)")
+    os.environ.update(_TRIES)
     ray = loaded(token)
     try:
         with _silenced():
@@ -191,6 +193,8 @@ def _explained(error: BaseException, address: str) -> ClusterError:
             f"the cluster at {address} lets nobody in without its token: set {TOKEN_VARIABLE} to "
             "that with which its nodes were started, or copy their ~/.ray/auth_token"
         )
+    if "failed to connect to gcs" in lower:
+        return ClusterError(f"no Ray cluster answers at {address}, but another program listens")
     return ClusterError(f"the Ray cluster at {address} cannot be used: {text[:300]}")
 
 

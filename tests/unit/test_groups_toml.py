@@ -75,6 +75,8 @@ GROUP = "\n[[groups]]\nmachines = 2\n"
         ),
         ("every = 5" + GROUP + "resources = {GPU = true}", "groups.0.resources.GPU: give a number"),
         ("every = 5\nsteps = 1" + GROUP, "steps: there is no such field"),
+        ("evry = 5" + GROUP, "evry: there is no such field: did you mean 'every'?"),
+        ("every = 5\n[groups]\nmachines = 2", "groups: Input should be a valid list: [[groups]]"),
         ("every = 5" + GROUP + "neighbours = [0]", "groups.0.neighbours: 0 is this group itself"),
         ("every = 5" + GROUP + "neighbours = [1]", "groups.0.neighbours: 1 is not a group"),
         ("every = 5\nwire = 'int4'" + GROUP, "wire: Input should be 'float32', 'bfloat16' or"),
