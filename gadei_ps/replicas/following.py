@@ -160,9 +160,14 @@ class Following:
             there = counted(len(self._found), "replica")
             self._line(f"run {run.name} is there: {there}, whose settings stay")
         self._make_coordinator()
+        is_ready = self._coordinator.ready.remote()  # it loads PyTorch, which takes seconds
         if self._is_new:
             self._found = placing.place(run)
-        self._await_coordinator()
+        if self._sign(placing.ANSWER_S):
+            raise ClusterError(
+                f"run {run.name} has its group run already, at {self._other}: end that command "
+                "first, its replicas continue"
+            )
         places = self._prepare()
         self._check_program(places)
         reference = None if data is None else ray.put(data)
@@ -175,6 +180,10 @@ class Following:
                 if self._is_new:
                     raise ClusterError(f"replica {number}: {placing.line(one)}")
                 self._line(f"replica {number}: {placing.line(one)} Continuing without it.")
+        try:
+            ray.get(is_ready, timeout=placing.ANSWER_S)
+        except Exception as error:
+            raise ClusterError(f"the coordinator does not start: {placing.line(error)}") from None
         living = [number for number in places if places[number]["alive"]]
         if living:
             self._line(f"replicas that train are adopted: {', '.join(map(str, sorted(living)))}")
@@ -199,18 +208,6 @@ class Following:
             )
             .remote(self._plan, expected)
         )
-
-    def _await_coordinator(self) -> None:
-        run = self.run
-        try:
-            ray.get(self._coordinator.ready.remote(), timeout=placing.ANSWER_S)
-        except Exception as error:
-            raise ClusterError(f"the coordinator does not start: {placing.line(error)}") from None
-        if self._sign(placing.ANSWER_S):
-            raise ClusterError(
-                f"run {run.name} has its group run already, at {self._other}: end that command "
-                "first, its replicas continue"
-            )
 
     def _sign(self, timeout_s: float = ANSWER_S) -> str | None:
         """Report that this command follows the run. Returns another one that already does."""

@@ -117,9 +117,8 @@ def forget(run: str) -> None:
     note_path(run).unlink(missing_ok=True)
 
 
-def loaded(token: str | None) -> Any:
-    """Load Ray, with authentication by a token. Raises UsageError without Ray."""
-    os.environ.update(_MODE | ({} if token is None else {TOKEN_VARIABLE: token}))
+def loaded() -> Any:
+    """Load Ray. Raises UsageError if it is not installed."""
     try:
         import ray
     except ImportError:
@@ -136,8 +135,8 @@ def connect(address: str, token: str | None = None) -> Any:
         raise UsageError(f"--address {address}: {wanted}") from None
     if not answers(address):
         raise ClusterError(f"no Ray cluster answers at {address}: start one (ray start --head)")
-    os.environ.update(_TRIES)
-    ray = loaded(token)
+    os.environ.update(_MODE | _TRIES | ({} if token is None else {TOKEN_VARIABLE: token}))
+    ray = loaded()
     try:
         with _silenced():
             ray.init(
@@ -232,7 +231,7 @@ def own(replicas: int, directory: Path) -> Iterator[tuple[str, str]]:
     without Ray, or ClusterError.
     """
     token = secrets.token_hex(32)
-    loaded(token)
+    os.environ.update(_MODE | {TOKEN_VARIABLE: token})
     child = process.spawn(
         process.module_command("gadei_ps.replicas.own_cluster", str(replicas), str(directory)),
         stdin=subprocess.PIPE,
@@ -242,6 +241,7 @@ def own(replicas: int, directory: Path) -> Iterator[tuple[str, str]]:
     )
     assert child.stdin is not None and child.stdout is not None
     try:
+        loaded()  # while it starts
         line = child.stdout.readline().decode().strip()
         try:
             parse(line)
