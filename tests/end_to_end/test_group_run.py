@@ -62,7 +62,7 @@ SCRIPT = """
         while not end.exists():
             client.push({"w": client.weights["w"] - target}, samples=1)
             client.wait_applied()
-            time.sleep(0.005)
+            time.sleep(0.02)
 """
 
 
@@ -114,7 +114,7 @@ class Run:
         self._place = str(place)
         self.file = cli.directory / f"{name}.toml"
         self.file.write_text(
-            "every = 20\nrule = 'mix:0.5'\nlr = 0.01\n"
+            "every = 10\nrule = 'mix:0.5'\nlr = 0.01\n"
             "[[groups]]\nmachines = 1\n[[groups]]\nmachines = 2\n"
         )
         (cli.directory / "train.py").write_text(textwrap.dedent(SCRIPT))
@@ -258,7 +258,7 @@ def here(text: str) -> str:
 def test_learners_that_end(run: Run, nodes: Nodes) -> None:
     """A wrong token is reported in one line; else the run ends with its learners."""
     run.machines = 2
-    run.file.write_text("every = 20\noverlap = false\n[[groups]]\nmachines = 2\n")
+    run.file.write_text("every = 10\noverlap = false\n[[groups]]\nmachines = 2\n")
     refused = run.cli(*run.words(nodes), **run.env | {"RAY_AUTH_TOKEN": "another token"}).error
     assert "set RAY_AUTH_TOKEN to that with which" in refused
     command = run.start(nodes)
@@ -277,7 +277,7 @@ def test_learners_that_end(run: Run, nodes: Nodes) -> None:
 def test_a_command_that_is_killed(run: Run, place: Path) -> None:
     """Kill it in this host's own cluster: the replica trains on, and the command comes back."""
     run.machines = 1
-    run.file.write_text("every = 20\n[[groups]]\nmachines = 1\n")
+    run.file.write_text("every = 10\n[[groups]]\nmachines = 1\n")
     command = run.start(None)
 
     def has_trained(rounds: int) -> bool:
