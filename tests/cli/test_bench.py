@@ -46,7 +46,7 @@ def test_a_name_that_there_is_not(cli: Cli) -> None:
     assert len(shown.err.splitlines()) == 1
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RUN)
 def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
     out = cli.directory / "results"
@@ -55,7 +55,7 @@ def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
     bench = subprocess.Popen(
         [*command, "--out", str(out)], stdout=pipe, stderr=pipe, cwd=cli.directory
     )
-    output, complained = bench.communicate(timeout=200)
+    output, complained = bench.communicate()
     assert bench.returncode == 0, complained.decode()
     result = json.loads(output)
     assert json.loads((out / f"{name}.json").read_text()) == result
