@@ -39,7 +39,8 @@ from gadei_ps.watchdog.liveness import Watch
 POLL_S = 0.25
 STALLED_S = 120.0
 """Time without a gradient after which a training with joined learners has failed (s)."""
-LATE_S = 10.0  # of a look at the gradients: measurements lie between two
+LATE_S = 10.0
+"""After so long between two looks at the gradients, no stall is seen: weights were measured (s)."""
 MAX_REFUSED = 20
 MAX_DEATHS = 20
 """Deaths of learners without a gradient in between after which no other one is started."""
@@ -192,7 +193,7 @@ class _Run:
         self.completed = False
         self.status: dict[str, Any] = {}
         self.deaths = 0
-        self._deaths_in_vain = 0  # since the last gradient
+        self._deaths_since_gradient = 0  # since the last gradient
         self.train_seconds = 0.0
         self._flat: FloatArray | None = None
 
@@ -254,7 +255,7 @@ class _Run:
             work, version = self.status["work"], self.status["version"]
             before, now = now, time.monotonic()
             if version != version_before:
-                self._deaths_in_vain = 0
+                self._deaths_since_gradient = 0
             # Not before a learner has joined: on a busy machine, imports alone take minutes.
             if stalled.check(now, {"version": version} if self.status["learners"] else {}):
                 raise JobFailed(f"no gradient was applied for {STALLED_S:.0f} s")
@@ -308,9 +309,9 @@ class _Run:
             if one.code == 0 and (finished or self.status.get("phase") == "draining"):
                 continue
             self.deaths += 1
-            self._deaths_in_vain += 1
+            self._deaths_since_gradient += 1
             self.display.event(f"learner {one.index} (pid {one.pid}) {one.how}")
-            if learners.hopeless or self._deaths_in_vain >= MAX_DEATHS:
+            if learners.hopeless or self._deaths_since_gradient >= MAX_DEATHS:
                 raise JobFailed("learners die again and again; read their messages above")
             if self.settings.replace:
                 learners.start(one.index)
