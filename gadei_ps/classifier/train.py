@@ -40,7 +40,7 @@ POLL_S = 0.25
 STALLED_S = 120.0
 """Time without a gradient after which a training with joined learners has failed (s)."""
 LATE_S = 10.0
-"""After so long between two looks at the gradients, no stall is seen: weights were measured (s)."""
+"""Limit of the time between two looks at the gradients: after more, weights were measured (s)."""
 MAX_REFUSED = 20
 MAX_DEATHS = 20
 """Deaths of learners without a gradient in between after which no other one is started."""

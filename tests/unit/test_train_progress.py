@@ -59,7 +59,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any) -> int:
         earlier=0,
         deaths=0,
         train_seconds=0.0,
-        _deaths_in_vain=0,
+        _deaths_since_gradient=0,
     )
     learners: Any = SimpleNamespace(ended=lambda: next(ended), hopeless=False, start=id)
     with pytest.raises(JobFailed):
