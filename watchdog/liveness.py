@@ -7,13 +7,9 @@ long as it computes at least now and then.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
-
-from gadei_ps.machine import process
 
 
 @dataclass
@@ -85,18 +81,6 @@ class Start:
 
 MOST = 10  # limits: that a learner may compute without a push, and rest while it has paused
 WARN_AT = 0.5  # of the time that it has
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time of a process and of its children, those that have ended included (s)."""
-    total, left = 0.0, [pid]
-    while left:
-        one = left.pop()
-        total += process.cpu_s(one)
-        for thread in Path(f"/proc/{one}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                left += map(int, thread.read_text().split())
-    return total
 
 
 class Sign(NamedTuple):

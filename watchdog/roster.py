@@ -30,7 +30,7 @@ from gadei_ps.memory.layout import Gone
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.counts import counted
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.liveness import Hung, Sign, Standing, cpu_s
+from gadei_ps.watchdog.liveness import Hung, Sign, Standing
 
 HUNG_LATE_S = 3.0  # far longer than the time between two calls of kill_hung
 RING_TIMEOUT_S = 5.0  # from the answer that gives a place until the learner has its ring mapped
@@ -69,7 +69,7 @@ class Roster:
         """
         self._drop = drop
         self._memory = memory
-        self._hung = Hung(timeout_s, HUNG_LATE_S, cpu_s)
+        self._hung = Hung(timeout_s, HUNG_LATE_S, process.tree_cpu_s)
         self._killed: set[int] = set()  # rows of learners that hung
         self._selector = selector
         self._log = log

@@ -27,7 +27,7 @@ from gadei_ps.memory.lifecycle import Stage
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.durations import SERVER_END_S, SERVER_KILL_S, SERVER_SILENT_S
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.liveness import Watch, cpu_s, progress
+from gadei_ps.watchdog.liveness import Watch, progress
 from gadei_ps.watchdog.restart import GIVE_UP, Exit, Policy
 from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.server_starter import FILES_INTERVAL_S, Server, ServerStarter
@@ -184,7 +184,7 @@ class Servers:
         progress.
         """
         if not one.loaded:
-            one.loading_s = cpu_s(one.pid)
+            one.loading_s = process.tree_cpu_s(one.pid)
             one.loaded = int(self._line(one.number)["beat"]) != one.beat
         return one.loading_s
 

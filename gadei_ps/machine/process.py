@@ -72,6 +72,21 @@ def cpu_s(pid: int) -> float:
     return sum(map(int, fields[11:15])) / TICKS_PER_S
 
 
+def tree_cpu_s(pid: int) -> float:
+    """Return the processor time (s) of a process and of all below it, ended or not.
+
+    0 if there is no such process.
+    """
+    total, left = 0.0, [pid]
+    while left:
+        one = left.pop()
+        total += cpu_s(one)
+        for thread in Path(f"/proc/{one}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                left += map(int, thread.read_text().split())
+    return total
+
+
 def private_bytes(pid: int) -> int:
     """Return the private memory of a process (bytes); 0 if there is no such process.
 

@@ -30,6 +30,7 @@ def main() -> None:
     process.end_first()  # the server can do without it
     known = {unit.name: unit for unit in units.units(Kind)}
     _lock()
+    os.dup2(2, 1)  # closes a pipe: the server sees that the wait is over
     asked = [known[name] for name in sys.argv[2:]]
     _compile([unit for unit in asked if not unit.is_kept()], int(sys.argv[1]))
     os._exit(0)
@@ -51,7 +52,11 @@ def _compile(missing: Sequence[Unit], processes: int) -> None:
         importlib.import_module(module)  # with Numba, before the forks
     parent = os.getpid()
     for _ in range(min(processes, len(missing)) - 1):
-        if not os.fork():
+        try:
+            fork = os.fork()
+        except OSError:  # no process or memory is free: those that are there compile all
+            break
+        if not fork:
             process.die_with_parent(parent)
             break
     while not cache.has_failed() and (number := os.read(turns, 1)):

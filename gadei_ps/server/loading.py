@@ -6,6 +6,7 @@ with the server. It may fail or hang: what is missing in the end, the server com
 
 from __future__ import annotations
 
+import select
 import subprocess
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from gadei_ps.memory import reserve
 
 MOST_PROCESSES = 3  # that compile, each on a core of its own
 PROCESS_BYTES = 448 << 20  # memory of each
+LOCK_S = 100.0  # a compiler that still waits for another job's then is killed
 LATE_S = 60.0  # a compiler that has made no progress for so long is killed
 LOOK_S = 1.0  # between two looks at its progress
 
@@ -44,20 +46,33 @@ def load(units: Sequence[Unit], log: Any, logs: bool) -> None:
 
 def _have_compiled(missing: Sequence[Unit], processes: int, log: Any) -> None:
     """Have units compiled by a child, as far as it gets."""
+    cache.check_sources()  # after an upgrade, the compiler would be the new one
     names = [unit.name for unit in missing]
     command = process.module_command("gadei_ps.server.compiler", str(processes), *names)
-    none = subprocess.DEVNULL
     try:
-        child = process.spawn(command, stdout=none, stderr=none)
+        child = process.spawn(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     except OSError:
         return
     try:
-        _wait(child, missing)
+        if _has_begun(child):
+            _wait(child, missing)
     finally:
         code = process.end_group(child)
     if code:
         how = process.signal_name(-code) if code < 0 else f"exit code {code}"
         log.debug("the process that compiles has failed", how=how)
+
+
+def _has_begun(child: subprocess.Popen[bytes]) -> bool:
+    """Return whether the child has locked the store, or has ended, within LOCK_S.
+
+    It closes the pipe then.
+    """
+    assert child.stdout is not None
+    with child.stdout as pipe:
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        return bool(poll.poll(LOCK_S * 1000))
 
 
 def _wait(child: subprocess.Popen[bytes], missing: Sequence[Unit]) -> None:
@@ -68,7 +83,7 @@ def _wait(child: subprocess.Popen[bytes], missing: Sequence[Unit]) -> None:
             child.wait(LOOK_S)
             return
         except subprocess.TimeoutExpired:
-            done = process.cpu_s(child.pid), sum(unit.is_kept() for unit in missing)
+            done = process.tree_cpu_s(child.pid), sum(unit.is_kept() for unit in missing)
         if done != before:
             before, since = done, time.monotonic()
         elif time.monotonic() - since > LATE_S:

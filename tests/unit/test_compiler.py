@@ -1,19 +1,31 @@
-"""Units of compiled code that are missing are compiled by one process and its forks."""
+"""Units of compiled code that are missing are compiled by one process and its forks.
+
+Each test compiles in a process of its own: a compiler reaps all children of its process.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import signal
+import subprocess
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
+import psutil
 import pytest
 from support import eventually
 
 from gadei_ps.kernels import cache
-from gadei_ps.server import compiler
+from gadei_ps.kernels.optimizers import Kind
+from gadei_ps.machine import process
+from gadei_ps.server import compiler, loading
+from gadei_ps.server import units as of_server
 
 NAMES = ("first", "second", "third")
 
@@ -30,13 +42,50 @@ class Unit(NamedTuple):
     module: str = "os"
 
 
+def fork_ended(pid: int) -> None:
+    """Wait until the fork of a process that has ended has ended."""
+    eventually(lambda: not process.start_ticks(pid))
+    with contextlib.suppress(ChildProcessError):  # this process inherits it only as a subreaper
+        os.waitpid(pid, 0)
+
+
+def noting(path: Path, name: str) -> Unit:
+    """Return a unit whose compilation writes its name to a file."""
+
+    def note() -> None:
+        with path.open("a") as file:
+            file.write(f"{name}\n")
+
+    return Unit(note)
+
+
 def in_child(call: Callable[[], object]) -> int:
     """Call a function in a process of its own; return its pid."""
     pid = os.fork()
     if not pid:
-        call()
-        os._exit(0)
+        try:
+            call()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
     return pid
+
+
+def is_blocked(pid: int) -> bool:
+    """Return whether the process waits for a lock."""
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return any(words[1] == "->" and str(pid) in words for words in lines)
+
+
+def lock_is_free() -> bool:
+    with open(cache.directory() / compiler.LOCK, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def ended(pid: int) -> int:
@@ -61,48 +110,68 @@ def test_processes_take_the_units_in_turn(tmp_path: Path) -> None:
 
 
 def test_a_process_alone(tmp_path: Path) -> None:
-    order: list[str] = []
-    compiler._compile([Unit(lambda name=name: order.append(name)) for name in NAMES], 1)
-    assert order == list(NAMES)
+    path = tmp_path / "order"
+    assert ended(in_child(lambda: compiler._compile([noting(path, one) for one in NAMES], 1))) == 0
+    assert path.read_text().split() == list(NAMES)
 
 
-def test_it_stops_once_nothing_can_be_kept() -> None:
-    order: list[str] = []
+def test_without_a_process_for_a_fork(tmp_path: Path) -> None:
+    path = tmp_path / "order"
+
+    def compile_all() -> None:
+        with mock.patch.object(os, "fork", side_effect=BlockingIOError(errno.EAGAIN, "a limit")):
+            compiler._compile([noting(path, one) for one in NAMES], len(NAMES))
+
+    assert ended(in_child(compile_all)) == 0
+    assert path.read_text().split() == list(NAMES)
+
+
+def test_it_stops_once_nothing_can_be_kept(tmp_path: Path) -> None:
+    path = tmp_path / "order"
 
     def fails() -> None:
-        order.append("first")
-        cache.note(OSError(28, "No space left on device"))
+        noting(path, "first").compile()
+        cache.note(OSError(errno.ENOSPC, "No space left on device"))
 
-    try:
-        compiler._compile([Unit(fails), Unit(lambda: order.append("second"))], 1)
-    finally:
-        cache._problems.clear()
-    assert order == ["first"]
+    pid = in_child(lambda: compiler._compile([Unit(fails), noting(path, "second")], 1))
+    assert ended(pid) == 0
+    assert path.read_text().split() == ["first"]
+
+
+def test_forks_end_with_the_first_process() -> None:
+    pid = in_child(lambda: compiler._compile([Unit(signal.pause)] * 2, 2))
+    fork = eventually(psutil.Process(pid).children)[0]
+    os.kill(pid, signal.SIGKILL)
+    assert ended(pid) == -signal.SIGKILL
+    fork_ended(fork.pid)
 
 
 def test_another_compiler_is_awaited_until_it_is_dead(tmp_path: Path) -> None:
     """A fork of it counts: the lock is free when all of them have ended."""
-    locked, waits = tmp_path / "locked", tmp_path / "waits"
+    forked = tmp_path / "forked"
 
     def hold() -> None:
         compiler._lock()
-        locked.touch()
+        if not (fork := os.fork()):
+            signal.pause()
+        (tmp_path / "new").write_text(str(fork))
+        (tmp_path / "new").rename(forked)
         signal.pause()
 
-    def wait() -> None:
-        waits.touch()
-        compiler._lock()
-
     holder = in_child(hold)
-    eventually(locked.exists, 60.0)
-    waiter = in_child(wait)
-    eventually(waits.exists, 60.0)
-    with open(cache.directory() / compiler.LOCK) as file, pytest.raises(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert os.waitpid(waiter, os.WNOHANG) == (0, 0)
-    os.kill(holder, signal.SIGKILL)
-    assert ended(holder) == -signal.SIGKILL
+    eventually(forked.exists)
+    fork = int(forked.read_text())
+    waiter = in_child(compiler._lock)
+    try:
+        eventually(lambda: is_blocked(waiter))
+        os.kill(holder, signal.SIGKILL)
+        assert ended(holder) == -signal.SIGKILL
+        assert is_blocked(waiter)
+        assert not lock_is_free()
+    finally:
+        os.kill(fork, signal.SIGKILL)
     assert ended(waiter) == 0
+    fork_ended(fork)
 
 
 def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +187,66 @@ def test_without_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler._lock()
     with pytest.raises(PermissionError, match="/proc/none/gadei-ps cannot be written"):
         cache.directory()
+
+
+# -- the server that waits ------------------------------------------------------------------------
+
+
+def test_forks_that_compile_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process waits for them."""
+
+    def compile_all() -> None:
+        parent = os.getpid()
+        if not os.fork():
+            process.die_with_parent(parent)
+            while True:
+                pass
+        os.wait()
+
+    first = in_child(compile_all)
+    fork = eventually(psutil.Process(first).children)[0]
+    now, looks = 0.0, 0
+
+    def wait(_: float) -> None:
+        nonlocal now, looks
+        looks += 1
+        if looks < 4:
+            before = fork.cpu_times().user
+            eventually(lambda: fork.cpu_times().user > before)
+            now += loading.LATE_S + 1.0
+            raise subprocess.TimeoutExpired("", 0.0)
+
+    monkeypatch.setattr(loading, "time", mock.Mock(monotonic=lambda: now))
+    try:
+        loading._wait(mock.Mock(pid=first, wait=wait), [])
+    finally:
+        os.kill(first, signal.SIGKILL)
+        ended(first)
+    assert looks == 4, "it has waited until the end"
+
+
+def test_the_limit_begins_with_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then, the process waits for another job's."""
+    looks = []
+
+    def wait(child: subprocess.Popen[bytes], _: object) -> None:
+        looks.append(not lock_is_free() or process.has_ended(child))
+
+    monkeypatch.setattr(loading, "_wait", wait)
+    missing = of_server.units([int(Kind.SGD)])
+    loading._have_compiled(missing, 1, mock.Mock())
+    assert looks == [True]
+    monkeypatch.setattr(loading, "LOCK_S", 0.0)
+    with open(cache.directory() / compiler.LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        loading._have_compiled(missing, 1, mock.Mock())
+    assert looks == [True], "it has not waited any longer"
+
+
+def test_an_upgrade_while_the_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler would be the new one's."""
+    cache.directory()  # reads the sources
+    monkeypatch.setattr(cache, "_on_the_disk", lambda: "others")
+    monkeypatch.setattr(process, "spawn", mock.Mock(side_effect=AssertionError))
+    with pytest.raises(OSError, match="installed again meanwhile"):
+        loading._have_compiled([], 1, mock.Mock())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gadei_ps.watchdog.liveness import MOST, Hung, Sign, cpu_s
+from gadei_ps.machine import process
+from gadei_ps.watchdog.liveness import MOST, Hung, Sign
 
 LIMIT_S = 2.0
 STEP_S = 0.25  # exact in binary
@@ -66,5 +67,5 @@ def test_a_late_look_begins_anew() -> None:
 
 
 def test_processor_time_of_nobody() -> None:
-    before = cpu_s(1 << 22)
+    before = process.tree_cpu_s(1 << 22)
     assert before == 0.0, "there is no such process"
