@@ -55,9 +55,11 @@ class Running:
     killed: str = ""  # why we killed it
     killed_at: float = math.inf
     active: bool = False  # was seen to be the active one
-    beat: int = 0  # that its line showed when we first saw it
+    beat: int = 0  # that its line showed when its start began
+    before_s: float = 0.0  # processor time until then
     loaded: bool = False  # its main loop turns
-    loading_s: float = 0.0  # processor time until then
+    loading_s: float = 0.0  # processor time from its start's begin until then
+    ready: bool = False  # its start was complete at the last look
 
     def kill(self, why: str) -> None:
         self.killed, self.killed_at = why, time.monotonic()
@@ -184,9 +186,17 @@ class Servers:
         progress.
         """
         if not one.loaded:
-            one.loading_s = process.tree_cpu_s(one.pid)
+            one.loading_s = process.tree_cpu_s(one.pid) - one.before_s
             one.loaded = int(self._line(one.number)["beat"]) != one.beat
         return one.loading_s
+
+    def _follow_start(self, one: Running) -> None:
+        """Note if the server starts again: it compiles code for the optimizer of a new model."""
+        line = self._line(one.number)
+        if one.ready and int(line["state"]) == ServerState.STARTING:
+            one.beat, one.before_s = int(line["beat"]), process.tree_cpu_s(one.pid)
+            one.loaded = False
+        one.ready = int(line["state"]) == ServerState.READY
 
     # -- starting -------------------------------------------------------------------------------
 
@@ -427,15 +437,16 @@ class Servers:
         """Kill servers whose threads hang; even idle threads move ten times a second."""
         signs: dict[Hashable, Hashable] = {}
         idle: dict[Hashable, Hashable] = {}
-        starting: dict[Hashable, Hashable] = {}
+        starting: list[Running] = []
         for one in self.running.values():
+            self._follow_start(one)
             line, stage = self._line(one.number), self._stage(one)
             # True until its death, which may become known when the next one is active already.
             one.active = one.active or one.pid == self.active_pid
             # One that has taken over in the middle of its start serves at once, or hangs.
             succeeds = one.active and bool(int(self._control["lease_shards"]))
             if stage not in lifecycle.READY and stage is not Stage.REPLACED and not succeeds:
-                starting[one.pid] = progress(self._loading_s(one), SERVER_SILENT_S)
+                starting.append(one)
             elif not one.active:
                 if self.active_pid not in {other.pid for other in self.running.values()}:
                     # The kernel should have given it the leases at once. It is killed for new ones.
@@ -451,7 +462,9 @@ class Servers:
                         signs[one.pid, index] = sign
         hung = {key[0] for key in self._hung.check(now, signs)}  # type: ignore[index]
         hung |= set(self._idle.check(now, idle))
-        stuck = set(self._stuck.check(now, starting))
+        # Of both: a standby waits until the active server has compiled.
+        steps = progress(sum(map(self._loading_s, starting)), SERVER_SILENT_S)
+        stuck = set(self._stuck.check(now, {one.pid: steps for one in starting}))
         for one in self.running.values():
             if one.pid in hung and not one.killed:
                 one.kill(f"hung for {self.hang_s} s")

@@ -113,6 +113,37 @@ def test_servers_are_adopted(watched: Servers) -> None:
     other.selector.close()
 
 
+def test_a_server_that_compiles_for_a_new_model(
+    watched: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computing is progress then, also for the standby, which waits."""
+    control = watched.memory.control.view(CONTROL)
+    lines = control["server"]
+    used = {0: 5000.0}  # by the active server, s
+    monkeypatch.setattr(process, "tree_cpu_s", lambda pid: used.get(pid, used[0]))
+    watched.tick(1.0)
+    control["lease_pid"] = watched.running[0].pid
+    lines[0]["beat"] = 1
+    watched._kill_hung(1.0)
+    lines[0]["confirmed"], lines[0]["state"] = 1, ServerState.READY
+    watched.tick(2.0)
+    standby = watched.running[1]
+    used[standby.pid] = 1.0
+    lines[1]["beat"] = 1
+    watched._kill_hung(2.5)
+    lines[1]["state"] = ServerState.READY
+    watched._kill_hung(3.0)
+    lines["state"] = ServerState.STARTING
+    for now in range(4, 2 * int(servers.SERVER_SILENT_S)):
+        used[0] += 1.0
+        lines[1]["beat"] += 1
+        watched._kill_hung(float(now))
+    assert not any(one.killed for one in watched.running.values())
+    for later in range(int(servers.SERVER_SILENT_S) + 2):
+        watched._kill_hung(float(now + later))
+    assert all(one.killed.startswith("no progress") for one in watched.running.values())
+
+
 def test_new_leases(watched: Servers) -> None:
     """Whatever has been left in their place, a server can take each of them."""
     segment = watched.memory.control
