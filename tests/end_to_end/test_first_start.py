@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,9 +25,10 @@ from gadei_ps.server import compiler
 
 COMPILED_S = 400.0  # on a busy machine
 COMPILER = "gadei_ps.server.compiler"
-# Arguments: a file whose appearance lets it end, and how long a compiler may be late, s.
+# Arguments: a file whose appearance lets it end; one whose appearance makes a compiler late that
+# stands still; how long a compiler may stand still until then, s.
 SERVER = """
-import sys, time
+import sys, threading, time
 from pathlib import Path
 from unittest import mock
 from gadei_ps.kernels import cache, store
@@ -37,7 +37,14 @@ from gadei_ps.server import code, loading, units as of_server
 
 code.set_up()
 process.cores = lambda: 2
-loading.LATE_S = float(sys.argv[2])
+loading.LOCK_S = loading.LATE_S = float(sys.argv[3])
+
+def hurry():
+    while not Path(sys.argv[2]).exists():
+        time.sleep(0.01)
+    loading.LATE_S = 0.0
+
+threading.Thread(target=hurry, daemon=True).start()
 log = mock.Mock()
 units = [one for one in of_server.units([1]) if one.name.startswith(("move-1-", "assign"))]
 loading.load(units, log, True)
@@ -53,18 +60,18 @@ pytestmark = pytest.mark.timeout(900)
 
 
 class Server:
-    """Such a process. late_s: as its argument. setup: called in it before it begins."""
+    """Such a process. setup: called in it before it begins."""
 
     def __init__(
         self,
         scratch: Path,
         cache: Path | str,
-        late_s: float = COMPILED_S,
         setup: Callable[[], None] = lambda: None,
     ) -> None:
-        self._go = scratch / "go"
+        self._go, self._late = scratch / "go", scratch / "late"
+        files = str(self._go), str(self._late)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVER, str(self._go), str(late_s)],
+            [sys.executable, "-P", "-c", SERVER, *files, str(COMPILED_S)],
             env=os.environ
             | {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(scratch)}
             | {"GADEI_PS_RUNTIME_DIR": str(scratch / "runtime")},
@@ -74,19 +81,22 @@ class Server:
         )
         self.compilers: list[psutil.Process] = []
 
-    def compiler(self, forks: int = 0) -> psutil.Process:
-        """Return its compiler, once that has so many forks, which compile with it."""
+    def compiler(self) -> psutil.Process:
+        """Return its compiler, once that runs."""
         me = psutil.Process(self.process.pid)
 
         def found() -> list[psutil.Process]:
             with contextlib.suppress(psutil.NoSuchProcess):  # it begins just now
-                children = [one for one in me.children() if COMPILER in one.cmdline()]
-                return [one for one in children if len(one.children()) == forks]
+                return [one for one in me.children() if COMPILER in one.cmdline()]
             return []
 
         one: psutil.Process = eventually(found, COMPILED_S)[0]
-        self.compilers += [one, *one.children()]
+        self.compilers.append(one)
         return one
+
+    def hurry(self) -> None:
+        """Make it kill a compiler at once that stands still."""
+        self._late.touch()
 
     def go(self) -> list[str]:
         """Let it end; return what it prints: directory, loops kept, warnings."""
@@ -126,6 +136,17 @@ def locked(cache: Path) -> Iterator[None]:
         yield
 
 
+def is_locked(cache: Path) -> bool:
+    """Return whether a compiler is at work."""
+    for path in cache.rglob(compiler.LOCK):
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
 def times(cache: Path) -> dict[str, int]:
     """Return when each file of code was written."""
     return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.code")}
@@ -145,36 +166,51 @@ def test_a_compiler_compiles_for_the_server(tmp_path: Path) -> None:
     assert times(cache) == made, "the server has compiled nothing again"
     with server(tmp_path, cache) as one:
         assert one.go()[1:] == [str(LOOPS)], "all is there: it prints nothing and needs no compiler"
+    for path in [*cache.rglob("*.code")][1:]:
+        path.unlink()
+    kept = times(cache)
+    with server(tmp_path, cache) as one:
+        assert one.go()[1:] == [str(LOOPS), COMPILES]
+    assert kept.items() <= times(cache).items(), "it continues with what is there"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
-def test_a_compiler_that_is_killed_or_hangs(tmp_path: Path, number: int) -> None:
+def test_a_compiler_that_is_killed(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    with locked(cache), server(tmp_path, cache, 0.1) as one:
-        one.compiler().send_signal(number)
+    with locked(cache), server(tmp_path, cache) as one:
+        one.compiler().kill()
+        assert one.go()[1:] == [str(LOOPS), COMPILES]
+
+
+def test_a_compiler_that_hangs(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with server(tmp_path, cache) as one:
+        it = one.compiler()
+        eventually(lambda: is_locked(cache) or ended(it), COMPILED_S)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was quicker than this process
+            it.suspend()
+        one.hurry()
         assert one.go()[1:] == [str(LOOPS), COMPILES]
 
 
 def test_a_server_that_is_killed_leaves_no_compiler(tmp_path: Path) -> None:
-    """Check that the next one continues with what is there."""
     cache = tmp_path / "cache"
-    with server(tmp_path, cache) as one:
-        one.compiler(forks=1)
+    with locked(cache), server(tmp_path, cache) as one:
+        one.compiler()
         one.process.kill()
         eventually(lambda: all(map(ended, one.compilers)))
-    made = times(cache)
-    assert len(made) < LOOPS
-    with server(tmp_path, cache) as one:
-        assert one.go()[1:] == [str(LOOPS), COMPILES]
-    assert made.items() <= times(cache).items()
 
 
 def test_two_jobs_that_start_at_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    with server(tmp_path, cache) as one, server(tmp_path, cache) as other:
-        made = compiled(cache)
-        for each in (one, other):
-            assert each.go()[1:] == [str(LOOPS), COMPILES]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(cache))
+        with server(tmp_path, cache) as one, server(tmp_path, cache) as other:
+            for each in (one, other):
+                each.compiler()
+            stack.close()
+            made = compiled(cache)
+            for each in (one, other):
+                assert each.go()[1:] == [str(LOOPS), COMPILES]
     assert times(cache) == made
 
 
