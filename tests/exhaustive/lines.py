@@ -25,7 +25,7 @@ from support import quick
 
 from gadei_ps import errors
 from gadei_ps.memory import build
-from gadei_ps.server import loading, manager, units
+from gadei_ps.server import loading, manager
 
 ROOT = Path(__file__).parents[2]
 # The role of a process by the program that it runs.
@@ -127,8 +127,7 @@ class Tracer:
             sys.settrace(None)  # of the process that has forked this one
             return
         if role in ("server", "fork-server"):
-            units.load = lambda kinds: None  # a fork has all of it loaded
-            loading.load = lambda units, log, tells: None
+            loading.load = lambda *_, **__: None  # a fork has all of it loaded
             if self._plan[REFUSE]:
                 build.of_server = lambda: 1  # as if another build had been installed
         if role == "fork-server":  # its forks are servers as soon as they run the program of one
