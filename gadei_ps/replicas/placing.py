@@ -130,18 +130,17 @@ def check(host: str, found: dict[str, Any]) -> None:
 def place(run: Run) -> Actors:
     """Make actors for all replicas of the run, each on a node of its own.
 
-    A cluster of this host's own has one node for all. The actor of a replica whose process lives
-    already is on that host. Raises ClusterError.
+    A cluster of this host's own has one node for all, even if others have joined. The actor of a
+    replica whose process lives already is on that host. Raises ClusterError.
     """
     wanted = seats(run, living(run.name))
-    is_own = rays.own_address(run.name) is not None
-    if not is_own:
-        _check_nodes(run.name, wanted, nodes())
+    if rays.own_address(run.name) is not None:
+        return {one.number: actor(run.name, one.number, one.group, "DEFAULT") for one in wanted}
+    _check_nodes(run.name, wanted, nodes())
     drop(run.name)
     bundles = [dict(one.bundle) for one in wanted]
-    strategy = "PACK" if is_own else "STRICT_SPREAD"
     made = placement_group(
-        bundles, strategy=strategy, name=group_name(run.name), lifetime="detached"
+        bundles, strategy="STRICT_SPREAD", name=group_name(run.name), lifetime="detached"
     )
     if not made.wait(PLACE_S):
         drop(run.name)

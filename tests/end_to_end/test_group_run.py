@@ -275,25 +275,31 @@ def test_learners_that_end(run: Run, nodes: Nodes) -> None:
 
 
 def test_a_command_that_is_killed(run: Run, place: Path) -> None:
-    """Kill it in this host's own cluster: the replica trains on, and the command comes back."""
-    run.machines = 1
-    run.file.write_text("every = 10\n[[groups]]\nmachines = 1\n")
+    """Kill it in this host's own cluster: its replicas train on, and the command comes back."""
+    run.machines = 2
+    run.file.write_text("every = 10\n[[groups]]\nmachines = 2\n")
     command = run.start(None)
 
-    def has_trained(rounds: int) -> bool:
+    def have_trained(rounds: int, replicas: range) -> bool:
         assert command.process.poll() is None, command.err
-        return run.has_trained(0, rounds)
+        return all(run.has_trained(number, rounds) for number in replicas)
 
-    eventually(lambda: has_trained(1), what=lambda: command.err)
-    pid = run.facts(0)["pid"]
+    def are_adopted() -> bool:
+        assert command.process.poll() is None, command.err
+        return "that train are adopted: 0, 1, 2" in command.err
+
+    eventually(lambda: have_trained(1, range(2)), what=lambda: command.err)
+    assert run.cli("group", "join", run.name, "--json", **run.env).json["machine"] == 2
+    eventually(lambda: have_trained(1, range(3)), what=lambda: command.err)
+    pids = [run.facts(number)["pid"] for number in range(3)]
     command.signal(signal.SIGKILL)
     command = run.start(None)
-    eventually(lambda: "that train are adopted: 0" in command.err, what=lambda: command.err)
-    assert run.facts(0)["pid"] == pid
+    eventually(are_adopted, what=lambda: command.err)
+    assert [run.facts(number)["pid"] for number in range(3)] == pids
     rounds = run.rounds(0)
-    eventually(lambda: has_trained(rounds + 2), what=lambda: command.err)
+    eventually(lambda: have_trained(rounds + 2, range(3)), what=lambda: command.err)
     stopped = run.cli("group", "stop", run.name, **run.env)
-    assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 1 replica\n")
+    assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 3 replicas\n")
     ended = command.wait()
     assert (ended.code, ended.json["exit_code"], ended.json["stopped"]) == (4, 4, True)
     assert not [one.name for one in place.iterdir() if one.name != "state"]
