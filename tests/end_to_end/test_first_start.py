@@ -25,8 +25,8 @@ from gadei_ps.server import compiler
 
 COMPILED_S = 400.0  # on a busy machine
 COMPILER = "gadei_ps.server.compiler"
-# Arguments: a file whose appearance lets it end; one whose appearance makes a compiler late that
-# stands still; how long a compiler may stand still until then, s.
+# Arguments: a file whose appearance lets it end; one whose appearance makes a hung compiler late;
+# how long a compiler may hang until then, s.
 SERVER = """
 import sys, threading, time
 from pathlib import Path
@@ -95,7 +95,7 @@ class Server:
         return one
 
     def hurry(self) -> None:
-        """Make it kill a compiler at once that stands still."""
+        """Make it kill a hung compiler at once."""
         self._late.touch()
 
     def go(self) -> list[str]:

@@ -226,7 +226,7 @@ def test_forks_that_compile_are_progress(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_limit_begins_with_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then, the process waits for another job's."""
+    """Check that waiting for another job's lock does not count."""
     looks = []
 
     def wait(child: subprocess.Popen[bytes], _: object) -> None:
