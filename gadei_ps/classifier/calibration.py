@@ -23,7 +23,7 @@ LossAt = Callable[[Doubles], tuple[float, Doubles, Doubles]]
 PRIOR: Final = 1.2
 """Sum of the shares to which few held-out texts are drawn, as much as by one unit of loss."""
 REFUSED: Final = 0.05
-"""Share of held-out texts that the threshold refuses."""
+"""Share of held-out texts that the threshold refuses at most."""
 STEPS: Final = 50
 HALVINGS = 60  # at most, of a step that does not go downhill
 BINS: Final = 15
@@ -67,7 +67,9 @@ class Calibration:
 def fit(parts: Floats, labels: NDArray[np.int64]) -> Calibration:
     """Fit shares and threshold to held-out texts: labels (n,), of log probabilities (parts, n, K).
 
-    REFUSED of the texts are below the threshold.
+    REFUSED of the texts are below the threshold, or fewer: it is at most halfway between chance and
+    1. Without that limit, a model that is nearly certain of all held-out texts would refuse a text
+    of which it is slightly less certain.
     """
     values = parts.astype(np.float64)
     truth = values[:, np.arange(len(labels)), labels]
@@ -85,7 +87,8 @@ def fit(parts: Floats, labels: NDArray[np.int64]) -> Calibration:
 
     shares = _fitted(loss_at, len(parts))
     surest = Calibration(shares).probabilities(parts).max(axis=1)
-    return Calibration(shares, float(np.quantile(surest, REFUSED)))
+    halfway = (1 / parts.shape[2] + 1) / 2
+    return Calibration(shares, min(float(np.quantile(surest, REFUSED)), halfway))
 
 
 def fit_multi_label(parts: Floats, truth: Floats) -> Calibration:

@@ -300,6 +300,15 @@ def test_shares_and_temperature_are_found() -> None:
     assert (probabilities.max(axis=1) < found.threshold).mean() == pytest.approx(0.05, abs=0.001)
 
 
+def test_easy_texts_do_not_set_a_threshold_near_1() -> None:
+    labels = np.arange(60) % 3
+    parts = np.full((1, 60, 3), -9, np.float32)
+    parts[0, np.arange(60), labels] = 0
+    found = calibration.fit(parts, labels)
+    assert found.probabilities(parts).max(axis=1).min() > 0.99
+    assert found.threshold == pytest.approx(2 / 3)
+
+
 def test_a_perfect_part_does_not_break_the_fit() -> None:
     labels = np.arange(6) % 3
     parts = np.full((1, 6, 3), -40, np.float32)
