@@ -245,6 +245,7 @@ class _Launcher:
         seconds = time.monotonic() - begin
         machines, counts = self.groups.machines, self.progress.counts
         facts = {
+            "planned_epochs": self.plan.epochs,
             "samples_per_s": self.progress.samples_per_s,
             "gradients_applied": counts["gradients_applied"],
             "gradients_dropped": counts["gradients_dropped"],

@@ -39,22 +39,30 @@ from gadei_ps.errors import JobFailed, JobStopped
 from gadei_ps.job import paths
 from gadei_ps.job.config import state_directory
 from gadei_ps.memory.weights import FloatArray
+from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 
 Tensors = Mapping[str, FloatArray]
 """Weights by the names of their tensors."""
 
+FEW_HELD_OUT = 40
+"""Held-out rows below which `train` prints their number: the threshold refuses fewer than two."""
 WRITE_EVERY_S = 30.0
 """Time between two writes of the model directory before the last one, of an ensemble (s)."""
 
 
 @dataclass
 class Best:
-    """The best weights so far."""
+    """The best weights so far.
+
+    measured_epoch: of the weights with this accuracy. It differs from `epoch` after a run on all
+    rows.
+    """
 
     accuracy: float = -1.0
     loss: float = float("inf")
     epoch: float = 0
+    measured_epoch: float = 0
     tensors: Tensors | None = None
 
     def offer(
@@ -65,7 +73,8 @@ class Best:
             return False
         if not always and (accuracy, -loss) <= (self.accuracy, -self.loss):
             return False
-        self.accuracy, self.loss, self.epoch, self.tensors = accuracy, loss, epoch, tensors
+        self.accuracy, self.loss, self.tensors = accuracy, loss, tensors
+        self.epoch = self.measured_epoch = epoch
         return True
 
 
@@ -267,8 +276,10 @@ class Measuring:
         return {
             "validation_accuracy": self.best.accuracy,
             "validation_loss": self.best.loss,
-            "epochs": len(self.history) and int(self.history[-1]["epoch"]),
+            "held_out_rows": len(self._plan.corpus.held_out),
+            "epochs": self.history[-1]["epoch"] if self.history else 0,
             "best_epoch": self.best.epoch,
+            "measured_epoch": self.best.measured_epoch,
             "calibration_error": self._error,
             "micro_f1": self._micro_f1,
             "threshold": self._calibration.threshold,
@@ -331,7 +342,10 @@ class Measuring:
         }
         for line in report.lines(self._labels):
             self._display.event(line)
-        self._write(self.directory, {**summary, "finished": True})
+        if (held_out := summary["held_out_rows"]) < FEW_HELD_OUT:
+            rows = counted(held_out, "held-out row")
+            self._display.event(f"probabilities and threshold of predict rest on {rows}")
+        self._write(self.directory, {**summary, "finished": not summary["exit_code"]})
         return summary
 
 

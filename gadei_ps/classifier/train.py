@@ -61,7 +61,8 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     config = _config(settings, plan)
     check_result_directory(settings.out or Path("model-1"))
     second = plan.second()
-    display = Display(plan.epochs * (1 if second is None else 2), silent=display_silent)
+    planned = plan.epochs * (1 if second is None else 2)
+    display = Display(planned, silent=display_silent)
     plan.print(display, counted(settings.learners, "learner"))
     display.event(_where(compute, settings.learners))
     display.event(f"job {config.name}; its history is in {config.history_file()}")
@@ -76,7 +77,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
             measuring.begin_second(second)
             config = _config(settings, second)
             runs += [_run(second, config, display, compute, measuring, signalled, plan.epochs)]
-        return finish(runs, begin)
+        return finish(runs, begin, planned)
 
 
 def _config(settings: Settings, plan: Plan) -> JobConfig:
@@ -217,7 +218,8 @@ class _Run:
             self.measuring.secure(self.daemon.config.name)
             self.daemon.keeps = False  # as the model is on the disk
             if not self.stopped:
-                stop = StopJob(drain=True, timeout_s=30.0, finished=True)
+                finished = self.signalled() is None
+                stop = StopJob(drain=True, timeout_s=30.0, finished=finished)
                 self.status = self.daemon.request(stop, 60.0)
             learners.stop()
         except BaseException:
@@ -363,8 +365,11 @@ class _Run:
         return float(samples / self.train_seconds) if self.train_seconds > 0 else 0.0
 
 
-def finish(runs: Sequence[_Run], begin: float) -> dict[str, Any]:
-    """Write the model directory, return the summary. begin: by the monotonic clock."""
+def finish(runs: Sequence[_Run], begin: float, planned: int) -> dict[str, Any]:
+    """Write the model directory, return the summary.
+
+    begin: by the monotonic clock. planned: epochs of all runs.
+    """
     seconds = time.monotonic() - begin
     last = runs[-1]
 
@@ -372,6 +377,7 @@ def finish(runs: Sequence[_Run], begin: float) -> dict[str, Any]:
         return sum(run.status.get(name, 0) for run in runs)
 
     facts = {
+        "planned_epochs": planned,
         "samples_per_s": runs[0].samples_per_s(),
         "gradients_applied": total("gradients_applied"),
         "gradients_dropped": total("gradients_dropped"),

@@ -99,12 +99,14 @@ def removed(result: Mapping[str, Any]) -> str:
 
 def trained(summary: Mapping[str, Any], test_file: str | None) -> Table:
     """The end of `train`."""
-    accuracy = f"{summary['validation_accuracy']:.4f} on the held-out tenth"
+    held_out = counted(summary["held_out_rows"], "held-out row")
+    accuracy = f"{summary['validation_accuracy']:.4f} on {held_out}"
     if summary["test_accuracy"] is not None:
         accuracy = f"{summary['test_accuracy']:.4f} on {test_file}, {accuracy}"
     directory = summary["model_dir"]
     rows = {
-        "accuracy": f"{accuracy} (epoch {summary['best_epoch']} of {summary['epochs']})",
+        "accuracy": f"{accuracy} (epoch {summary['measured_epoch']:g})",
+        "epochs": f"{summary['epochs']:g} of {summary['planned_epochs']:,}",
         "speed": (
             f"{summary['samples_per_s']:,.0f} samples/s with "
             f"{counted(summary['learners'], 'learner')}{_where(summary)}; "

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from xml.etree import ElementTree
@@ -70,6 +71,8 @@ def test_summary(trained: tuple[Path, Result]) -> None:
     assert summary["validation_accuracy"] == 1.0
     assert summary["test_accuracy"] == pytest.approx(5 / 6)
     assert summary["epochs"] == 24, "once more on all rows"
+    assert (summary["measured_epoch"], summary["best_epoch"]) == (12, 24)
+    assert (summary["planned_epochs"], summary["held_out_rows"]) == (24, 6)
     assert summary["gradients_applied"] == BATCHES * summary["epochs"]
     assert 0 <= summary["calibration_error"] <= 1
     assert 0 < summary["threshold"] < 1
@@ -107,6 +110,8 @@ def test_plain_lines_and_summary(cli: Cli, job_name: str) -> None:
     assert "1 text with copies of different labels" in result.err
     assert "\x1b" not in result.err + result.out
     assert "gadei-ps predict model-1" in result.out
+    assert re.search(r"accuracy .* on \d+ held-out rows \(epoch 1\)\s+epochs +1 of 1\s", result.out)
+    assert "\nprobabilities and threshold of predict rest on " in result.err
     left = {path.name for path in cli.directory.iterdir()} - {"state"}  # where histories lie
     assert {name for name in left if "torch" not in name} == {"data.csv", "model-1"}
     refused = cli("train", "data.csv", *columns, "--out", ".", "--job", job_name)
@@ -242,8 +247,11 @@ def test_interrupted(cli: Cli, job_name: str) -> None:
     assert "SIGINT: the best weights so far are kept" in result.err
     assert "gadei-ps predict model-1" in result.out
     metrics = json.loads((cli.directory / "model-1" / "metrics.json").read_text())
-    assert (metrics["interrupted"], metrics["finished"]) == ("SIGINT", True)
+    assert (metrics["interrupted"], metrics["finished"]) == ("SIGINT", False)
     assert metrics["best_epoch"] > 0
+    assert metrics["planned_epochs"] == 200_000
+    last = cli("history", job_name, "--last", 1, "--json").json["lines"][0]
+    assert last["ended"] == "stopped"
     assert cli("predict", "model-1", "an invoice").code == 0
 
 
