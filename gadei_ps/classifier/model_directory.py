@@ -95,7 +95,7 @@ def load_result(directory: str | os.PathLike[str]) -> Result:
     path = resolved(directory)
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "there is no such directory"
-        raise failure(path, what, "give the directory of a finished training")
+        raise failure(path, what, "give a directory that gadei-ps train has written")
     config = _read_object(path / CONFIG)
     formats = (FORMAT, FORMAT_OF_CUTS, FORMAT_OF_ENSEMBLES)
     if config.get("format") not in formats:

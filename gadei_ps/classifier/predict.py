@@ -180,11 +180,15 @@ def write_csv(table: Table, predictions: Sequence[Prediction], out: Path | None)
     if out is None:
         csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
         return
-    if out.exists() and not out.is_file():  # a pipe or a device cannot be replaced
-        with open(out, "w", encoding="utf-8", newline="") as file:
+    try:
+        if out.exists() and not out.is_file():  # a pipe or a device cannot be replaced
+            with open(out, "w", encoding="utf-8", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows(rows)
+            return
+        with files.replacing(out.resolve()) as raw:  # resolved, so that a link is kept
+            file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
             csv.writer(file, lineterminator="\n").writerows(rows)
-        return
-    with files.replacing(out.resolve()) as raw:  # resolved, so that a link is kept
-        file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
-        csv.writer(file, lineterminator="\n").writerows(rows)
-        file.detach()
+            file.detach()
+    except OSError as error:
+        error.filename = str(out)  # not the temporary file beside it
+        raise

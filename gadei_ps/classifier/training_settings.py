@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from gadei_ps.errors import UsageError
+from gadei_ps.memory.shm import check_job_name
 
 ENSEMBLE: Final = "ensemble"
 """The default: see ensemble.py."""
@@ -65,6 +66,11 @@ class Settings:
                 f"--out {self.out}: there is a model already; name another directory, or replace "
                 "it with --overwrite"
             )
+        if self.job is not None:
+            try:
+                check_job_name(self.job)
+            except UsageError as error:
+                raise UsageError(f"--job: {error}") from None
         for name in ("learners", "epochs", "batch_size", "patience"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -23,6 +23,7 @@ from gadei_ps.cli.options import (
     WandB,
     Wire,
     argument,
+    check_file,
     option,
     print_result,
     switch,
@@ -241,10 +242,15 @@ def predict(
         raise UsageError("give sentences or --csv, not both")
     if out is not None and csv is None:
         raise UsageError("--out needs --csv")
+    check_file("--out", out)
+    if csv is not None and out is not None and _same_file(csv, out):
+        raise UsageError(f"--out {out}: it is the file of --csv; name another file")
     if top < 1:
         raise UsageError(f"--top must be at least 1, not {top}")
-    if threshold is not None and not (none and 0 <= threshold <= 1):
-        raise UsageError("--threshold needs --none, and a probability from 0 to 1")
+    if threshold is not None and not none:
+        raise UsageError("--threshold needs --none")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise UsageError(f"--threshold must be from 0 to 1, not {threshold:g}")
     from gadei_ps.classifier.predict import Choice
 
     choice = Choice(top, none, threshold)
@@ -267,6 +273,11 @@ def predict(
             f"vocabulary (first: {strange[0][:40]!r}): the label is a guess"
         )
     return 0
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    """Return whether both are the same regular file: a terminal may be read and written."""
+    return one.is_file() and other.is_file() and one.samefile(other)
 
 
 def _predictor(directory: Path, choice: Choice) -> Predictor:
@@ -331,5 +342,6 @@ def _notice(text: str) -> None:
 def _print_prediction(one: Prediction) -> None:
     """Print labels with their probabilities, and the sentence, in a line and separated by tabs."""
     terminal = sys.stdout.isatty()
-    parts = [*one.cells(), " ".join(one.text.splitlines())]
+    cells = (*one.cells(), one.text)
+    parts = [" ".join(cell.splitlines()).replace("\t", " ") for cell in cells]
     print(*(map(escaped, parts) if terminal else parts), sep="\t", flush=terminal)

@@ -93,6 +93,15 @@ def test_help_and_version(cli: Cli) -> None:
         ("status --watch --json", "give only one of --watch, --json"),
         ("predict model --out x.csv", "--out needs --csv"),
         ("predict model --csv x.csv text", "not both"),
+        ("predict model --threshold 0.5 text", "--threshold needs --none"),
+        (
+            "predict model --none --threshold 1.5 text",
+            "--threshold must be from 0 to 1, not 1.5",
+        ),
+        (
+            "predict model --csv x.csv --out gone/x.csv",
+            "--out gone/x.csv: there is no directory gone; create it first",
+        ),
     ],
 )
 def test_usage(cli: Cli, arguments: str, message: str) -> None:
@@ -219,7 +228,7 @@ def test_training_file(cli: Cli, content: bytes | None, message: str) -> None:
         ("--model cnn --lr -1", "lr must be at least 0"),
         ("--lr 1", "--lr is for --model cnn"),
         ("--sync chaos", "unknown model 'chaos'"),
-        ("--job a/b", "use 1 to 48 letters"),
+        ("--job a/b", "--job: job name 'a/b': use 1 to 48 letters"),
         ("--out {directory}/data.csv", "cannot be used (Not a directory)"),
     ],
 )
@@ -248,6 +257,7 @@ def test_model_directory_without_a_model(cli: Cli) -> None:
     assert "missing or damaged" in result.json["error"]
     missing = cli("predict", "none", "hello")
     assert (missing.code, "no such directory" in missing.error) == (2, True)
+    assert missing.error.endswith("give a directory that gadei-ps train has written")
 
 
 def test_traceback_on_request(cli: Cli, job_name: str) -> None:

@@ -20,7 +20,8 @@ import torch
 from shell import Cli, Result, Running, is_running
 from support.small_disk import small_disk
 
-from gadei_ps.classifier import learner
+from gadei_ps.classifier import learner, predict
+from gadei_ps.classifier.dataset import Table
 from gadei_ps.classifier.predict import Prediction
 from gadei_ps.cli import training
 from gadei_ps.errors import UsageError
@@ -190,17 +191,30 @@ def test_predict_csv(cli: Cli, trained: tuple[Path, Result]) -> None:
     again = cli("predict", model, "--csv", "out.csv", "--json")
     assert again.json["accuracy"] == right / 6
     assert "no column named 'text'" in cli("predict", model, "--csv", "in.csv").error
+    refused = cli("predict", model, "--csv", "out.csv", "--out", cli.directory / "out.csv")
+    assert (refused.code, "it is the file of --csv; name another" in refused.error) == (2, True)
 
 
-@pytest.mark.parametrize(("terminal", "text"), [(True, "a\\x1b[2Jb c\n"), (False, "a\x1b[2Jb c\n")])
+@pytest.mark.parametrize(
+    ("terminal", "text"), [(True, "a\\x1b[2Jb c d\n"), (False, "a\x1b[2Jb c d\n")]
+)
 def test_a_prediction_is_one_line_and_no_command_to_a_terminal(
     terminal: bool, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     with contextlib.redirect_stdout(out):
-        training._print_prediction(Prediction("a\x1b[2Jb\r\nc", "x", 0.5, 1, False, (("x", 0.5),)))
-    assert out.getvalue() == f"x\t0.5000\t{text}"
+        one = Prediction("a\x1b[2Jb\r\nc\td", "x\ty", 0.5, 1, False, (("x\ty", 0.5),))
+        training._print_prediction(one)
+    assert out.getvalue() == f"x y\t0.5000\t{text}"
+
+
+def test_an_error_of_out_names_the_path_of_the_user(tmp_path: Path) -> None:
+    table, one = Table(("text",), [["a"]], []), Prediction("a", "x", 0.5, 1)
+    out = tmp_path / "gone" / "out.csv"
+    with pytest.raises(FileNotFoundError) as caught:
+        predict.write_csv(table, [one], out)
+    assert caught.value.filename == str(out)
 
 
 def test_model_in_numbers(trained: tuple[Path, Result]) -> None:
