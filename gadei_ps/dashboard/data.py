@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +12,9 @@ from typing import Any
 
 import psutil
 
+from gadei_ps.errors import GadeiError
+from gadei_ps.job import paths
+from gadei_ps.job.diagnosis import has_lost_socket
 from gadei_ps.job.faults import Role
 from gadei_ps.monitoring.reading import Job, Reader, State
 from gadei_ps.show.counts import counted, rate
@@ -18,6 +23,7 @@ from gadei_ps.show.tables import age, size, when
 
 RATE_S = 0.9  # shortest time over which a rate is taken
 Values = Mapping[str, Any]
+_user = functools.cache(paths.user)  # a look-up may ask a server
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class View:
 
     speed: samples/s, or gradients/s if no samples are reported. rates: the same of each learner, by
     row. loss: mean of the gradients applied since the last look. staleness: theirs. Each is None or
-    absent until two looks have been taken.
+    absent until two looks have been taken. is_elsewhere: whether it has another runtime directory.
     """
 
     job: Job
@@ -54,6 +60,7 @@ class View:
     staleness: float | None = None
     rates: Mapping[int, float] | None = None
     processes: Sequence[Process] = ()
+    is_elsewhere: bool = False
 
     @property
     def name(self) -> str:
@@ -61,7 +68,8 @@ class View:
 
     @property
     def state(self) -> str:
-        return self.job.state.value
+        """State of the job; as in `ls`, a job of another runtime directory is `elsewhere`."""
+        return "elsewhere" if self.is_elsewhere else self.job.state.value
 
     @property
     def queue(self) -> int:
@@ -84,7 +92,7 @@ class View:
         job, values = self.job, self.job.metrics
         return {
             "job": job.name,
-            "user": str(job.uid),
+            "user": _user(job.uid),
             "state": self.state,
             "model": size(job.model.bytes) if job.model else "",
             "learners": str(len(job.learners)),
@@ -184,7 +192,8 @@ class Watcher:
             if (last := self._last.get(key)) is not None:
                 view = replace(last, job=job, time=view.time)
         self._last[key] = view
-        return replace(view, processes=[self._measured(one) for one in _processes(job)])
+        processes = [self._measured(one) for one in _processes(job)]
+        return replace(view, processes=processes, is_elsewhere=_is_elsewhere(job))
 
     def _measured(self, one: Process) -> Process:
         """Add processor time and memory; a process that has ended has none."""
@@ -205,6 +214,17 @@ class Watcher:
         self._before = {key: one for key, one in self._before.items() if key in there}
         self._last = {key: one for key, one in self._last.items() if key in there}
         self._processes = {pid: one for pid, one in self._processes.items() if pid in pids}
+
+
+def _is_elsewhere(job: Job) -> bool:
+    """Return whether a job of this user has its watchdog in another runtime directory."""
+    if job.watchdog_pid is None:
+        return False
+    with contextlib.suppress(GadeiError, OSError):
+        files = paths.lock_path(job.name), paths.socket_path(job.name)
+        if job.uid == paths.owner() and not any(map(os.path.lexists, files)):
+            return not has_lost_socket(job.name, job.uid)
+    return False
 
 
 def _with_rates(view: View, before: Job, took: float, counter: str) -> View:

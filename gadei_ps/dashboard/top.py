@@ -33,10 +33,10 @@ SORTS: Final[dict[str, Callable[[View], object]]] = {
     "age": lambda view: view.job.metrics.get("started") or 0,
 }
 STATE_STYLE: Final = {
-    State.RUNNING: "green",
-    State.UNREADABLE: "red",
-    State.ORPHANED: "red",
-    State.DEAD: "dim",
+    State.RUNNING.value: "green",
+    State.UNREADABLE.value: "red",
+    State.ORPHANED.value: "red",
+    State.DEAD.value: "dim",
 }
 
 
@@ -113,7 +113,8 @@ class Top:
         elif self.job is not None and key in ("k", "c", "l"):
             if self.job.job.uid != paths.owner():
                 # Actions name a job of this user: one of the same name would be changed.
-                self.message = f"{self.job.name} is of user {self.job.job.uid}: act as that user"
+                user = paths.user(self.job.job.uid)
+                self.message = f"{self.job.name} is of user {user}: act as that user"
                 return
             {"k": self._kill, "c": self._checkpoint, "l": self._set}[key](self.job)
 
@@ -211,7 +212,7 @@ class Top:
             cells: dict[str, str | Text] = {
                 **view.cells(),
                 "job": _chosen(view.name, is_chosen, style),
-                "state": Text(view.state, style=STATE_STYLE.get(view.job.state, "yellow")),
+                "state": Text(view.state, style=STATE_STYLE.get(view.state, "yellow")),
             }
             made.add_row(*(cells[name] for name in names))
         return made

@@ -15,6 +15,7 @@ from shell import FOREVER, Cli, is_running, learning
 
 from gadei_ps import homes
 from gadei_ps.commands import jobs
+from gadei_ps.dashboard.data import Watcher
 from gadei_ps.errors import JobNotFound
 from gadei_ps.job import paths, service
 from gadei_ps.job.config import state_directory
@@ -136,11 +137,18 @@ def test_ls(cli: Cli, job_name: str) -> None:
     assert job_name in cli("ls").out
 
 
-def test_job_of_another_runtime_directory(cli: Cli, job_name: str) -> None:
+def test_job_of_another_runtime_directory(
+    cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cli.serve(job_name, MODEL)
     other = cli.directory / "other"
     found = cli("ls", "--json", GADEI_PS_RUNTIME_DIR=str(other)).json["jobs"]
     assert [one["state"] for one in found if one["name"] == job_name] == ["elsewhere"]
+    views = [Watcher().look_at(job_name)]
+    with monkeypatch.context() as patch:
+        patch.setenv("GADEI_PS_RUNTIME_DIR", str(other))
+        views.append(Watcher().look_at(job_name))
+    assert [one and one.state for one in views] == ["running", "elsewhere"]
     right = f"GADEI_PS_RUNTIME_DIR={os.environ['GADEI_PS_RUNTIME_DIR']}"
     for command in ("status", "stop", "checkpoint"):
         assert right in cli(command, job_name, GADEI_PS_RUNTIME_DIR=str(other)).error

@@ -25,6 +25,7 @@ from support.terminal import Terminal
 from gadei_ps.dashboard.data import Process, View
 from gadei_ps.dashboard.screen import ENTER, LEAVE
 from gadei_ps.dashboard.top import Top
+from gadei_ps.job import paths
 from gadei_ps.job.faults import Role
 from gadei_ps.learners.client import Client
 from gadei_ps.monitoring.reading import Job, State
@@ -86,7 +87,9 @@ def test_jobs_of_two_users_with_one_name() -> None:
     for key in "kcl":
         top.press(key)
         assert top.asked is None
-        assert "act as that user" in top.message
+        assert f"user {paths.user(ours + 1)}: act as that user" in top.message
+    shown = [row[1].plain for row in top._job_lines(9).rows]
+    assert shown == [paths.user(ours), paths.user(ours + 1)]
 
 
 @pytest.fixture
