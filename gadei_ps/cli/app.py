@@ -42,6 +42,8 @@ TRAIN, JOBS, CHECKPOINTS = "Train", "Jobs", "Checkpoints"
 FAULTS, MACHINE, RESEARCH = "Faults", "This machine", "Research"
 # They refuse the name of a job with better words than the parser's.
 ANY: Final = {"allow_extra_args": True}
+# `set` takes --lr for a setting: its error names the form FIELD=VALUE.
+UNKNOWN: Final = {"ignore_unknown_options": True}
 
 app.command(rich_help_panel=TRAIN)(training.train)
 app.command(rich_help_panel=TRAIN)(training.predict)
@@ -57,7 +59,7 @@ app.command("ls", rich_help_panel=JOBS)(jobs.list_jobs)
 app.command(rich_help_panel=JOBS)(watching.history)
 app.command(rich_help_panel=JOBS)(watching.plot)
 app.command(rich_help_panel=JOBS)(watching.metrics)
-app.command("set", rich_help_panel=JOBS)(serving.set_job)
+app.command("set", context_settings=UNKNOWN, rich_help_panel=JOBS)(serving.set_job)
 app.command(rich_help_panel=JOBS)(serving.reload)
 app.command(rich_help_panel=JOBS)(jobs.stop)
 app.command(rich_help_panel=CHECKPOINTS)(checkpoints.checkpoint)

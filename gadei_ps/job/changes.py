@@ -125,7 +125,7 @@ def parse(given: Sequence[str]) -> Values:
     found: Values = {}
     for item in given:
         name, equals, text = item.partition("=")
-        if not equals:
+        if not equals or name.startswith("-"):
             raise UsageError(f"cannot read {item!r}; write FIELD=VALUE, as lr=0.01")
         of, dot, field = name.rpartition(".")
         names = PAIRS.get(field, (field,))

@@ -90,6 +90,8 @@ def test_help_and_version(cli: Cli) -> None:
             "'--learner' requires an argument; see gadei-ps kill --help",
         ),
         ("group status --adress x", "see gadei-ps group status --help"),
+        ("set demo --lr 0.02", "cannot read '--lr'; write FIELD=VALUE, as lr=0.01"),
+        ("set demo --lr=0.02", "cannot read '--lr=0.02'; write FIELD=VALUE, as lr=0.01"),
         ("status --watch --json", "give only one of --watch, --json"),
         ("predict model --out x.csv", "--out needs --csv"),
         ("predict model --csv x.csv text", "not both"),
