@@ -127,7 +127,7 @@ class Dashboard:
         job = shm.check_job_name(request.path_params["job"])
         view = await run_in_threadpool(Watcher(paths.owner()).look_at, job)
         if view is None or view.job.state is State.DEAD:
-            raise JobNotFound(f"no job {job!r} is running; its history may be among the runs")
+            raise _not_found(job)
         parts = await run_in_threadpool(OneJob(job, self._render).parts, view)
         return self._page("job.html", job=job, view=view, parts=parts)
 
@@ -223,10 +223,19 @@ class Dashboard:
         return PlainTextResponse(done)
 
 
+def _not_found(job: str) -> JobNotFound:
+    return JobNotFound(f"no job {job!r} is running; its history may be among the runs")
+
+
 def _lines_of(job: str) -> list[dict[str, Any]]:
-    """Return the history of a running job; empty if it keeps none, or has none yet."""
+    """Return the history of a job in memory; empty if it keeps none, or has none yet.
+
+    Raises JobNotFound.
+    """
     view = Watcher(paths.owner()).look_at(job)
-    path = view.job.history if view else None
+    if view is None:
+        raise _not_found(job)
+    path = view.job.history
     return series.read(path) if path and path.exists() else []
 
 

@@ -228,7 +228,9 @@ def test_a_job_that_ends(job_name: str, site: Site) -> None:
         stream = messages(site, f"/job/{job_name}/stream")
         assert next(stream)[0] == "update"
     assert "ended" in [kind for kind, _ in stream]
-    assert site.ask(f"/job/{job_name}")[0] == 404
+    for path in (f"job/{job_name}", *(f"{what}?job={job_name}" for what in ("data", "csv", "svg"))):
+        code, _, text = site.ask(f"/{path}")
+        assert (code, text.partition(job_name)[0]) == (404, "no job '"), path
 
 
 def test_a_job_that_only_lost_its_processes(job_name: str) -> None:

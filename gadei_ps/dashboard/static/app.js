@@ -314,10 +314,20 @@ class Stream {
   }
 }
 
-async function load() {
+async function fetched(url) {
+  const reply = await fetch(url);
+  if (!reply.ok) throw new Error(await reply.text());
+  return new Run(await reply.json());
+}
+
+// If that fails, the curves on the page stay.
+function load() {
+  return loadAll().catch((error) => banner(`The curves cannot be loaded: ${error.message}`));
+}
+
+async function loadAll() {
   const root = $("charts");
-  const urls = [root.dataset.source, root.dataset.other].filter(Boolean);
-  const runs = await Promise.all(urls.map(async (url) => new Run(await (await fetch(url)).json())));
+  const runs = await Promise.all([root.dataset.source, root.dataset.other].filter(Boolean).map(fetched));
   const chosen = [...document.querySelectorAll("select[name]")].map((one) => one.selectedOptions[0].textContent);
   if (window.shown) {
     shown.runs = runs;
@@ -330,7 +340,7 @@ async function load() {
 }
 
 addEventListener("DOMContentLoaded", async () => {
-  if ($("charts")) await load().catch((error) => banner(`The curves cannot be loaded: ${error.message}`));
+  if ($("charts")) await load();
   const url = document.body.dataset.stream;
   if (url) window.stream = new Stream(url, Boolean($("charts")));
 });
