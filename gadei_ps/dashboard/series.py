@@ -54,13 +54,20 @@ def _is_finite(value: object) -> bool:
 
 
 def event(line: Line) -> dict[str, Any] | None:
-    """Return time, version, kind and text of an event; None for a point."""
+    """Return time, version, kind and text of an event; None for a point.
+
+    is_exact: whether the version is that of the event. Others have the version at which the
+    watchdog noticed them, up to a second later.
+    """
     text = event_text(line)
     kind = next((name for name in KINDS if name in line), None)
     if not text or kind is None or kind == "measured":
         return None
     named = str(line["event"]) if kind == "event" else kind
-    return {name: line.get(name) for name in PLACE} | {"kind": named, "text": text}
+    changed = line.get("set")
+    is_exact = kind == "ended" or (isinstance(changed, dict) and "sync" not in changed)
+    place = {name: line.get(name) for name in PLACE}
+    return place | {"kind": named, "text": text, "is_exact": is_exact}
 
 
 def columns(lines: Sequence[Line]) -> dict[str, Any]:

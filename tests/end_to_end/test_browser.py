@@ -80,7 +80,9 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
 
     page.get_by_role("link", name=job_name).click()
     page.locator(".chart h3", has_text="loss").first.wait_for()
-    page.locator("#events li", has_text="learner 1 attached").wait_for()
+    event = page.locator("#events li", has_text="learner 1 attached").first.inner_text()
+    assert re.match(r"\d\d-\d\d \d\d:\d\d:\d\d", event)
+    assert "version" not in event, "it is not known"
     page.locator(".chart h3", has_text="samples/s").wait_for()
     assert page.evaluate("shown.runs[0].series.loss.at(-1)") > 0
 
@@ -132,6 +134,24 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
     page.locator("#events li", has_text="failover in").wait_for()
     page.goto(f"{origin}/compare?a={Path(history).name}&b={OTHER}")
     page.locator(".chart h3", has_text="constructor").wait_for()
+    marks = eventually(lambda: page.evaluate("shown.plots.get('loss')?.plot?.axes[0]._values"))
+    assert {one[-2:] for one in marks} == {" s"}
+
+
+def look_at_axes(page: Any) -> None:
+    """Check that ticks have 24 hours, differ from each other, and count queues in whole numbers."""
+    page.locator(".chart h3", has_text="queue").wait_for()
+    axes = "[...shown.plots].map(([name, one]) => "
+    axes += "[name, ...one.plot.axes.map((axis) => axis._values)])"
+    charts = eventually(lambda: all(map(all, found := page.evaluate(axes))) and found)
+    time = re.compile(r"\d\d:\d\d(:\d\d(\.\d{3})?)?(\n\d\d-\d\d)?")
+    for name, times, values in charts:
+        assert all(map(time.fullmatch, times)), (name, times)
+        assert len({*values}) == len(values), (name, values)
+    queue = next(values for name, _, values in charts if name == "queue")
+    assert all(map(str.isdigit, queue)), queue
+    ticks = page.evaluate("[shortened(3.68812, 2e-5), shortened(12345.2, 0.2), shortened(0, 0.5)]")
+    assert ticks == ["3.68812", "12,345.2", "0"]
 
 
 def look(page: Any) -> None:
@@ -149,9 +169,12 @@ def look(page: Any) -> None:
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+    kill = "document.querySelector('#processes .danger').getBoundingClientRect().right"
+    assert page.evaluate(kill) <= 390
     unnamed = "[...document.querySelectorAll('button, input:not([type=hidden]), select')].filter("
     unnamed += "(one) => !one.textContent.trim() && !one.labels?.length && !one.ariaLabel).length"
     assert page.evaluate(unnamed) == 0
     assert "last value" in page.locator(".chart").first.get_attribute("aria-label")
     page.set_viewport_size({"width": 1100, "height": 800})
     page.emulate_media(color_scheme="light")
+    look_at_axes(page)

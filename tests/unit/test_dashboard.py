@@ -47,6 +47,10 @@ def test_columns() -> None:
         ("failover", "failover in 3.2 ms"),
         ("ended", "finished"),
     ]
+    assert [one["is_exact"] for one in made["events"]] == [True, False, True]
+    barrier = series.event({"time": 1.0, "version": 1, "set": {"sync": ["asp", "bsp"]}})
+    assert barrier is not None
+    assert not barrier["is_exact"]
     table = series.as_csv([*lines, {"time": 5.0, "command": "=cmd()"}]).split("\r\n")
     assert table[0].startswith("time,version,")
     assert table[0].endswith(",event")

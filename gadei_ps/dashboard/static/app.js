@@ -7,6 +7,8 @@ const HEIGHT = 210, LEAST_WIDTH = 240; // of a chart, CSS pixels
 const COLOURS = { failover: "--bad", death: "--bad", eviction: "--bad", "checkpoint failed": "--bad",
   set: "--b", checkpoint: "--good", attach: "--quiet", detach: "--quiet" };
 const ORDER = ["loss", "accuracy", "samples_per_s", "gradients_per_s", "staleness", "queue", "learners", "learning_rate"];
+const WHOLE = new Set(["queue", "learners"]);
+const WHOLE_STEPS = [...Array(13).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
 const DRAWN = new Set(["set", "failover", "death", "eviction", "checkpoint", "checkpoint failed", "adoption"]);
 
 function colour(name) {
@@ -18,11 +20,35 @@ function banner(text) {
   $("banner").hidden = !text;
 }
 
-function shortened(value) {
+// step: between the ticks of an axis, which get enough digits to differ.
+function shortened(value, step = Infinity) {
   if (value === null || value === undefined) return "";
-  const size = Math.abs(value);
-  if (size >= 1e4 && size < 1e15) return Math.round(value).toLocaleString("en");
-  return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(5)));
+  const size = Math.abs(value), digits = Math.min(17, Math.ceil(Math.log10(size / step)) + 2);
+  if (size >= 1e4 && size < 1e15) {
+    return value.toLocaleString("en", { maximumFractionDigits: Math.max(0, 1 - Math.floor(Math.log10(step))) });
+  }
+  if (size !== 0 && size < 1e-3) return value.toExponential(Math.max(2, digits - 1));
+  return String(Number(value.toPrecision(Math.max(5, digits))));
+}
+
+// Local time, as in the tables: 11-27 11:34:23.
+function when(seconds) {
+  const at = new Date(Math.round(seconds * 1000)), two = (number) => String(number).padStart(2, "0");
+  const time = [at.getHours(), at.getMinutes(), at.getSeconds()].map(two).join(":");
+  return `${two(at.getMonth() + 1)}-${two(at.getDate())} ${time}`;
+}
+
+// Ticks of a time axis. Below the first one, and the first one of another day, is the date.
+function clock(marks, step) {
+  let day = "";
+  return marks.map((mark) => {
+    const [date, time] = when(mark).split(" "), isNew = date !== day;
+    day = date;
+    if (step >= 86400) return date;
+    const part = String(Math.round(mark * 1000) % 1000).padStart(3, "0");
+    const text = step >= 60 ? time.slice(0, 5) : step >= 1 ? time : `${time}.${part}`;
+    return isNew ? `${text}\n${date}` : text;
+  });
 }
 
 function named(name) {
@@ -117,15 +143,30 @@ class Charts {
 
   options(name, box) {
     const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
-    const isTime = this.axis === "time" && this.runs.length === 1;
-    const x = { ...axis, values: isTime ? undefined : (_, marks) => marks.map(shortened) };
+    const isTime = this.axis === "time" && this.runs.length === 1, isWhole = WHOLE.has(name);
+    const unit = this.axis === "time" ? " s" : "";
+    const ticks = (after) => (_, marks, at, space, step) => marks.map((mark) => shortened(mark, step) + after);
+    const x = {
+      ...axis, space: 90, ...(this.axis === "version" && { incrs: WHOLE_STEPS }),
+      values: isTime ? (_, marks, at, space, step) => clock(marks, step) : ticks(unit),
+    };
+    const y = {
+      ...axis, ...(isWhole && { incrs: WHOLE_STEPS }),
+      values: ticks(""),
+      size: (_, texts) => Math.max(66, 18 + 7 * Math.max(0, ...(texts ?? []).map((one) => one.length))),
+    };
+    const range = (_, low, high) => {
+      if (low === null) return [null, null];
+      const isFromZero = isWhole || (low === 0 && high === 0);
+      return uPlot.rangeNum(isFromZero ? 0 : low, isFromZero ? Math.max(1, high) : high, 0.1, true);
+    };
     return {
       width: Math.max(LEAST_WIDTH, box.clientWidth), height: HEIGHT,
-      scales: { x: { time: isTime } },
+      scales: { x: { time: isTime }, y: { range } },
       cursor: { sync: { key: "gadei-ps" } },
-      axes: [x, { ...axis, size: 66, values: (_, marks) => marks.map(shortened) }],
+      axes: [x, y],
       series: [
-        { label: this.axis },
+        { label: this.axis, value: (_, at) => (at === null ? "" : isTime ? when(at) : shortened(at) + unit) },
         ...this.labels.map((label, at) => ({
           label: label || named(name), stroke: colour(at ? "--b" : "--a"), width: 1.5, spanGaps: true,
           value: (_, value) => shortened(value),
@@ -176,6 +217,8 @@ class Charts {
     for (const [name, data] of tables) {
       const { box, plot } = this.plots.get(name);
       plot.setData(data);
+      const [first] = data[0]; // uPlot would draw three years around a single point
+      if (data[0].length === 1) plot.setScale("x", { min: first - 1, max: first + 1 });
       const last = data.slice(1).map((values) => shortened(values.at(-1))).join(" and ");
       box.setAttribute("aria-label", `${named(name)}: ${data[0].length} points, last value ${last}`);
     }
@@ -239,10 +282,10 @@ function list(events) {
   if (!$("events")) return;
   for (const event of events) {
     const item = document.createElement("li");
-    const when = Object.assign(document.createElement("time"), { textContent: new Date(event.time * 1000).toLocaleTimeString() });
-    when.dateTime = new Date(event.time * 1000).toISOString();
-    const version = event.version === null ? "" : ` (version ${event.version.toLocaleString("en")})`;
-    item.append(when, event.text + version);
+    const time = Object.assign(document.createElement("time"), { textContent: when(event.time) });
+    time.dateTime = new Date(event.time * 1000).toISOString();
+    const version = !event.is_exact || event.version === null ? "" : ` (version ${event.version.toLocaleString("en")})`;
+    item.append(time, event.text + version);
     item.className = event.kind;
     $("events").prepend(item);
   }
