@@ -19,7 +19,7 @@ from gadei_ps.job.control import StopJob, ask
 from gadei_ps.watchdog import server_starter, supervisor
 from gadei_ps.watchdog.serve_options import Options
 
-SILENT_S = 1.5
+SILENT_S = 2.5  # a process that computes gets a core within it, on a busy machine
 COMPILED_S = 500.0  # the kernels, if no test has needed them before
 COMPUTE = "while time.monotonic() < begin + 2 * {silent}: sum(range(1000))"
 HANG = "time.sleep(1000)"
