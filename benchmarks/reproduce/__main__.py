@@ -112,17 +112,17 @@ def _run(name: str, quick: bool) -> None:
     matplotlib.rcParams.update(plot_style.STYLE)
     if quick:
         part.PLOTS = part.scratch()
+    facts = {  # before plots are drawn, which are files of the commit
+        "machine": machine(),
+        "commit": suite.commit(),
+        "command": f"python -m gadei_ps.benchmarks.reproduce {name}",
+    }
     begin = time.monotonic()
     found: Part = importlib.import_module(f"gadei_ps.benchmarks.reproduce.{name}").run(quick)
     for row in found.rows:
         print(f"  {row.what}: {row.ours}  [{row.paper}]  {row.why}")
     print(f"  {time.monotonic() - begin:.0f} s", flush=True)
     if not quick:
-        facts = {
-            "machine": machine(),
-            "commit": suite.commit(),
-            "command": f"python -m gadei_ps.benchmarks.reproduce {name}",
-        }
         found.write(name, facts)
 
 
