@@ -208,6 +208,8 @@ def _round(crew: Crew, victims: tuple[str | Role, ...], chance: random.Random) -
             crew.kill(one)
         else:
             one.order[0] = failing(chance.randrange(STAGES), victim == "backward")
+            # It may wait for its turn behind workers that rest, as the round's waves are done.
+            crew.most[0] += 2 * WORKERS
             assert one.child.receive() == [], "all stages have ended"
             one.let_in()
     crew.watch()
