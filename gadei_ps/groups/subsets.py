@@ -129,7 +129,7 @@ class Subsets(Generic[Owner]):
         """Divide the unanswered samples of an owner that has died or left; return their number.
 
         heirs: the members of its group that remain, in their order; owners, or they become some.
-        If there are none, the samples stay with the dead replica.
+        Without any, the samples stay with the dead replica.
         """
         if owner in heirs:
             raise ValueError(f"{owner} is gone and cannot be an heir")

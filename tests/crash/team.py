@@ -143,8 +143,8 @@ class Team:
     def hanging(self, hang_s: float) -> Iterator[None]:
         """Have the watchdog kill servers that hang for so long, in this block only.
 
-        Otherwise a machine so busy that a thread waits that long for a core would have others
-        killed, too.
+        Otherwise others would be killed on a machine so busy that a thread waits that long for a
+        core.
         """
         self._reload(hang_s)
         yield
