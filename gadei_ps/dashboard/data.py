@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,6 @@ from gadei_ps.show.tables import age, size, when
 
 RATE_S = 0.9  # shortest time over which a rate is taken
 Values = Mapping[str, Any]
-_user = functools.cache(paths.user)  # a look-up may ask a server
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class View:
         job, values = self.job, self.job.metrics
         return {
             "job": job.name,
-            "user": _user(job.uid),
+            "user": paths.user(job.uid),
             "state": self.state,
             "model": size(job.model.bytes) if job.model else "",
             "learners": str(len(job.learners)),

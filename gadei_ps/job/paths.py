@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import pwd
 import re
@@ -150,6 +151,7 @@ def variable(where: Path | None) -> str:
     return f"GADEI_PS_RUNTIME_DIR={shlex.quote(text) if is_shown else '...'}"
 
 
+@functools.cache  # a look-up may ask a server
 def user(uid: int) -> str:
     """Name of a user, or the number where there is none."""
     try:

@@ -97,12 +97,15 @@ class JobCollector:
         self._reader = reader
         self._job = job
         self._scalars: dict[str, tuple[Follower, dict[str, float]]] = {}
-        self._users: dict[int, str] = {}
 
     def collect(self) -> Iterator[Family]:
         """Read the jobs, and yield one family after the other."""
         jobs = self._reader.jobs() if self._job is None else [self._reader.job(self._job)]
-        found = [(self._labels(job), job) for job in jobs if job is not None]
+        found = [
+            ({"gadei_job": job.name, "user": paths.user(job.uid)}, job)
+            for job in jobs
+            if job is not None
+        ]
         yield from _states(found)
         read = [(labels, job) for labels, job in found if job.state is not State.UNREADABLE]
         of_jobs = [(labels, job.metrics) for labels, job in read]
@@ -139,11 +142,6 @@ class JobCollector:
                 for key, value in named(job).items()
             ]
             yield _family(GaugeMetricFamily(name, help_), values)
-
-    def _labels(self, job: Job) -> Labels:
-        if job.uid not in self._users:
-            self._users[job.uid] = paths.user(job.uid)
-        return {"gadei_job": job.name, "user": self._users[job.uid]}
 
     def _reported(self, job: Job) -> dict[str, float]:
         if job.history is None:
