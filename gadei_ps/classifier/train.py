@@ -40,7 +40,7 @@ POLL_S = 0.25
 STALLED_S = 120.0
 """Time without a gradient after which a training with joined learners has failed (s)."""
 LATE_S = 10.0
-"""Limit of the time between two looks at the gradients: after more, weights were measured (s)."""
+"""A longer time than this between two looks at the gradients is that of a measurement (s)."""
 MAX_REFUSED = 20
 MAX_DEATHS = 20
 """Deaths of learners without a gradient in between after which no other one is started."""
@@ -194,7 +194,7 @@ class _Run:
         self.completed = False
         self.status: dict[str, Any] = {}
         self.deaths = 0
-        self._deaths_since_gradient = 0  # since the last gradient
+        self._deaths_since_gradient = 0
         self.train_seconds = 0.0
         self._flat: FloatArray | None = None
 
