@@ -27,7 +27,7 @@ from gadei_ps.job.control import Measured, SetWork, Status, StopJob
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.foreground import suspends
 from gadei_ps.machine.interrupts import Interrupted
-from gadei_ps.machine.launch import Compute, Learners
+from gadei_ps.machine.launch import Compute, Ended, Learners
 from gadei_ps.memory import layout, segment, shm, weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.weights import FloatArray
@@ -249,8 +249,9 @@ class _Run:
         stalled = Watch(STALLED_S, LATE_S)
         while True:
             self.daemon.check()
-            self._replace_dead(learners)
+            ended = learners.ended()  # before the status, which then has all that they have done
             version_before, self.status = version, self.daemon.request(Status())
+            self._replace_dead(learners, ended)
             self._check_refused()
             if self.status["model"]:
                 self._map()  # before a stop can take the weights away
@@ -305,8 +306,8 @@ class _Run:
             return None
         return self.train_seconds / done * (self.epochs - done)
 
-    def _replace_dead(self, learners: Learners) -> None:
-        for one in learners.ended():
+    def _replace_dead(self, learners: Learners, ended: Sequence[Ended]) -> None:
+        for one in ended:
             finished = self.status.get("work", {}).get("state") == "done"
             if one.code == 0 and (finished or self.status.get("phase") == "draining"):
                 continue

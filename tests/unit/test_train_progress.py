@@ -30,11 +30,14 @@ def test_handed_out(epoch: int, next_batch: int, epochs: float) -> None:
         assert handed_out(work) == epochs
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any) -> int:
-    """Watch a run that looks every second. Returns the number of looks until it fails.
+ALL = 99  # gradients
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any, start: Any = id) -> int:
+    """Watch a run of ALL gradients that looks every second; return how often until it fails.
 
     looks: of each look, the number of joined learners and the gradients applied. ended: learners
-    that have ended since the look before.
+    that have ended since the look before. start: called to start another one.
     """
     times = count()
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(times), sleep=id))
@@ -46,6 +49,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any) -> int:
         looked += 1
         joined, version = next(looks)
         work = {"epoch": 0, "next": 0, "batches": 1, "epochs_done": 0}
+        work |= {"state": "done" if version == ALL else "open"}
         counts = {"gradients_refused": 0, "gradients_applied": version, "version": version}
         return {"learners": [{}] * joined, "model": None, "work": work, **counts}
 
@@ -61,7 +65,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any) -> int:
         train_seconds=0.0,
         _deaths_since_gradient=0,
     )
-    learners: Any = SimpleNamespace(ended=lambda: next(ended), hopeless=False, start=id)
+    learners: Any = SimpleNamespace(ended=lambda: next(ended), hopeless=False, start=start)
     with pytest.raises(JobFailed):
         run._watch(learners)
     return looked
@@ -83,4 +87,13 @@ def test_learners_that_die_without_a_gradient(
     """They are not started again for ever, even if each lives for a while."""
     looks = chain(repeat((0, 0), gradient_at), repeat((0, 1)))
     ended = ([Ended(0, 1, 1)] if number % 9 == 0 else [] for number in count(1))
-    assert watched(monkeypatch, looks, ended) == 9 * deaths - 1
+    assert watched(monkeypatch, looks, ended) == 9 * deaths
+
+
+def test_learners_that_have_done_all_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their end may be seen in the look that first shows that all is done."""
+    looks = chain(repeat((2, 7), 10), repeat((1, ALL)))
+    ended = chain(repeat([], 10), [[Ended(0, 1, 0)]], repeat([]))
+    started: list[int] = []
+    watched(monkeypatch, looks, ended, started.append)
+    assert started == []
