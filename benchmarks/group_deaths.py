@@ -17,7 +17,7 @@ weights of the next finished round.
 
 What must not happen is counted (group_deaths_counts.py): a survivor that goes back, whose job has
 got a round twice, or that has other weights than others after the same round; a survivor without a
-new gradient for STOPPED_S (`whole` alone); a batch of a finished pass that is not in the weights,
+new gradient for STOPPED_S (not `divided`); a batch of a finished pass that is not in the weights,
 or twice (`divided` alone: the replicas divide the batches of each pass, and each copy of the
 weights costs a pause of all servers and a process); anything that is left behind.
 """
@@ -57,6 +57,7 @@ from gadei_ps.benchmarks.machines import LOOK_S, Machines, job, needs_ray, place
 from gadei_ps.benchmarks.sizes import sizes
 from gadei_ps.replicas import copies
 
+DIVIDED = "divided"
 NONE, MACHINE, AGENT, LEARNER = "no death", "machine", "agent", "learner"
 COORDINATOR, HEAD, BACK = "coordinator", "head of Ray", "all are back"
 PAUSE = "longest pause"
@@ -210,15 +211,15 @@ def audit(run: Machines, machines: int, directory: Path) -> dict[str, int]:
 
 
 def storm(
-    report: Report, size: dict[str, Any], divided: bool, kills: dict[str, int], most_s: float
+    report: Report, size: dict[str, Any], kind: str, kills: dict[str, int], most_s: float
 ) -> None:
     """One run with its kills, as many as there is time for; adds rows.
 
     kills: number of each kind.
     """
-    kind = "divided" if divided else "whole"
+    divided, model = kind == DIVIDED, size.get("bytes", {}).get(kind, 0)
     with place() as directory:
-        name = f"deaths-{kind}-{os.getpid()}"
+        name = f"deaths-{kind.replace(' ', '')}-{os.getpid()}".lower()
         given = settings(
             every=size["every"],
             rule="outer:1:0",
@@ -228,7 +229,7 @@ def storm(
             groups=[size["machines"]],
         )
         module = "gadei_ps.benchmarks.group_deaths_learner"
-        command = [sys.executable, "-P", "-m", module, str(directory)]
+        command = [sys.executable, "-P", "-m", module, str(directory), str(model)]
         with closing(Machines(directory, name, given, command)) as run:
             seen = Storm(run, size["machines"], size["seed"], divided)
             run.start()
@@ -250,7 +251,7 @@ def storm(
             left = _left(run)
             seen.counts[LEFT] = len(left)
             report.notes += [f"left behind: {', '.join(left[:9])}"] if left else []
-    _tell(report, seen, divided)
+    _tell(report, seen, kind)
 
 
 def _left(run: Machines) -> list[str]:
@@ -261,8 +262,7 @@ def _left(run: Machines) -> list[str]:
     return run.left()
 
 
-def _tell(report: Report, seen: Storm, divided: bool) -> None:
-    kind = "divided" if divided else "whole"
+def _tell(report: Report, seen: Storm, kind: str) -> None:
     for what, seconds in seen.times.items():
         p50, p99 = (float(one) for one in np.quantile(seconds, [0.5, 0.99]))
         told = {"contender": "gadei-ps", "batches": kind, "what": what} | summary(seconds)
@@ -273,7 +273,7 @@ def _tell(report: Report, seen: Storm, divided: bool) -> None:
         shown = [f"{one:.2f}" for one in (p50, p99, max(seconds))]
         report.lines.append([f"{kind}: {what}", *shown, str(len(seconds))])
     for what in (COMPARED, FINISHED, *FAULTS):
-        if what in ((STOPPED,) if divided else (FINISHED, MISSING, AGAIN)):
+        if what in ((STOPPED,) if kind == DIVIDED else (FINISHED, MISSING, AGAIN)):
             continue
         count = seen.counts[what]
         row: dict[str, Any] = {"contender": "gadei-ps", "batches": kind, "what": what}
@@ -288,12 +288,12 @@ def _tell(report: Report, seen: Storm, divided: bool) -> None:
 
 
 def measure(quick: bool) -> Report:
-    """Kill machines of a run with whole passes, then of one that divides them."""
+    """Kill machines of a run with whole passes, of one that divides them, of one with 22 MB."""
     needs_ray("group_deaths")
     size = sizes("group_deaths", quick)
     report = Report(["until the next round, s", "p50", "p99", "most", "number"])
     for kind, (kills, most_s) in size["kills"].items():
-        storm(report, size, kind == "divided", kills, most_s)
+        storm(report, size, kind, kills, most_s)
     machines = size["machines"]
     report.notes.append(
         f"{machines} replicas on one host, Ray by ray.cluster_utils.Cluster; learners wait "

@@ -107,7 +107,9 @@ FULL: dict[str, dict[str, Any]] = {
                 {"machine": 14, "agent": 8, "learner": 8, "coordinator": 6, "head of Ray": 3},
                 600.0,
             ),
+            "22 MB": ({"machine": 20}, 400.0),
         },
+        "bytes": {"22 MB": 22 * MB},
         "seed": 0,
     },
     "asynchrony": {
