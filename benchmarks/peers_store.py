@@ -69,12 +69,12 @@ def _nodes(number: int) -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_TMPDIR"] = sys.argv[1]  # the cluster notes its address there, too
     cluster = Cluster()
     try:
         for _ in range(number):
             cluster.add_node(
                 wait=False,
-                temp_dir=sys.argv[1],
                 include_dashboard=False,
                 object_store_memory=NODE_STORE_BYTES,
                 resources={PLACE: 1},
