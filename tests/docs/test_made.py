@@ -1,4 +1,4 @@
-"""Tables that are made from the code are up to date, and the job file has every field."""
+"""Tables and pictures that are made are up to date, and the job file has every field."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from gadei_ps.job.parameter_groups import Group
 
 ROOT = Path(__file__).parents[2]
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+SCREENSHOTS = runpy.run_path(str(ROOT / "docs" / "screenshots.py"))
+PICTURES = SCREENSHOTS["NAMES"]
 REMEDY = "run: python docs/tables.py"
 EXAMPLE = (ROOT / "examples" / "job.toml").read_text()
 
@@ -28,6 +30,14 @@ def test_tables_are_those_of_the_code() -> None:
         one for path in pages for one in re.findall(r"<!-- ([\w: ]+): table", path.read_text())
     }
     assert marks >= TABLES["TABLES"].keys()
+
+
+def test_pictures_show_the_dashboard_of_today() -> None:
+    """Each names the digest of all that a browser received when it was taken."""
+    with SCREENSHOTS["dashboard"]() as url:
+        served = SCREENSHOTS["served"](url)
+    shown = {name: SCREENSHOTS["shown"](ROOT / "docs/pictures" / name) for name in PICTURES}
+    assert shown == dict.fromkeys(PICTURES, served), "run: python docs/screenshots.py"
 
 
 def test_every_exit_code_has_its_meaning() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import sys
 import textwrap
@@ -36,6 +37,7 @@ LEARNER = """
 WAIT_MS = 60_000
 PAGE_BYTES = 100_000
 OTHER = "other.history.jsonl"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -178,3 +180,13 @@ def look(page: Any) -> None:
     page.set_viewport_size({"width": 1100, "height": 800})
     page.emulate_media(color_scheme="light")
     look_at_axes(page)
+
+
+def test_the_pictures_of_the_documents(tmp_path: Path) -> None:
+    """They can be taken again. Pixels depend on fonts, so only size and source are compared."""
+    script = runpy.run_path(str(DOCS / "screenshots.py"))
+    script["take"](tmp_path)
+    for name in script["NAMES"]:
+        taken, kept = tmp_path / name, DOCS / "pictures" / name
+        assert script["shown"](taken) == script["shown"](kept) != ""
+        assert taken.read_bytes()[16:24] == kept.read_bytes()[16:24], "width and height"
