@@ -13,8 +13,6 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted(path for path in DOCS.glob("**/*.md") if not {"_build", "decisions"} & set(path.parts)),
 ]
-# The table of changes names files, and is for those who make one.
-TABLED = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
 PAGE, CELL, ALL = 2500, 25, 60_000  # words
 BLOCKS = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$", re.M | re.S)
 MADE = re.compile(
@@ -52,7 +50,7 @@ def test_a_page_is_short(page: Path) -> None:
     assert words(written(page)) <= PAGE
 
 
-@pytest.mark.parametrize("page", TABLED, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_cells_are_short(page: Path) -> None:
     assert not [cell for cell in cells(written(page)) if words(cell) > CELL]
 
