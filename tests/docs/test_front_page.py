@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = re.compile(r'(?:src|srcset)="([^"]+)"')
 TABLE = re.compile(r"^\| exit code \| meaning \| commands \|\n\| --- .*\n((?:\|.*\n)+)", re.M)
-MOST_LINES = 140
+MOST_LINES = 126
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
@@ -69,6 +70,19 @@ def test_pages_install_from_the_checkout() -> None:
         ["-e", ".[torch,dev]"],
         ["."],
     ]
+
+
+def unknown_extras(text: str) -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"pip install [^\n`]*\[([\w,]+)\]", text)
+    return {extra for one in named for extra in one.split(",")} - {
+        *project["optional-dependencies"]
+    }
+
+
+def test_extras_of_install_lines_exist() -> None:
+    assert not {page.name: found for page in PAGES if (found := unknown_extras(page.read_text()))}
+    assert unknown_extras("pip install '.[torch,torhc]'\npip install 'gadei-ps[plot]'") == {"torhc"}
 
 
 def outputs(text: str) -> dict[str, str]:
