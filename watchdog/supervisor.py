@@ -23,9 +23,19 @@ from typing import Any
 import numpy as np
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import JobFailed, JobStopped, NotSaved, in_words
+from gadei_ps.errors import (
+    ControlError,
+    JobDiffers,
+    JobFailed,
+    JobInUse,
+    JobNotFound,
+    JobStopped,
+    NotSaved,
+    in_words,
+)
 from gadei_ps.job import paths, service, sync_change
 from gadei_ps.job.config import JobConfig, StopAfterConfig
+from gadei_ps.job.control import Status, ask
 from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import cgroups, log, process
 from gadei_ps.memory import layout, presence
@@ -61,6 +71,8 @@ START_LOG_INTERVAL_S = 15.0  # between two lines on a start that takes long
 PROGRESS_INTERVAL_S = 0.5  # between two notes that the start makes progress
 LIMIT_DRAIN_S = 30.0  # for learners whose job has reached a limit
 EXAMINE_TIMEOUT_S = 10.0  # for the directory of checkpoints, on a disk that may block
+DYING_S = 5.0  # for the locks of a watchdog that was killed
+LIVING_ANSWER_S = 1.0  # for the status of one that was not
 
 
 class Supervisor:
@@ -154,10 +166,7 @@ class Supervisor:
         # A job that runs is adopted even if a library has been removed meanwhile.
         if not (self.options.finish or presence.server_pids(self.config.name)):
             self.config.curves.check()
-        self._lock = NameLock(self.config.name)
-        anew = self.options.fresh or self.options.checkpoint is not None
-        if not anew:
-            self.memory.adopt(is_own=self.options.recorded)
+        self._take_over(adopts=not self.options.fresh and self.options.checkpoint is None)
         stop = Stop.GO
         if self.memory.adopted:
             stop = Stop(int(self._control["stop"]))
@@ -201,6 +210,35 @@ class Supervisor:
             self._stopping.begin(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
         elif self.options.finish:
             self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
+
+    def _take_over(self, *, adopts: bool) -> None:
+        """Lock the job's name, and adopt its memory.
+
+        A watchdog that was killed has its locks until the kernel has ended it, and its child that
+        was just starting has them until it executes its program. Raises what NameLock() and
+        JobMemory.adopt() raise.
+        """
+        until, was_locked = time.monotonic() + DYING_S, False
+        while True:
+            try:
+                if self._lock is None:
+                    self._lock = NameLock(self.config.name)
+                if adopts:
+                    self.memory.adopt(is_own=self.options.recorded)
+                return
+            except JobInUse as error:
+                was_locked = was_locked or self._lock is None
+                is_over = self.signalled or time.monotonic() >= until
+                if not was_locked or is_over or isinstance(error, JobDiffers) or self._answers():
+                    raise
+            self._notify.watchdog()
+            time.sleep(BUSY_TICK_S)
+
+    def _answers(self) -> bool:
+        """Return whether a watchdog of the job answers. Its socket may still take connections."""
+        with contextlib.suppress(JobNotFound, ControlError):
+            return bool(ask(self.config.name, Status(), LIVING_ANSWER_S))
+        return False
 
     def _log_start(self, path: Path) -> None:
         self._log.info(

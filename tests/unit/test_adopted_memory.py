@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,12 +15,15 @@ from support.memory import create_model, create_ring
 from support.words import at_each_line, words
 
 from gadei_ps import sync
+from gadei_ps.errors import JobInUse
+from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import process
-from gadei_ps.memory import layout, segment, shm
+from gadei_ps.memory import holds, layout, segment, shm
 from gadei_ps.memory.layout import CONTROL, Phase, ServerState, Stop
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import job_memory
+from gadei_ps.watchdog import job_memory, supervisor
 from gadei_ps.watchdog.job_memory import JobMemory
+from gadei_ps.watchdog.supervisor import Supervisor
 
 THERE = 1  # another pid namespace
 MODEL = place([Tensor("w", (10,))])
@@ -73,6 +78,38 @@ def adopted(left: JobMemory) -> JobMemory:
 
 def nonzero(expected: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in expected.items() if value}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_locks_of_a_dying_watchdog_are_awaited(
+    left: JobMemory, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """A child that was just being started has them too: the name's, then the memory's."""
+    job = left.config.name
+    hold = holds.take(job, holds.WATCHDOG)
+    assert hold is not None
+    ends_of_locks = [NameLock(job).close, hold.release]
+    made = Supervisor(left.config)
+
+    def sleep(_: float) -> None:
+        assert made.memory.adopted is False
+        if ends:
+            ends_of_locks.pop(0)()
+
+    monkeypatch.setattr(supervisor, "time", mock.Mock(wraps=time, sleep=sleep))
+    monkeypatch.setattr(supervisor, "DYING_S", support.PATIENCE_S if ends else 0.01)
+    try:
+        if ends:
+            made._take_over(adopts=True)
+            assert made.memory.adopted and made._lock is not None and not ends_of_locks
+        else:
+            with pytest.raises(JobInUse, match="is running already"):
+                made._take_over(adopts=True)
+    finally:
+        for end in ends_of_locks:
+            end()
+        made._leave = True
+        made.shutdown()
 
 
 @pytest.mark.parametrize(
