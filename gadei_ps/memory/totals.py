@@ -121,9 +121,12 @@ def _read(one: Metric, control: np.void, state: Any) -> Any:
 def of_job(control: np.void, state: np.void | None) -> dict[str, Any]:
     """Return a job's metrics in memory.
 
-    control: CONTROL. state: STATE; None before it is there.
+    control: CONTROL. state: STATE; None before it is there. The version is read first: a gradient
+    is among those applied before it is in the version, so that only assignments make it higher.
     """
+    version = control["version"].item()
     found = {one.name: _read(one, control, state) for one in metrics.JOB if one.word}
+    found["version"] = version
     if state is not None:
         found["loss_count"], found["loss_sum"] = losses(control, state)
     return found

@@ -100,7 +100,7 @@ def _facts(status: Mapping[str, Any], rates: Mapping[int, float] | None) -> dict
             else "none yet: the first learner brings it"
         ),
         "gradients": lines.pop("gradients")
-        + ("" if applied == status["version"] else f"; version {status['version']:,}"),
+        + ("" if applied >= status["version"] else f"; version {status['version']:,}"),
     }
     learners = status["learners"]
     speed = f"{rate(sum(rates.values()))} {unit(learners)}" if rates else ""

@@ -129,11 +129,13 @@ class Reader:
                 found.append(Processes(name))
             except (GadeiError, OSError):
                 continue
-        learners = [len(one.learners()) for one in found]
-        ready = all(
-            int(one.control["version"]) > 0 and one.standby() and one.watchdog() for one in found
-        )
-        return ready and sum(learners) >= 2
+        applied = [
+            int(one.control["roster"][learner.row]["applied"])
+            for one in found
+            for learner in one.learners()
+        ]
+        ready = all(one.standby() and one.watchdog() and one.fork_server() for one in found)
+        return ready and len(applied) >= 2 and all(applied)
 
     def _wait(self) -> None:
         for start, process, out in self._running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import support
+from rich.console import Console
 from support.memory import create_model, create_ring
 from support.words import Changing, at_each_line, words
 
@@ -41,6 +43,7 @@ from gadei_ps.memory.layout import (
     Stop,
 )
 from gadei_ps.memory.weights import Tensor, place
+from gadei_ps.show import status
 from gadei_ps.watchdog import checkpoints, dead, requests, stopping, supervisor
 from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
 from gadei_ps.watchdog.checkpoints import Checkpoints
@@ -216,6 +219,34 @@ def test_a_loss_that_changes_while_the_status_is_made(
     monkeypatch.setattr(totals, "row", copy_first)
     found = requests.job_status(memory)["learners"][0]
     assert (found["loss"], found["gradient_norm"]) == (1.5, 2.5)
+
+
+def test_gradients_that_are_applied_while_the_status_is_made(
+    memory: JobMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version is in the text only after an assignment, which makes it higher."""
+    control = memory.control.view(CONTROL)
+
+    def apply(_: str) -> None:
+        control["roster"][0]["applied"] += 1
+        control["version"] += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.control, "view", lambda _: Changing(control, apply))
+        report = requests.job_status(memory)
+    assert 0 < report["version"] <= report["gradients_applied"]
+    assert "version" not in shown(report)
+    control["version"] += 1
+    report = requests.job_status(memory)
+    assert f"; version {control['version']}" in shown(report)
+
+
+def shown(report: dict[str, Any]) -> str:
+    """Return the text of a status."""
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as text:
+        console.print(status.job_status(report))
+    return text.get()
 
 
 def test_an_epoch_that_begins_while_the_status_is_made(
