@@ -19,6 +19,7 @@ from gadei_ps.replicas.rounds import Rounds
 from gadei_ps.replicas.training import Copied
 
 VALUES = 64
+BEAT_S = 0.01
 
 
 class Training:
@@ -47,12 +48,25 @@ class Training:
         return Copied(np.zeros(VALUES, np.float32), 1)
 
 
+class Counted(threading.Event):
+    """Whether a replica is over; counts the beats that have begun."""
+
+    beats = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if threading.current_thread().name == "_beat":
+            self.beats += 1
+        return super().wait(timeout)
+
+
 class Run:
     """A group of replicas 0 and 1, and its coordinator."""
 
     def __init__(self) -> None:
         self.group = Group(None, True, (), ["0", "1"], time.monotonic() + 600)
         self.is_lost = False
+        self.refused = 0
+        """Requests of the threads that make rounds while the coordinator was lost."""
         self.failed: list[str] = []
         self.noted: list[str] = []
         self._lock = threading.Lock()
@@ -60,6 +74,7 @@ class Run:
 
     def ask(self, what: str, timeout_s: float, **how: Any) -> Any:
         if self.is_lost:
+            self.refused += threading.current_thread().name == "_work"
             raise ControlError("the coordinator is gone")
         with self._lock:
             report = how["report"]
@@ -71,11 +86,21 @@ class Run:
 
     def start(self, number: int) -> Rounds:
         values = {"name": "r", "every": 10, "rule": "mix:0.5", "groups": [{"machines": 2}]}
+        values["silence_s"] = 6 * BEAT_S
         settings = config.from_mapping(values, "run")
         made = Rounds(settings, number, 0, str(number), self.noted.append)
+        made._is_over = Counted()
         made.start(self.failed.append)
         self.replicas.append(made)
         return made
+
+    def await_beats(self) -> None:
+        """Wait until each replica has had a beat, which has ended."""
+        for one in self.replicas:
+            over = one._is_over
+            assert isinstance(over, Counted)
+            enough = over.beats + 2
+            eventually(lambda over=over, enough=enough: over.beats >= enough)
 
 
 @pytest.fixture
@@ -109,7 +134,7 @@ def test_a_replica_reports_once_its_job_has_a_model(run: Run) -> None:
     """Else the group would begin without the settings that all members must share."""
     for number in range(2):
         run.start(number)
-    time.sleep(1.2)  # longer than a beat
+    run.await_beats()
     assert not run.group.members
     for event in Training.has_model.values():
         event.set()
@@ -125,7 +150,7 @@ def test_a_replica_reports_once_it_could_begin(run: Run, monkeypatch: pytest.Mon
     run.group = Group(None, True, (), ["0"], time.monotonic() + 600)
     Training.has_model["0"].set()
     one = run.start(0)
-    time.sleep(1.2)  # longer than a beat
+    run.await_beats()
     assert not run.group.members
     is_idle.set()
     eventually(lambda: one.facts.state == "member")
@@ -135,7 +160,7 @@ def test_a_replica_reports_once_it_could_begin(run: Run, monkeypatch: pytest.Mon
     one._link.changes += 1
     before = run.group.members
     eventually(lambda: run.noted)
-    time.sleep(1.2)
+    run.await_beats()
     assert run.group.members == before
     is_idle.set()
     eventually(lambda: run.group.members not in ((), before))
@@ -165,5 +190,6 @@ def test_a_replica_joins_again_once(run: Run) -> None:
     one._link.reply = replace(one._link.reply, rejoin=True)
     one._link.changes += 1
     eventually(lambda: run.noted)
-    time.sleep(0.5)
+    enough = run.refused + 3
+    eventually(lambda: run.refused >= enough)
     assert len(run.noted) == 1
