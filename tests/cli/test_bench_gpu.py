@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from shell import program
+from support import PATIENCE_S
 
 from gadei_ps.benchmarks.gpu import __main__ as suite
 from gadei_ps.benchmarks.gpu import bandwidth, learners, mps, sizes, step_profile, tables, timeline
@@ -35,7 +36,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env=os.environ | env,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -246,7 +246,7 @@ def tids(control: np.void) -> list[int]:
 def asking(pipe: Connection, job: str) -> None:
     """Ask for a checkpoint and report its result; runs in a Child."""
     try:
-        answer = ask(job, Checkpoint(), 60.0)
+        answer = ask(job, Checkpoint(), PATIENCE_S)
     except GadeiError as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     pipe.send(answer)

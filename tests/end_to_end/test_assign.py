@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
-from support import Child, Stopped, daemon, eventually, fork, live_weights, spin, status
+from support import PATIENCE_S, Child, Stopped, daemon, eventually, fork, live_weights, spin, status
 from support import kernel_reference as reference
 
 from gadei_ps.errors import ModelMismatch, PushTimeout, UsageError
@@ -159,8 +159,8 @@ def test_one_time_limit(job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             client, "wait_applied", lambda number, rest: [left.append(rest), wait(number, rest)]
         )
-        client.assign({"w": np.zeros(3)}, timeout_s=60)
-        assert 0 < left[0] < 60, "the claim has taken some"
+        client.assign({"w": np.zeros(3)}, timeout_s=PATIENCE_S)
+        assert 0 < left[0] < PATIENCE_S, "the claim has taken some"
         job.check()
 
 
@@ -197,7 +197,7 @@ def test_one_of_several_assigns(sync: str, job_name: str) -> None:
         for child in children:
             child.send()
         for child in children:
-            child.receive(60)
+            child.receive()
             child.join()
         eventually(lambda: not status(job_name)["learners"])
         report = status(job_name)
@@ -236,7 +236,7 @@ def test_all_assign_the_same(sync: str, job_name: str) -> None:
             child.receive()
         for child in children:
             child.send()
-        assert [child.receive(60) for child in children] == ["done", "done"]
+        assert [child.receive() for child in children] == ["done", "done"]
         job.check()
 
 
@@ -277,7 +277,7 @@ def test_servers_are_killed(shards: int, sync: str, job_name: str) -> None:
             eventually(lambda server=server: _others(job_name, server))
             assert not child.has_sent
         child.send()
-        rounds = child.receive(90)
+        rounds = child.receive()
         child.join()
         eventually(lambda: not status(job_name)["learners"])
         report = status(job_name)

@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from shell import Cli
-from support import eventually, gone, kill_all, live_weights, segments, status
+from support import PATIENCE_S, eventually, gone, kill_all, live_weights, segments, status
 
 from gadei_ps import _native
 from gadei_ps.learners.client import Client
@@ -82,7 +82,9 @@ def set_up(directory: Path, before: str = "pass") -> subprocess.CompletedProcess
     script = f"import pathlib, runpy, sys; {before}; sys.argv = ['setup.py', '--name']; "
     script += "runpy.run_path('setup.py', run_name='__main__')"
     command = [sys.executable, "-P", "-c", script]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def test_an_installation_renews_the_identity(tmp_path: Path) -> None:
@@ -121,14 +123,14 @@ def test_learners_of_another_build_are_refused(cli: Cli, job_name: str, tmp_path
     source.write_text(LEARNER)
     client = [*native.glob("gadei_*.c"), *native.glob("ps_*.c")]
     subprocess.run(["cc", *include, "-o", program, source, *client, "-lrt"], check=True)
-    c = subprocess.run([program, job_name], capture_output=True, text=True, timeout=60)
+    c = subprocess.run([program, job_name], capture_output=True, text=True, timeout=PATIENCE_S)
     attach = f"from gadei_ps.learners.client import Client; Client({job_name!r})"
     python = subprocess.run(
         [sys.executable, "-P", "-c", attach],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     ours = f"made by build {_native.BUILD:016x} of gadei-ps, this program is build "
     for message in (c.stdout, python.stderr.strip().splitlines()[-1]):
@@ -257,6 +259,6 @@ def test_a_start_whose_servers_are_refused_ends(job_name: str) -> None:
         f"supervisor.serve(JobConfig(name={job_name!r}))\n"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "JobFailed: no server can start: gadei-ps has been replaced" in done.stderr, done
     assert not segments(job_name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import Stopped, daemon, eventually, fork, learner, status
+from support import PATIENCE_S, Stopped, daemon, eventually, fork, learner, status
 from support import kernel_reference as reference
 
 from gadei_ps import _native
@@ -376,8 +376,8 @@ def test_rubbish_in_its_own_ring_harms_no_other(model: str, job_name: str) -> No
                 for _ in range(20):
                     assert status(job_name)["learners"], field
             for _ in range(3):
-                other.push({}, timeout_s=20)
-            other.wait_applied(timeout_s=20)
+                other.push({}, timeout_s=PATIENCE_S)
+            other.wait_applied(timeout_s=PATIENCE_S)
             job.check()
         eventually(lambda: len(status(job_name)["learners"]) == 1, what=lambda: status(job_name))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import Child, daemon, eventually, status
+from support import PATIENCE_S, Child, daemon, eventually, status
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import ControlError, UsageError
@@ -57,7 +57,7 @@ def unharmed(job: Daemon) -> Iterator[None]:
     assert not job.request(Status())["learners"]
 
 
-def connect(job: str, timeout_s: float = 20.0) -> socket.socket:
+def connect(job: str, timeout_s: float = PATIENCE_S) -> socket.socket:
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     raw.connect(str(paths.socket_path(job)))  # blocking: it waits while the queue is full
     raw.settimeout(timeout_s)
@@ -107,7 +107,7 @@ def in_a_child(function: Callable[..., None], *args: object) -> None:
 
     child = Child(run)
     try:
-        assert child.receive(100) == "done"
+        assert child.receive() == "done"
         assert child.join() == 0
     finally:
         child.kill()
@@ -440,7 +440,7 @@ def test_no_descriptor_at_all(job: Daemon, job_name: str) -> None:
     pid = job.request(Status())["watchdog_pid"]
     before = limit_files(pid, 3)
     try:
-        with connect(job_name, timeout_s=60.0) as waits:
+        with connect(job_name) as waits:
             waits.sendall(framed({"v": 1, "op": "status"}))
             slept = sleeps(pid)
             eventually(lambda: sleeps(pid) > slept + 10)

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from shell import Cli, Running
-from support import Rig, Stopped, daemon, eventually, status
+from support import PATIENCE_S, Rig, Stopped, daemon, eventually, status
 
 from gadei_ps.dashboard.live import OneJob
 from gadei_ps.learners.client import Client
@@ -45,7 +45,7 @@ class Site:
         self, path: str, method: str = "GET", body: str | None = None, **headers: str | None
     ) -> tuple[int, dict[str, str], str]:
         """Return status, headers and text of a reply. Headers that are None are left out."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         given: dict[str, str | None] = {"Host": self.host, "Cookie": self.cookie}
         if method == "POST":
             given |= {"Origin": f"http://{self.host}"}
@@ -110,7 +110,7 @@ def push(client: Client, count: int = 3, loss: float = 2.0) -> None:
 
 def messages(site: Site, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Server-sent events of a stream."""
-    connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=PATIENCE_S)
     try:
         connection.request("GET", path, headers={"Cookie": site.cookie})
         reply = connection.getresponse()
@@ -396,7 +396,7 @@ def flooded(port: int, head: bytes, kind: bytes) -> int:
         piece = b"10000\r\n" + piece + b"\r\n"
     sent = 0
     with socket.create_connection(("127.0.0.1", port)) as one:
-        one.settimeout(30)
+        one.settimeout(PATIENCE_S)
         try:
             one.sendall(head)
             while sent < 1 << 30:
@@ -421,7 +421,7 @@ def alive(one: socket.socket) -> bool:
 def exchanged(port: int, raw: bytes) -> bytes:
     """The reply to raw bytes; empty if the connection just ends."""
     with socket.create_connection(("127.0.0.1", port)) as one:
-        one.settimeout(30)
+        one.settimeout(PATIENCE_S)
         try:
             one.sendall(raw)
             return one.recv(1 << 16)
@@ -440,7 +440,7 @@ def test_streams_are_bounded(job: Client, job_name: str, site: Site) -> None:
         for _ in range(70):
             one = socket.create_connection(("127.0.0.1", site.port))
             there.append(one)
-            one.settimeout(30)
+            one.settimeout(PATIENCE_S)
             one.sendall(head.encode())
             replies.append(one.recv(12))
         assert replies[0].endswith(b"200")

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from shell import Cli, is_running
-from support import config, eventually, gone, quick
+from support import PATIENCE_S, config, eventually, gone, quick
 
 from gadei_ps.commands import early
 from gadei_ps.commands.daemon import Daemon
@@ -36,7 +36,7 @@ def test_it_ends_if_nobody_needs_it(job_name: str) -> None:
         assert gone(child.process.pid)
         child = early.start()
         os.close(child.end)  # its command has died
-        assert child.process.wait(60.0) == 0
+        assert child.process.wait(PATIENCE_S) == 0
 
 
 def test_it_is_killed_before_it_is_told(job_name: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import (
+    PATIENCE_S,
     Stopped,
     daemon,
     eventually,
@@ -88,7 +89,7 @@ def test_a_server_that_cannot_be_killed(
             why = f"the active server, process {server}, hung for {TIMEOUT_S} s, and SIGKILL does"
             assert stuck.startswith(why)
             with pytest.raises(NotSaved, match="were not applied: the active server, process"):
-                control.ask(job_name, StopJob(), timeout_s=30.0)
+                control.ask(job_name, StopJob(), timeout_s=PATIENCE_S)
             assert kept_version(job_name) == 1, "its memory stays"
         finally:
             os.kill(server, signal.SIGKILL)

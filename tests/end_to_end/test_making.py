@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support import (
     FORK,
+    PATIENCE_S,
     Child,
     config,
     daemon,
@@ -66,7 +67,7 @@ class Brake:
 
     def reached(self) -> None:
         """Wait until a piece is about to be made."""
-        assert self._waiting.acquire(timeout=30)
+        assert self._waiting.acquire(timeout=PATIENCE_S)
 
     def allow(self, pieces: int) -> None:
         for _ in range(pieces):

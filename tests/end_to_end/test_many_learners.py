@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from support import daemon, status
+from support import PATIENCE_S, daemon, status
 
 from gadei_ps.benchmarks.gang import Gang
 
@@ -21,7 +21,7 @@ def test_two_hundred_learners(job_name: str, compiled: None) -> None:
         daemon(job_name, tensors=tensors),
         Gang([["-m", "gadei_ps.benchmarks.learners_team", "gadei-ps"]]) as gang,
     ):
-        gang.ask({"learners": LEARNERS, "job": job_name}, timeout_s=150)
+        gang.ask({"learners": LEARNERS, "job": job_name}, timeout_s=PATIENCE_S)
         made = 0
         for active, dies in ((2, False), (LEARNERS, False), (1, False), (LEARNERS, True)):
             if dies:

@@ -23,7 +23,7 @@ import yaml
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics
 from shell import Cli
-from support import Rig, daemon, eventually, gone, status
+from support import PATIENCE_S, Rig, daemon, eventually, gone, status
 
 from gadei_ps import metrics
 from gadei_ps.learners.client import Client
@@ -158,7 +158,7 @@ def test_the_command_serves_all_jobs(cli: Cli, job_name: str) -> None:
         eventually(lambda: at.search(served.err), what=lambda: served.err)
         found = at.search(served.err)
         assert found
-        with urlopen(found[0], timeout=30) as reply:
+        with urlopen(found[0], timeout=PATIENCE_S) as reply:
             text = reply.read().decode()
             assert reply.headers["Content-Type"].startswith("text/plain; version=")
         assert values(text, job_name)["gadei_gradients_applied_total"] == 1

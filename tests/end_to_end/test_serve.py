@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import eventually, fork, gone, segments, status
+from support import PATIENCE_S, eventually, fork, gone, segments, status
 from support.quick import QuickDaemon
 
 import gadei_ps
@@ -311,7 +311,7 @@ def test_the_interpreter_is_killed(job_name: str, number: int, script: Any) -> N
     heard(served, "ready")
     others = pids(job_name)
     served.send_signal(number)
-    assert served.wait(60) != 0
+    assert served.wait(PATIENCE_S) != 0
     for pid in others:
         eventually(lambda pid=pid: gone(pid), what=str(pid))
     eventually(lambda: ended(job_name))
@@ -327,7 +327,7 @@ def test_ctrl_c_while_it_starts(job_name: str, script: Any) -> None:
         what="a watchdog",
     )
     served.send_signal(signal.SIGINT)
-    assert served.wait(60) != 0
+    assert served.wait(PATIENCE_S) != 0
     eventually(lambda: ended(job_name))
 
 
@@ -410,5 +410,5 @@ def test_ctrl_c_reaches_learners_that_run(job_name: str) -> None:
         served.send_signal(signal.SIGINT)
         heard(served, "saved")
         heard(served, "interrupted []")
-        assert served.wait(60) == 0
+        assert served.wait(PATIENCE_S) == 0
     assert ended(job_name)

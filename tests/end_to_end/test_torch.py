@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import daemon, eventually, live_weights, status
+from support import PATIENCE_S, daemon, eventually, live_weights, status
 from support.torch_models import (
     LOCAL,
     STEPS,
@@ -360,7 +360,7 @@ def test_two_learners_run_one_script(job_name: str, tmp_path: Path) -> None:
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
         env = os.environ | {"GADEI_PS_JOB": job_name}
         team = [subprocess.Popen([sys.executable, str(script)], env=env) for _ in range(2)]
-        assert [child.wait(100) for child in team] == [0, 0]
+        assert [child.wait(PATIENCE_S) for child in team] == [0, 0]
         end = status(job_name)
         assert end["work"]["state"] == "done"
         assert end["gradients_applied"] == 40 * 6

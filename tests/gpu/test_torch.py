@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import daemon, eventually, fork, status
+from support import PATIENCE_S, daemon, eventually, fork, status
 from support.torch_models import batch_norm_model, close_late, plain_model, same_state
 from torch import nn
 from torch_devices import Words, arrived, need_cuda
@@ -278,7 +278,7 @@ def test_jax(job_name: str) -> None:
             "GADEI_PS_DEVICE": "cuda",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
-        subprocess.run([sys.executable, example], env=environment, check=True, timeout=100)
+        subprocess.run([sys.executable, example], env=environment, check=True, timeout=PATIENCE_S)
         report = status(job_name)
         assert report["gradients_applied"] == 2000
         assert not report["gradients_refused"]

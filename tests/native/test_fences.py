@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from clients.drivers import CC, SANITIZERS
+from support import PATIENCE_S
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -31,6 +32,6 @@ def test_between_a_store_and_a_look(programs: Any, weak: bool, verdict: str) -> 
         compiler=[*CC, "-D_GNU_SOURCE", *without],
         name=f"fences-{weak}",
     )
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout.splitlines() == [f"{name} {verdict}" for name in FENCED]
     assert done.returncode == (len(FENCED) if weak else 0)

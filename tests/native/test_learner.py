@@ -30,7 +30,9 @@ def test_the_example_learns(programs: Any, job: Callable[..., Any]) -> None:
     example = load(EXAMPLE / "least_squares.toml").model_dump(exclude={"name"})
     running = job(**example)
     environment = os.environ | {"GADEI_PS_JOB": str(running.socket)}
-    done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [program], env=environment, capture_output=True, text=True, timeout=support.PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
     assert len(losses) == 10 and losses[-1] < 1e-3 * losses[0]
@@ -50,7 +52,7 @@ def test_a_launched_program_waits_for_the_next_watchdog(
     variables = {"GADEI_PS_JOB": str(paths.socket_path(job_name)), "GADEI_PS_LEARNER": "0"}
     with subprocess.Popen([program], env=os.environ | variables, stderr=subprocess.PIPE) as started:
         again(cli, job_name)
-        _, error = started.communicate(timeout=60)
+        _, error = started.communicate(timeout=support.PATIENCE_S)
     assert started.returncode == 0, error
 
 
@@ -59,7 +61,9 @@ def test_the_header_in_cpp_and_old_c(programs: Any, small: Any) -> None:
     strict = ["-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{EXAMPLE.parent}"]
     program = programs.build(here / "header.cpp", compiler=["c++", "-std=c++11", *strict])
     running = small
-    done = subprocess.run([program, running.socket], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [program, running.socket], capture_output=True, text=True, timeout=support.PATIENCE_S
+    )
     assert (done.returncode, done.stdout) == (0, "2 w\n")
     programs.run(
         ["cc", "-std=c99", *strict, "-fsyntax-only", "-x", "c", EXAMPLE.parent / "gadei.h"]
@@ -71,7 +75,9 @@ def test_assignments(programs: Any, job: Callable[..., Any]) -> None:
     program = programs.build(Path(__file__).parent / "assign.c")
     running = job(**SMALL)
     before = running.weights()
-    done = subprocess.run([program, running.socket], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [program, running.socket], capture_output=True, text=True, timeout=support.PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     assert [line.rstrip() for line in done.stdout.splitlines()] == [
         "push 0",
@@ -167,7 +173,7 @@ def test_weights_cannot_be_written(small: Any, learner: Callable[[], Any]) -> No
     mine.do("attach", running.socket)
     before = running.weights()
     mine.begin("poke")
-    assert mine.process.wait(60) == -signal.SIGSEGV
+    assert mine.process.wait(support.PATIENCE_S) == -signal.SIGSEGV
     running.gone()
     np.testing.assert_array_equal(running.weights(), before)
 

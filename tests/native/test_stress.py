@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 STRESS = ROOT / "tests" / "stress"
@@ -37,7 +38,9 @@ def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
         if not subprocess.run([*still, "true"], capture_output=True).returncode:
             command = [*still, *command]
     environment = os.environ | {"TSAN_OPTIONS": options}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +96,7 @@ def test_the_tool_sees_threads_that_order_nothing(tsan: Any) -> None:
 
 def test_litmus(programs: Any) -> None:
     program = programs.build(STRESS / "litmus.c", "-pthread")
-    done = subprocess.run([program, "1.6"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program, "1.6"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0 and done.stdout.endswith("no forbidden outcome\n"), done.stdout
     assert done.stdout.count("BROKEN ON PURPOSE") == 8
 

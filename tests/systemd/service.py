@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from booted import Booted
-from support import eventually
+from support import PATIENCE_S, eventually
 
 LEARNER = Path(__file__).with_name("learner.py")
 JOB = """\
@@ -141,7 +141,7 @@ class Service:
         """Return the completed pushes of all learners, each of which has seen the stop."""
         total = 0
         for file, process in self.learners:
-            process.wait(60)
+            process.wait(PATIENCE_S)
             last = self.manager.do("tail", "-n", "1", file).split()
             assert last[0] == "stopped", last
             total += int(last[1])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from service import LEARNER, Service
-from support import eventually
+from support import PATIENCE_S, eventually
 
 QUICK = "[Service]\nRestartSec=100ms\n"
 
@@ -71,7 +71,7 @@ def test_a_learner_that_fails_at_a_slow_stop(service: Service, learner: Learner)
     eventually(lambda: again in " ".join(learner.jobs().split()), what=service.said)
     assert service.sub_state == "stop-sigterm"
     service.kill("CONT", slow)
-    assert stopping.wait(100) == 0
+    assert stopping.wait(PATIENCE_S) == 0
     service.is_gone()
     eventually(lambda: learner.show("ActiveState") == "inactive", what=service.said)
     learner.settled()

@@ -10,7 +10,7 @@ import pytest
 import service as services
 from booted import ROOT, Booted
 from service import ENVIRONMENT, PROGRAM, USER, Service, become
-from support import eventually
+from support import PATIENCE_S, eventually
 
 OTHER = "gadei-ps-other"
 
@@ -84,7 +84,7 @@ def test_another_user_goes_on_with_the_job(moving: Moving) -> None:
     manager.do("bash", "-c", f"mv {directory} {directory}.away; touch {directory}")
     manager.run("systemctl", "stop", service.unit)
     eventually(lambda: manager.show(service.end, "ActiveState") == "failed", what=service.said)
-    again.wait(60)
+    again.wait(PATIENCE_S)
     pushed = int(manager.do("tail", "-n", "1", "/tmp/again").split()[1])
     done = json.loads(manager.do(PROGRAM, "uninstall-unit", "--force", "--dry-run", "--json"))
     assert f"memory of job {service.name}" in [what for what, _ in done["left"]]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from service import ENVIRONMENT, JOB, LEARNER, PROGRAM, USER, Service, become
-from support import eventually
+from support import PATIENCE_S, eventually
 from versions import ROOT
 
 PATIENT = "[Service]\nRestartSec=1h\n"
@@ -69,7 +69,7 @@ def test_a_watchdog_that_dies_during_a_stop(service: Service) -> None:
     stopping = service.manager.start("systemctl", "stop", service.unit)
     eventually(lambda: service.sub_state == "stop-sigterm", what=service.said)
     service.kill_the_watchdog()
-    stopping.wait(100)
+    stopping.wait(PATIENCE_S)
     service.systemctl("start")
     assert service.state == "active"
     assert service.learned() == service.saved() == service.status()["version"]
@@ -84,7 +84,7 @@ def test_a_watchdog_that_dies_during_the_stop_of_a_restart(service: Service) -> 
     restarting = service.manager.start("systemctl", "restart", service.unit)
     eventually(lambda: service.sub_state == "stop-sigterm", what=service.said)
     service.kill("KILL", watchdog)
-    assert restarting.wait(100) == 0, service.said()
+    assert restarting.wait(PATIENCE_S) == 0, service.said()
     assert service.state == "active"
     assert service.learned() == service.saved() == service.status()["version"]
     assert service.state == "active", service.said()
@@ -118,7 +118,7 @@ def test_an_end_that_fails(service: Service) -> None:
     for pid in servers:
         assert service.manager.run("nsenter", "-t", "1", "-p", "kill", "-0", pid).returncode
     (file, process), service.learners = service.learners[0], []
-    process.wait(60)
+    process.wait(PATIENCE_S)
     word, count, *_ = service.manager.do("tail", "-n", "1", file).split()
     assert word == "failed"
     service.manager.do("rm", end)
@@ -280,7 +280,7 @@ def test_units_are_removed_when_no_job_runs(service: Service) -> None:
     removing = service.manager.start("sh", "-c", f"{PROGRAM} uninstall-unit 2> {file}")
     eventually(lambda: f"for {service.end} to end" in service.manager.run("cat", file).stdout)
     service.manager.do("touch", go)
-    assert removing.wait(60) == 0
+    assert removing.wait(PATIENCE_S) == 0
     service.manager.do(PROGRAM, "install-unit", "--system")
     service.manager.do("systemctl", "daemon-reload")
     service.is_gone()
@@ -390,7 +390,7 @@ def test_users_and_their_directories(service: Service) -> None:
         assert (refused.returncode, "user nobody has one" in refused.stderr) == (1, True), refused
     manager.do(*ready)
     manager.do(*clean, occupying[0], PROGRAM, "stop", "theirs")
-    theirs.wait(60)
+    theirs.wait(PATIENCE_S)
 
 
 @pytest.mark.timeout(300)
@@ -426,9 +426,9 @@ def test_a_stop_without_progress(service: Service) -> None:
         "bash", "-c", f"until pkill -STOP -f '[ ]{checkpoint_writer}'; do :; done"
     )
     stopping = manager.start("systemctl", "stop", service.unit)
-    assert catching.wait(60) == 0
+    assert catching.wait(PATIENCE_S) == 0
     manager.do("systemctl", "daemon-reexec")
-    stopping.wait(100)  # it has lost the manager that it spoke with
+    stopping.wait(PATIENCE_S)  # it has lost the manager that it spoke with
     eventually(lambda: service.state != "deactivating", 120, what=service.said)
     assert manager.show(service.unit, "Result") == "exit-code", "and not a time-out"
     assert "the disk has made no progress" in service.said()

@@ -9,7 +9,7 @@ import pytest
 import versions
 from booted import Booted
 from service import Service
-from support import eventually
+from support import PATIENCE_S, eventually
 from versions import OWN, UPGRADED
 
 
@@ -63,7 +63,7 @@ def test_an_upgrade_and_a_downgrade(service: Service, upgraded: Path) -> None:
     over = ("inactive", "failed")
     eventually(lambda: service.manager.show(service.end, "ActiveState") in over, what=service.said)
     (file, process), service.learners = service.learners[0], []
-    process.wait(60)
+    process.wait(PATIENCE_S)
     word, count, *_ = service.manager.do("tail", "-n", "1", file).split()
     assert word == "failed", service.said()
     ended = service.gadei_ps("serve", "--finish", f"/etc/gadei-ps/{service.name}.toml", "--json")

@@ -14,7 +14,7 @@ import pytest
 import service
 from booted import Booted
 from service import JOB, LEARNER, PROGRAM, become
-from support import eventually
+from support import PATIENCE_S, eventually
 
 NAME = "alice"
 ELSEWHERE = "/var/alice/sockets"
@@ -65,7 +65,7 @@ class Login:
     def session_has_ended(self) -> None:
         """Wait for it."""
         assert self._session is not None
-        self._session.wait(60)
+        self._session.wait(PATIENCE_S)
 
     def said(self) -> str:
         return self.manager.do("journalctl", "--no-pager", "-n", "60", "-o", "cat")
@@ -149,13 +149,13 @@ def test_without_linger_a_logout_ends_the_job(alice: Login) -> None:
     assert not json.loads(before)["names_lost"]
 
     alice.logout()
-    learner.wait(60)
+    learner.wait(PATIENCE_S)
     word, count = alice.do("tail", "-n", "1", file).split()
     assert (word, int(count)) == ("stopped", alice.saved())
     assert not alice.segments()
     assert eventually(lambda: json.loads(alice.do(*asked))["names_lost"])
     alice.do("env", elsewhere, PROGRAM, "stop", "loose")
-    assert loose.wait(60) == 0
+    assert loose.wait(PATIENCE_S) == 0
 
     alice.login()
     alice.do("systemctl", "--user", "start", f"gadei-ps@{alice.job}")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import PATIENCE_S
 
 import gadei_ps
 from gadei_ps.errors import ClusterError, JobInUse, JobNotFound
@@ -137,7 +138,7 @@ def test_a_replica_that_was_stopped_while_it_began_again(
     monkeypatch.setattr(killed, "_begin", begin)
     assert killed._watcher is not None
     killed._watcher.start()
-    assert killed._over.wait(30) and killed._why == "its process was killed: it joins again"
+    assert killed._over.wait(PATIENCE_S) and killed._why == "its process was killed: it joins again"
     servers[0].close()
 
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from support import Child, eventually
+from support import PATIENCE_S, Child, eventually
 
 from gadei_ps.machine import ownership, process
 
@@ -291,7 +291,7 @@ def test_a_fork_beside_a_start_can_start_children() -> None:
     class Slow(threading.Thread):
         def start(self) -> None:
             begun.set()
-            released.wait(20)
+            released.wait(PATIENCE_S)
             super().start()
 
     starter = process._Starter()
@@ -299,7 +299,7 @@ def test_a_fork_beside_a_start_can_start_children() -> None:
     with pytest.MonkeyPatch.context() as slowly:
         slowly.setattr(process.threading, "Thread", Slow)  # of the starter
         first.start()
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE_S)
     if (pid := os.fork()) == 0:
         try:
             os._exit(starter.call(lambda: subprocess.Popen(["true"])).wait())

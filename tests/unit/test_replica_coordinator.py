@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import PATIENCE_S
 
 from gadei_ps.errors import ControlError
 from gadei_ps.groups.coordinator import Report
@@ -45,7 +46,7 @@ def report(number: int) -> Report:
 
 
 async def until(is_so: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while not is_so():
             await asyncio.sleep(0.001)
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import PATIENCE_S
 
 from gadei_ps.replicas import replica
 
@@ -50,5 +51,7 @@ for number in range(10_000):
 
 def test_a_full_disk_costs_a_replica_its_log_alone() -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run([sys.executable, "-c", PRINTS], stderr=full, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", PRINTS], stderr=full, timeout=PATIENCE_S, check=False
+        )
     assert done.returncode == 0

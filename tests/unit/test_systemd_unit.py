@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import PATIENCE_S
 
 from gadei_ps.commands import durations, unit_files
 from gadei_ps.commands.service_manager import Scope
@@ -43,7 +44,7 @@ def analyze(*arguments: object, runtime: Path) -> subprocess.CompletedProcess[st
         text=True,
         check=False,
         env=os.environ | {"XDG_RUNTIME_DIR": str(runtime), "SYSTEMD_COLORS": "0"},
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 
