@@ -102,6 +102,21 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
             assert rig.roster["grant"][:3].tolist() == [free, 7, 7]  # no other was reported
 
 
+def test_a_pause_leaves_nothing_where_nobody_waits(job_name: str) -> None:
+    """Under ASP, others are awaited and each push is reported only until it ends."""
+    with Rig(job_name, W, learners=2, shards=2) as rig, Stepped(rig) as one:
+        make_leases(rig)
+        one.lead()
+        one.turns()
+        for number in (1, 2):
+            _ask(rig, 0, number, one)
+            one.turns()
+            assert (rig.control["report"], rig.roster["member"][:2].tolist()) == (1, [0, 1])
+            rig.ring(0)["exclusive"] = number << 32  # it does not wait any longer
+            one.turns()
+            assert (rig.control["report"], rig.roster["member"][:2].tolist()) == (0, [0, 0])
+
+
 @pytest.mark.parametrize("model", ["asp", "ssp:s=5", "bsp"])
 def test_the_next_server_goes_on_with_a_stand(model: str, job_name: str) -> None:
     with Rig(job_name, W, learners=3, shards=2, collect=model == "bsp") as rig:

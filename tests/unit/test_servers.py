@@ -77,7 +77,7 @@ def test_a_server_starts_and_dies(watched: Servers) -> None:
 def test_the_words_of_the_fork_server(watched: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that its pid never stands beside the start of another one."""
     control = watched.memory.control.view(CONTROL)
-    control["fork_server_pid"], control["fork_server_start"] = former = (1, 7)
+    control["fork_server_pid"], control["fork_server_start"] = former = (os.getpid() + 1, 7)
     monkeypatch.setattr(ServerStarter, "pid", os.getpid())
     seen = []
 

@@ -24,7 +24,7 @@ def test_the_words_of_the_learner_before(job_name: str, model: str, grant: int) 
         assert rig.shards == 2
         entry, applied = rig.roster[0], rig.state["applied"][:, 0]
         # Of the learner before, generation 1. The thread of another server may still know its ring.
-        entry["member"] = entry["obsolete"] = entry["grant"] = 5
+        entry["member"] = entry["obsolete"] = entry["exclusive"] = entry["grant"] = 5
         applied[:] = 5
         entry["generation"] = entry["wanted"] = 2
         taking = Driver(rig.memory.control, state, rig.part(0), Start(0, 0.0, log.get()))
