@@ -103,7 +103,7 @@ def test_all_stand_still_before_the_learner_hears_of_it(job_name: str) -> None:
 
 
 def test_a_pause_leaves_nothing_where_nobody_waits(job_name: str) -> None:
-    """Under ASP, others are awaited and each push is reported only until it ends."""
+    """Check that others are awaited, and each push is reported, only until it ends under ASP."""
     with Rig(job_name, W, learners=2, shards=2) as rig, Stepped(rig) as one:
         make_leases(rig)
         one.lead()
