@@ -45,10 +45,25 @@ def every() -> list[Page]:
 
 
 def search(pages: Sequence[Page], words: Sequence[str]) -> list[Page]:
-    """Return the page of this name, or the pages with all words, those in titles first."""
+    """Return the page of this name, or the pages with all words.
+
+    First are those with most of the words in the title, then with all in one heading, then in one
+    line, such as a row of a table; among equals, those in which the words are more frequent.
+    """
     named = [page for page in pages if [page.name] == list(words)]
     if named:
         return named
     patterns = [re.compile(rf"(?<!\w){re.escape(word)}", re.I) for word in words]
-    found = [page for page in pages if all(one.search(page.text) for one in patterns)]
-    return sorted(found, key=lambda page: not all(one.search(page.title) for one in patterns))
+
+    def has_all(text: str) -> bool:
+        return all(one.search(text) for one in patterns)
+
+    def rank(page: Page) -> tuple[bool, bool, bool, float]:
+        lines = page.text.splitlines()
+        in_heading = any(has_all(one) for one in lines if one.startswith("#"))
+        count = sum(len(one.findall(page.text)) for one in patterns)
+        in_line = any(map(has_all, lines))
+        in_title = sum(bool(one.search(page.title)) for one in patterns) > len(patterns) / 2
+        return not in_title, not in_heading, not in_line, -count / len(page.text)
+
+    return sorted((page for page in pages if has_all(page.text)), key=rank)
