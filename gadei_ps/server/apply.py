@@ -49,12 +49,17 @@ from gadei_ps.server.payload import (
 )
 from gadei_ps.server.record import lock, note_torn, unlock
 from gadei_ps.server.structs import WINDOW
-from gadei_ps.server.symbols import call, floats, words
+from gadei_ps.server.symbols import call, floats, prefetch, words
 
 STRETCH = 1 << 16
 """Values of a frame that is read in place, between two looks whether it was lost; whole chunks."""
 ABSENT = 0  # no block of a frame names the tensor
 NO_ROW = 2**62
+AHEAD = 8
+"""Rows of a frame between the one that is applied and the one that is fetched into the cache."""
+FETCHED = 512
+"""Bytes of a row that are fetched ahead; the processor finds the rest by itself."""
+LINE = 64
 WHOLE = -1  # instead of a row: the tensor is given whole
 
 
@@ -163,6 +168,27 @@ def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
         row = words(current.indices, current.count)[current.at]
         if row < np.uint64(rows_of(tensor)):
             current.row = integer(row)
+    if current.at + AHEAD < current.count:
+        _fetch(s, tensor, words(current.indices, current.count)[current.at + AHEAD])
+
+
+@inner
+def _fetch(s: Shard, tensor: np.ndarray, row: np.uint64) -> None:
+    """Fetch a row's weights and slots into the cache. row: by its learner, so it may be any.
+
+    The processor cannot guess where the next row lies, and would wait for each of them.
+    """
+    width = integer(tensor[0].count) // rows_of(tensor)
+    start = integer(tensor[0].start) + integer(row) * width
+    if start < s.low or start >= s.high:
+        return
+    at = np.uint64(start * 4)
+    for line in range(0, min(width * 4, FETCHED), LINE):
+        prefetch(s.at.weights + at + np.uint64(line))
+        if s.kept > 0:
+            prefetch(s.at.slot0 + at + np.uint64(line))
+        if s.kept > 1:
+            prefetch(s.at.slot1 + at + np.uint64(line))
 
 
 @inner

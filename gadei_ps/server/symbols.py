@@ -66,6 +66,22 @@ def mark(context: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def prefetch(context: Any, address: Any) -> Any:
+    """Have the processor fetch the cache line of an address, to be written soon. Never faults."""
+
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        # 1: for a write; 3: into all caches; 1: it is data.
+        builder.call(fetch, [builder.inttoptr(args[0], pointer), number(1), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), build
+
+
+@intrinsic
 def call(context: Any, function: Any, *args: Any) -> Any:
     """Call compiled code at its address, which differs from process to process."""
     given = types.StarArgTuple(args)
