@@ -147,7 +147,7 @@ def test_barriers_do_not_wait_for_the_hung(job_name: str) -> None:
 def test_the_slow_and_the_waiting_are_left_alone(job_name: str) -> None:
     wanted = {"learner_timeout_s": TIMEOUT_S, "sync": "bsp", "slots": 1}
     with (
-        Watched(job_name, **wanted) as job,
+        Watched(job_name, stands=True, **wanted) as job,
         team(job_name, 2, "wait_turn") as (slow, quick),
     ):
         gradient = np.ones(VALUES, np.float32)
@@ -174,7 +174,10 @@ def test_the_slow_and_the_waiting_are_left_alone(job_name: str) -> None:
 
 def test_who_holds_nobody_up_may_rest(job_name: str) -> None:
     """Rest under ASP while there are other batches, or nothing to do at all."""
-    with Watched(job_name, learner_timeout_s=0.3) as job, team(job_name, 2) as (one, other):
+    with (
+        Watched(job_name, stands=True, learner_timeout_s=0.3) as job,
+        team(job_name, 2) as (one, other),
+    ):
         call(one, "set_work", 100, 1, 1)
         assert isinstance(call(one, "take_batch"), int)
         call(other, "push", gradient_of(one_at(0)))
@@ -204,7 +207,7 @@ def _rest(pipe: Connection, job: str) -> None:
 def test_who_validates_is_not_killed(sync: str, job_name: str) -> None:
     """Neither within pause() nor while it computes; under BSP others wait for it."""
     with (
-        Watched(job_name, learner_timeout_s=0.6, sync=sync) as job,
+        Watched(job_name, stands=True, learner_timeout_s=0.6, sync=sync) as job,
         fork(1, _rest, job_name) as (slow,),
         team(job_name, 1, "wait_turn") as (quick,),
     ):

@@ -17,6 +17,7 @@ from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners.client import Client
 from gadei_ps.watchdog import servers, supervisor
 from gadei_ps.watchdog.notify import Notify
+from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.serve_options import Options
 from support import (
     FORK,
@@ -132,8 +133,16 @@ class Looks(Notify):
         self._count.value += 1
 
 
-def _supervise(pipe: Connection, job: str, looks: Any, values: dict[str, Any]) -> None:
-    """A watchdog that looks at everything more often than others do, and counts it."""
+def _supervise(
+    pipe: Connection, job: str, looks: Any, clock: Any | None, values: dict[str, Any]
+) -> None:
+    """A watchdog that looks at everything more often than others do, and counts it.
+
+    clock: time by which learners hang; None: the real time.
+    """
+    kill_hung = Roster.kill_hung
+    if clock is not None:
+        Roster.kill_hung = lambda self, now: kill_hung(self, clock.value)
     supervisor.TICK_S = supervisor.SLOW_TICK_S = TICK_S
     servers.STANDBY_LIMIT_S = TIMEOUT_S
     wanted = config(job, **({"standby": False, "tensors": TENSORS} | values))
@@ -142,12 +151,16 @@ def _supervise(pipe: Connection, job: str, looks: Any, values: dict[str, Any]) -
 
 
 class Watched:
-    """A job with such a watchdog."""
+    """A job with such a watchdog.
 
-    def __init__(self, job: str, **values: Any) -> None:
+    stands: learners hang by a time that passes in look() only, however busy the machine is.
+    """
+
+    def __init__(self, job: str, *, stands: bool = False, **values: Any) -> None:
         self.job = job
         self._looks = FORK.Value(ctypes.c_uint64)
-        self.watchdog = Child(_supervise, job, self._looks, values)
+        self._clock = FORK.Value(ctypes.c_double) if stands else None
+        self.watchdog = Child(_supervise, job, self._looks, self._clock, values)
 
     def __enter__(self) -> Self:
         eventually(lambda: is_running(self.job))
@@ -161,8 +174,11 @@ class Watched:
 
     def look(self, seconds: float) -> None:
         """Wait until the watchdog has looked for so long, by its own clock."""
-        enough = self._looks.value + seconds / TICK_S
-        eventually(lambda: self._looks.value >= enough)
+        for _ in range(round(seconds / TICK_S)):
+            enough = self._looks.value + 1
+            if self._clock is not None:
+                self._clock.value += TICK_S
+            eventually(lambda enough=enough: self._looks.value >= enough)
 
 
 def again(cli: Cli, job: str, *options: str) -> Running:
