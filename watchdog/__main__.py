@@ -34,7 +34,7 @@ def _outlive() -> None:
 
 
 def main() -> None:
-    """The last argument is the descriptor of a socket to the command, see launched.run."""
+    """The last argument is the descriptor of a socket to the command, see entry.serve_command."""
     if "--keep" in sys.argv:
         _outlive()
     end = int(sys.argv[-1])
@@ -43,9 +43,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     early = fork_server.start_early()
 
-    from gadei_ps.watchdog import launched  # which imports all that a watchdog needs
+    from gadei_ps.watchdog import entry  # which imports all that a watchdog needs
 
-    sys.exit(launched.run(end, early))
+    sys.exit(entry.serve_command(end, early))
 
 
 if __name__ == "__main__":

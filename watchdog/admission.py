@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gadei_ps.errors import ControlError, GadeiError, JobFailed, ModelMismatch, UsageError, in_words
@@ -22,15 +22,15 @@ from gadei_ps.memory.reserve import Cancelled, Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
 from gadei_ps.show.counts import counted
-from gadei_ps.watchdog import initial_model, making, script
+from gadei_ps.watchdog import initial_model, model_segments, script
 from gadei_ps.watchdog.batches import Batches
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.maker import Maker, Task
-from gadei_ps.watchdog.making import First
-from gadei_ps.watchdog.roster import Coming, Roster
+from gadei_ps.watchdog.model_segments import InitialModel
+from gadei_ps.watchdog.roster import JoiningLearner, Roster
 from gadei_ps.watchdog.script import Script
 from gadei_ps.watchdog.sockets import Client, ControlServer, Reply, failure
 from gadei_ps.watchdog.stopping import Stopping
+from gadei_ps.watchdog.worker import Task, Worker
 
 NOTE_INTERVAL_S = 0.3  # between two notes to those who wait
 NOT_YET = "waiting for learner 0, which makes the model"
@@ -70,41 +70,36 @@ def _in_words(tensors: Sequence[Tensor]) -> str:
     return f"{counted(len(tensors), 'tensor')} ({names}{', ...' if len(tensors) > 3 else ''})"
 
 
+@dataclass(eq=False)
 class Admission:
     """Offers and attaches of one job."""
 
-    def __init__(
-        self,
-        sockets: ControlServer,
-        memory: JobMemory,
-        roster: Roster,
-        stopping: Stopping,
-        maker: Maker,
-        batches: Batches,
-        log: Any,
-    ) -> None:
-        self._batches = batches
-        self._sockets = sockets
-        self._memory = memory
-        self._roster = roster
-        self._stopping = stopping
-        self._maker = maker
-        self._log = log
-        self._coming: tuple[Task, Model] | None = None
-        self._waiting: list[Waiting] = []  # for the model
-        self._early: list[tuple[float, Waiting]] = []  # since when; for learner 0, which makes it
-        self._asked: dict[Client, Task] = {}  # whose model or ring is being made
-        self._learning: dict[Client, tuple[int, int]] = {}  # row and generation of its learner
-        self._begun: dict[Client, int] = {}  # digest of its first mini-batch
-        self._failed = ""
-        self._reported = 0
-        self._reported_at = 0.0
-        self._noted_at = 0.0
+    sockets: ControlServer
+    memory: JobMemory
+    roster: Roster
+    stopping: Stopping
+    worker: Worker
+    batches: Batches
+    log: Any
+    _model_task: tuple[Task, Model] | None = None
+    _waiting: list[Waiting] = field(default_factory=list)
+    """Requests that wait for the model."""
+    _early: list[tuple[float, Waiting]] = field(default_factory=list)
+    """Offers that wait for learner 0, which makes the model, and since when."""
+    _asked: dict[Client, Task] = field(default_factory=dict)
+    """Clients whose model or ring is being made."""
+    _learning: dict[Client, tuple[int, int]] = field(default_factory=dict)
+    """Row and generation of a client's learner."""
+    _begun: dict[Client, int] = field(default_factory=dict)
+    """Digest of a learner's first mini-batch."""
+    _failed: str = ""
+    _reported: int = 0
+    _noted_at: float = 0.0
 
     @property
     def model_coming(self) -> str:
         """Describe the progress of the model; empty if none is being made."""
-        return self._coming[0].text if self._coming is not None else ""
+        return self._model_task[0].text if self._model_task is not None else ""
 
     # -- the model ------------------------------------------------------------------------------
 
@@ -131,9 +126,9 @@ class Admission:
             weights.check_same(model, offered)
         except ModelMismatch as error:
             ours, other = (_in_words(tensors) for tensors in (model.tensors, offered))
-            fresh = ", or start the job from zero (--fresh)" if self._memory.adopted else ""
+            fresh = ", or start the job from zero (--fresh)" if self.memory.adopted else ""
             raise ModelMismatch(
-                f"{error}; job {self._memory.config.name!r} already has a model, of {ours}, and "
+                f"{error}; job {self.memory.config.name!r} already has a model, of {ours}, and "
                 f"this one is of {other}: give another model a job of its own, or put both into "
                 f"one module{fresh}"
             ) from None
@@ -147,9 +142,9 @@ class Admission:
         early: bool = False,
     ) -> Reply:
         """early: whether another learner is to make the model, where they begin together."""
-        self._stopping.refuse()
-        memory = self._memory
-        there = memory.model or (self._coming[1] if self._coming is not None else None)
+        self.stopping.refuse()
+        memory = self.memory
+        there = memory.model or (self._model_task[1] if self._model_task is not None else None)
         if there is not None:
             self._check_same(there, offered)
         if memory.model is not None:
@@ -157,30 +152,29 @@ class Admission:
             return {"made": False}
         if file is None:
             raise ControlError("an offer comes with a file of initial values")
-        if self._coming is not None:
+        if self._model_task is not None:
             self._wait(client, lambda: self._offer(client, offered, own, file))
             return None
-        if early and self._batches.awaits_first:
+        if early and self.batches.awaits_first:
             again = Waiting(client, lambda: self._offer(client, offered, own, file))
             self._early.append((time.monotonic(), again))
             return None
-        config = self._memory.config
-        config.optimizer.specs(own.settings)
+        memory.config.optimizer.specs(own.settings)
         placed = weights.place(offered)
-        whole = First(placed, making.read_from(file.fd, placed), script=own)
-        first = initial_model.in_groups(config, whole)
+        whole = InitialModel(placed, model_segments.read_from(file.fd, placed), script=own)
+        first = initial_model.in_groups(memory.config, whole)
 
         def make(progress: Progress) -> tuple[Segment, Segment]:
             try:
-                return self._memory.make_model(first, progress)
+                return self.memory.make_model(first, progress)
             finally:
                 file.close()
 
         def done(made: tuple[Segment, Segment], error: BaseException | None) -> None:
             self._model_made(client, first, made, error)
 
-        task = self._maker.ask("the model", make, done)
-        self._coming = task, first.model
+        task = self.worker.ask("the model", make, done)
+        self._model_task = task, first.model
         self._asked[client] = task
         self._admit_early(lambda since: True)
         return None
@@ -195,33 +189,33 @@ class Admission:
     def _model_made(
         self,
         client: Client,
-        first: First,
+        first: InitialModel,
         made: tuple[Segment, Segment],
         error: BaseException | None,
     ) -> None:
-        self._coming = None
+        self._model_task = None
         del self._asked[client]
         if error is None:
             try:
-                initial_model.enter(self._memory, first, made, self._log)
+                initial_model.enter(self.memory, first, made, self.log)
             except (GadeiError, OSError) as problem:
                 error = problem
         if error is not None:
             self._refuse(client, error)
         else:
-            self._sockets.reply(client, {"made": True})
+            self.sockets.reply(client, {"made": True})
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             self._ask_again(one)
 
     def _wait(self, client: Client, request: Callable[[], Reply]) -> None:
         """Repeat the request when the model is there."""
-        assert self._coming is not None
+        assert self._model_task is not None
         self._waiting.append(Waiting(client, request))
-        self._sockets.note(client, {"note": "making", **self._coming[0].facts})
+        self.sockets.note(client, {"note": "making", **self._model_task[0].facts})
 
     def _ask_again(self, one: Waiting) -> None:
-        if one.client not in self._sockets:
+        if one.client not in self.sockets:
             return
         try:
             answer = one.request()
@@ -229,7 +223,7 @@ class Admission:
             self._refuse(one.client, error)
         else:
             if answer is not None:
-                self._sockets.reply(one.client, answer)
+                self.sockets.reply(one.client, answer)
 
     # -- learners -------------------------------------------------------------------------------
 
@@ -239,33 +233,33 @@ class Admission:
         UsageError if the learner's script has another optimizer than the job, or for the name of
         replicas.
         """
-        self._stopping.refuse()
+        self.stopping.refuse()
         if not request.replica and request.name.rstrip("\0") == REPLICA.decode():
             raise UsageError(
                 f"the name {REPLICA.decode()!r} is reserved for replicas of a group: give the "
                 "learner another name"
             )
-        if self._coming is not None:
+        if self._model_task is not None:
             self._wait(client, lambda: self.attach(client, request))
             return None
-        if self._memory.model is None:
+        if self.memory.model is None:
             raise ModelMismatch(
                 "the job has no model yet: attach with the model's tensors, "
                 "or give tensors in the job file"
             )
         self._settled(request)
-        self._sockets.check_room(client)
-        coming = self._roster.begin(
+        self.sockets.check_room(client)
+        joining = self.roster.begin(
             client.pid, request.name, request.number, has_buffers=request.buffers
         )
 
         def done(ring: Segment, error: BaseException | None) -> None:
             again = Waiting(client, lambda: self.attach(client, request))
-            self._ring_made(again, request, coming, ring, error)
+            self._ring_made(again, request, joining, ring, error)
 
-        self._asked[client] = self._maker.ask(
-            f"the ring of learner {coming.row}",
-            lambda progress: self._memory.make_ring(coming.row, coming.generation, progress),
+        self._asked[client] = self.worker.ask(
+            f"the ring of learner {joining.row}",
+            lambda progress: self.memory.make_ring(joining.row, joining.generation, progress),
             done,
         )
         return None
@@ -274,46 +268,46 @@ class Admission:
         self,
         one: Waiting,
         request: Attach,
-        coming: Coming,
+        joining: JoiningLearner,
         ring: Segment,
         error: BaseException | None,
     ) -> None:
         client = one.client
         del self._asked[client]
-        if error is None and (self._stopping.begun or client not in self._sockets):
+        if error is None and (self.stopping.begun or client not in self.sockets):
             self._drop(ring)
             error = Cancelled()
         notice = ""
         if error is None:
             try:  # another learner may have been let in meanwhile
                 merged, notice = self._settled(request)
-                if merged != self._memory.script:
-                    self._memory.enter_script(merged)
+                if merged != self.memory.script:
+                    self.memory.enter_script(merged)
             except UsageError as problem:
                 self._drop(ring)
                 error = problem
         if error is not None:
-            self._roster.release(coming)
+            self.roster.release(joining)
             if isinstance(error, FileExistsError):  # another row's name may be free
                 self._ask_again(one)
                 return
             if isinstance(error, Cancelled):  # even if the thread is in the middle of it
-                name = shm.segment_name(self._memory.config.name, f"ring.{coming.row}")
+                name = shm.segment_name(self.memory.config.name, f"ring.{joining.row}")
                 segment.unlink(name)
             self._refuse(client, error)
             return
-        self._roster.admit(coming, ring)
-        self._learning[client] = coming.row, coming.generation
-        assert self._memory.weights is not None
-        self._sockets.reply(
+        self.roster.admit(joining, ring)
+        self._learning[client] = joining.row, joining.generation
+        assert self.memory.weights is not None
+        self.sockets.reply(
             client,
             {
-                "job": self._memory.config.name,
-                "job_id": self._memory.job_id.hex(),
-                "row": coming.row,
-                "generation": coming.generation,
-                "control": self._memory.control.name,
-                "weights": self._memory.weights.name,
+                "job": self.memory.config.name,
+                "job_id": self.memory.job_id.hex(),
+                "row": joining.row,
+                "generation": joining.generation,
+                "control": self.memory.control.name,
+                "weights": self.memory.weights.name,
                 "ring": ring.name,
             }
             | ({"notice": notice} if notice else {}),
@@ -322,14 +316,14 @@ class Admission:
     def _drop(self, ring: Segment) -> None:
         """Remove a ring that was made in vain."""
         segment.unlink(ring.name)  # first: what goes last frees the memory
-        self._maker.drop(ring)
+        self.worker.drop(ring)
 
     def _settled(self, request: Attach) -> tuple[Script, str]:
         """Merge the learner's settings with those of other scripts; return them and a note for it.
 
         Raises UsageError.
         """
-        memory = self._memory
+        memory = self.memory
         assert memory.model is not None
         own = request.optimizer or NOTHING
         merged, notice = script.settled(memory.config, memory.script, own, memory.changes)
@@ -346,7 +340,7 @@ class Admission:
     def closed(self, client: Client) -> None:
         """A connection has ended. A learner that lives keeps the one by which it attached."""
         if client in self._learning:
-            self._roster.look_at(*self._learning.pop(client))
+            self.roster.look_at(*self._learning.pop(client))
             self._begun.pop(client, None)
 
     # -- all of them ----------------------------------------------------------------------------
@@ -354,42 +348,42 @@ class Admission:
     def tick(self, now: float) -> None:
         """Cancel unwanted segments, and send notes of the progress to clients. Every tick."""
         for client, task in self._asked.items():
-            is_model = self._coming is not None and task is self._coming[0]
-            if self._stopping.begun or (not is_model and client not in self._sockets):
+            is_model = self._model_task is not None and task is self._model_task[0]
+            if self.stopping.begun or (not is_model and client not in self.sockets):
                 task.progress.cancel()
         if self._early:
-            none = self._stopping.begun or not self._batches.awaits_first
-            self._admit_early(lambda since: none or self._batches.is_late(since))
-            if now >= self._noted_at + NOTE_INTERVAL_S:
-                self._noted_at = now
-                for _, one in self._early:
-                    self._sockets.note(one.client, {"note": "waiting", "text": NOT_YET})
-        moved = self._maker.moved
-        if moved == self._reported or now < self._reported_at + NOTE_INTERVAL_S:
+            none = self.stopping.begun or not self.batches.awaits_first
+            self._admit_early(lambda since: none or self.batches.is_late(since))
+        if now < self._noted_at + NOTE_INTERVAL_S:
             return
-        self._reported, self._reported_at = moved, now
+        self._noted_at = now
+        for _, one in self._early:
+            self.sockets.note(one.client, {"note": "waiting", "text": NOT_YET})
+        if self.worker.moved == self._reported:
+            return
+        self._reported = self.worker.moved
         waiting = list(self._asked.items())
-        if self._coming is not None:
-            waiting += [(one.client, self._coming[0]) for one in self._waiting]
+        if self._model_task is not None:
+            waiting += [(one.client, self._model_task[0]) for one in self._waiting]
         for client, task in waiting:
-            self._sockets.note(client, {"note": "making", **task.facts})
+            self.sockets.note(client, {"note": "making", **task.facts})
 
     def _refuse(self, client: Client, error: BaseException) -> None:
         """Send the reason of a failure. A client whose watchdog ends asks the next one."""
         if isinstance(error, Cancelled):
-            if not self._stopping.begun and not self._failed:
-                self._sockets.close(client)
+            if not self.stopping.begun and not self._failed:
+                self.sockets.close(client)
                 return
-            error = JobFailed(self._failed) if self._failed else self._stopping.refusal()
+            error = JobFailed(self._failed) if self._failed else self.stopping.refusal()
         if not isinstance(error, GadeiError):
-            self._log.error(
+            self.log.error(
                 "a request failed",
                 reason=in_words(error) if isinstance(error, OSError) else repr(error),
             )
             error = ControlError(f"the watchdog could not do it: {in_words(error)}")
-        self._sockets.reply(client, failure(error))
+        self.sockets.reply(client, failure(error))
 
     def close(self, failed: str) -> None:
         """Cancel everything. failed: why the job has failed; empty if it has not."""
         self._failed = failed
-        self._maker.close()
+        self.worker.close()

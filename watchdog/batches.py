@@ -15,8 +15,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
-
 from gadei_ps import _native, sync
 from gadei_ps.errors import ControlError
 from gadei_ps.job import sync_change
@@ -39,10 +37,6 @@ class Batches:
         self._since = 0.0
 
     @property
-    def _control(self) -> np.void:
-        return self._memory.control.view(CONTROL)
-
-    @property
     def awaits(self) -> bool:
         """Whether learners of this job begin together, and have not begun yet."""
         return self._learners > 1 and sync_change.awaits_start(self._memory.control)
@@ -50,15 +44,15 @@ class Batches:
     @property
     def awaits_first(self) -> bool:
         """Whether learner 0, which makes the model, is awaited."""
-        return self.awaits and not finished.has(self._control, 0)
+        return self.awaits and not finished.has(self._memory.words, 0)
 
     @property
     def _awaited(self) -> int:
-        return max(1, self._learners - finished.count(self._control))
+        return max(1, self._learners - finished.count(self._memory.words))
 
     def leave_out(self, number: int) -> None:
         """The learner of this number has ended for good."""
-        finished.add(self._control, number)
+        finished.add(self._memory.words, number)
         self._memory.ring_bells()
 
     def report(self) -> dict[str, int] | None:
@@ -74,7 +68,7 @@ class Batches:
 
     def hand_out(self, stopping: bool) -> None:
         """Let batches that learners have set be handed out, once all learners ask for them."""
-        control = self._control
+        control = self._memory.words
         if int(control["work"]) != Work.NONE or not int(control["batches"]):
             return
         self._since = self._since or time.monotonic()
@@ -92,7 +86,7 @@ class Batches:
 
     def set_work(self, request: SetWork) -> dict[str, bool]:
         """Set the batches of a job that has none yet. Raises ControlError."""
-        control = self._control
+        control = self._memory.words
         wanted = (request.batches, request.epochs, request.seed)
         if int(control["work"]) != Work.NONE or int(control["batches"]):
             have = tuple(int(control[name]) for name in ("batches", "epochs", "seed"))
@@ -125,7 +119,7 @@ class Batches:
 
         Returns how many were given so far, which may be less than requested if there is no room.
         """
-        control = self._control
+        control = self._memory.words
         if not owned.is_on(control):
             raise ControlError(
                 "the job hands out all batches: write `owned = true` into its job file"

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -86,18 +86,11 @@ class Copied(TypedDict):
     pause_ms: float
 
 
-class Newer(TypedDict):
-    """A checkpoint that is newer than the memory."""
-
-    version: int
-    path: str
-
-
 class Examined(TypedDict):
-    """Outcome of a look at the checkpoints on the disk."""
+    """Outcome of a look at checkpoints. newer: version and path of one newer than the memory."""
 
     ok: Literal[True]
-    newer: Newer | None
+    newer: tuple[int, str] | None
 
 
 class Failed(TypedDict):
@@ -366,19 +359,14 @@ def look(directory: Path, config: JobConfig, version: int) -> Examined:
     if config.checkpoint is not None:
         checkpoint.check(directory)
     lines.write(1, MOVED)
-    newer: Newer | None = None
+    newer = None
     if any(one.version > version for one in checkpoint.found(directory)):
         with contextlib.suppress(CheckpointError):  # then no start could take it
             snapshot, path, _ = checkpoint.newest(directory)
             if snapshot is not None and path is not None and snapshot.version > version:
                 initial_model.check_fits(config, snapshot, path)
-                newer = {"version": snapshot.version, "path": str(path)}
+                newer = snapshot.version, str(path)
     return {"ok": True, "newer": newer}
-
-
-def task_line(task: Task) -> str:
-    """A task as the checkpoint writer's standard input."""
-    return json.dumps(asdict(task))
 
 
 def main() -> None:

@@ -11,19 +11,18 @@ import os
 import selectors
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, CheckpointMistake, NoSharedMemory, in_words
 from gadei_ps.job import service
+from gadei_ps.job.control import memory_file
 from gadei_ps.machine import cgroups, process
 from gadei_ps.machine.child import Child
 from gadei_ps.memory import reserve
-from gadei_ps.memory.layout import CONTROL, STATE, Phase
+from gadei_ps.memory.layout import CONTROL, Phase
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.watchdog import settings
 from gadei_ps.watchdog.checkpoint_writer import (
@@ -36,12 +35,11 @@ from gadei_ps.watchdog.checkpoint_writer import (
     Task,
     copy_bytes,
     failed_by,
-    task_line,
 )
 from gadei_ps.watchdog.durations import WRITER_KILL_S
 from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.liveness import progress
-from gadei_ps.watchdog.maker import Maker
+from gadei_ps.watchdog.worker import Worker
 
 KEEP = 3  # of those asked for by hand, if the job file sets none
 WRITER_SILENT_S = 10.0  # in which a checkpoint writer that computes uses a part of a core
@@ -74,7 +72,7 @@ class Checkpoints:
     _checkpoint_writer: Child | None = None
     _waiting: list[OnOutcome] = field(default_factory=list)
     _next: list[tuple[OnOutcome, int, bool]] = field(default_factory=list)
-    _copier: Maker | None = None
+    _copier: Worker = field(init=False)
     _copies: bool = False
     """Whether the thread is at work."""
     _outcome: bytes = b""
@@ -82,9 +80,8 @@ class Checkpoints:
     _failed_at: float = float("-inf")
     _written_at: float | None = None
 
-    @property
-    def _control(self) -> np.void:
-        return self.memory.control.view(CONTROL)
+    def __post_init__(self) -> None:
+        self._copier = Worker(self.selector)
 
     @property
     def _busy(self) -> bool:
@@ -113,10 +110,10 @@ class Checkpoints:
         config = self.memory.config
         self.unsure = config.checkpoint is not None
         try:
-            self._begin(look_beyond=int(self._control["version"]))
-        except OSError as error:
+            self._begin(look_beyond=int(self.memory.words["version"]))
+        except CheckpointError as error:
             self.unsure = False
-            self.log.warning("cannot look at the checkpoints", reason=in_words(error))
+            self.log.warning("cannot look at the checkpoints", reason=str(error))
 
     def refuse(self) -> None:
         """Raise CheckpointMistake if examine() has found one; the job's memory stays."""
@@ -130,7 +127,7 @@ class Checkpoints:
     def newer(self) -> int:
         """Version of a checkpoint that is newer than the memory; 0 if there is none."""
         version = self._newer[0]
-        return version if version > int(self._control["version"]) else 0
+        return version if version > int(self.memory.words["version"]) else 0
 
     @property
     def warning(self) -> str:
@@ -154,9 +151,9 @@ class Checkpoints:
             self._mistake = self.problem if outcome.get("mistake") else ""
             self.log.error("checkpoints cannot be made", reason=self.problem)
         elif outcome["newer"]:
-            self._newer = outcome["newer"]["version"], outcome["newer"]["path"]
+            self._newer = outcome["newer"]
             if self.newer:
-                version = int(self._control["version"])
+                version = int(self.memory.words["version"])
                 self.log.warning(
                     f"resuming from memory at version {version}; {self.warning}. Otherwise the "
                     "next checkpoint of the job sets it aside",
@@ -185,23 +182,19 @@ class Checkpoints:
                 self._begin()
             else:
                 self._copy(into, slots=slots)
-        except (CheckpointError, OSError) as error:  # the latter: no process is available
+        except CheckpointError:
             _close(into)
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"cannot start a checkpoint writer: {error.strerror}") from None
+            raise
         self._waiting.append(done)
 
     def _check_room(self, into: int = NOWHERE, *, slots: bool = True) -> None:
         """Raise CheckpointError if there is no memory for a copy: the kernel would kill a process
         of the job, and perhaps this one."""
         assert self.memory.model is not None
-        assert self.memory.state is not None
-        state = self.memory.state.view(STATE)
-        needs = {"copy": copy_bytes(self.memory.model, state, slots=slots)}
+        needs = {"copy": copy_bytes(self.memory.model, self.memory.state_words, slots=slots)}
+        what = "a copy"
         if into == NOWHERE:
-            needs["process"] = WRITER_BYTES
-        what = "a copy" if into != NOWHERE else "a checkpoint"
+            needs["process"], what = WRITER_BYTES, "a checkpoint"
         try:
             reserve.check_private(needs, f"{what} of job {self.memory.config.name!r}")
         except NoSharedMemory as error:
@@ -219,9 +212,8 @@ class Checkpoints:
             # Of its own: done() closes the file even if this still writes to it.
             file = os.dup(into)
             try:
-                unwanted = lambda: progress.cancelled  # noqa: E731
                 return CheckpointWriter(
-                    task, parts, file, slots=slots, is_cancelled=unwanted
+                    task, parts, file, slots=slots, is_cancelled=lambda: progress.cancelled
                 ).copy()
             finally:
                 os.close(file)
@@ -231,7 +223,6 @@ class Checkpoints:
             _close(into)
             self._answer(failed_by(in_words(error)) if error else outcome)
 
-        self._copier = self._copier or Maker(self.selector)
         self._copies = True
         self._copier.ask("", make, done)
 
@@ -240,7 +231,7 @@ class Checkpoints:
         config = self.memory.config.checkpoint
         if config is None or self._busy or self.memory.state is None:
             return
-        fresh = int(self._control["version"]) - int(self._control["checkpoint_version"])
+        fresh = int(self.memory.words["version"]) - int(self.memory.words["checkpoint_version"])
         due = 0 < config.every_s <= now - self._last_at
         due = due or 0 < config.every_gradients <= fresh
         if due and fresh and now - self._failed_at > CHECKPOINT_RETRY_S:
@@ -249,10 +240,9 @@ class Checkpoints:
                 self._begin()
             except CheckpointError as error:
                 self._report(failed_by(str(error)))
-            except OSError as error:
-                self._report(failed_by(f"cannot start a checkpoint writer: {error.strerror}"))
 
     def _begin(self, look_beyond: int | None = None) -> None:
+        """Start a checkpoint writer. Raises CheckpointError."""
         config = self.memory.config
         task = Task(
             config.name,
@@ -268,21 +258,19 @@ class Checkpoints:
             self._last_at = time.monotonic()
         self._kills = cgroups.Kills()  # of the time in which the checkpoint writer lives
         self._outcome = b""
-        file = os.memfd_create("gadei-ps-task")
+        text = json.dumps(asdict(task)).encode()
         try:
-            with os.fdopen(os.dup(file), "w") as text:
-                text.write(task_line(task))
-            os.lseek(file, 0, os.SEEK_SET)
-            self._checkpoint_writer = Child(
-                self.selector,
-                process.module_command("gadei_ps.watchdog.checkpoint_writer"),
-                self._line_received,
-                self._ended,
-                stdin=file,
-                pass_fds=list(self.memory.files.values()),
-            )
-        finally:
-            os.close(file)
+            with os.fdopen(memory_file(len(text), [(0, memoryview(text))])) as stdin:
+                self._checkpoint_writer = Child(
+                    self.selector,
+                    process.module_command("gadei_ps.watchdog.checkpoint_writer"),
+                    self._line_received,
+                    self._ended,
+                    stdin=stdin.fileno(),
+                    pass_fds=list(self.memory.files.values()),
+                )
+        except OSError as error:
+            raise CheckpointError(f"cannot start a checkpoint writer: {error.strerror}") from None
 
     def _line_received(self, line: bytes) -> None:
         self._dots += 1
@@ -309,7 +297,7 @@ class Checkpoints:
             self._report(outcome)
 
     def _report(self, outcome: Saved | Failed) -> None:
-        control = self._control
+        control = self.memory.words
         if outcome["ok"]:
             control["checkpoints"] += 1
             control["checkpoint_version"] = outcome["version"]
@@ -357,8 +345,7 @@ class Checkpoints:
         self._waiting, waiting, self._next = [], self._next, []
         for _, into, _ in waiting:
             _close(into)
-        if self._copier is not None:
-            self._copier.close()
+        self._copier.close()
         if self._checkpoint_writer is not None:
             self._checkpoint_writer.end(0.0, WRITER_KILL_S)
             self._checkpoint_writer = None

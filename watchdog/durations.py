@@ -33,7 +33,7 @@ The job's memory is free before. In a short job, this includes imports of large 
 SERVER_END_S = 5.0
 SERVER_KILL_S = 2.0  # then it is frozen, or the kernel blocks it
 FORK_SERVER_KILL_S = 5.0
-MAKER_END_S = 5.0  # for the current piece: a learner's file may be on a disk that blocks
+WORKER_END_S = 5.0  # for the current piece: a learner's file may be on a disk that blocks
 LAST_REPLIES_S = 1.0  # for all clients together
 
 LONGEST_END_S = (
@@ -48,7 +48,7 @@ LONGEST_END_S = (
     + MOST_MONITORS * MONITORS_KILL_S
     + 2 * 2 * SERVER_END_S
     + FORK_SERVER_KILL_S
-    + 2 * MAKER_END_S
+    + 2 * WORKER_END_S
     + LAST_REPLIES_S
 )
 """Sum of these after SIGTERM; the last checkpoint may take longer."""

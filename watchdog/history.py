@@ -12,9 +12,8 @@ import math
 import selectors
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from gadei_ps.errors import in_words
 from gadei_ps.job import hyperparameters, sync_change
@@ -44,44 +43,37 @@ LEFT: dict[int, str] = {
 """Events by the reason why a learner left; all others are `detach`."""
 
 
+@dataclass(eq=False)
 class History:
     """The history of one job."""
 
-    def __init__(self, memory: JobMemory, selector: selectors.BaseSelector, log: Any) -> None:
-        self._memory = memory
-        self._selector = selector
-        self._log = log
-        self._writer: Child | None = None
-        self._waiting: collections.deque[bytes] = collections.deque(maxlen=KEPT)
-        self._started_at = float("-inf")
-        self._fresh = False
-        self._point_at = 0.0
-        self._before: tuple[float, int] | None = None  # when, and samples then
-        self._losses = 0, 0.0  # counted then, and their sum
-        self._reported: dict[str, tuple[float, int]] = {}  # since then: means, and their weights
-        self._version = -1
-        self._stale: dict[tuple[int, int], tuple[int, int]] = {}
-        self._settings: Values = {}
-        self._begun = False
-        self._learners: dict[tuple[int, int], int] = {}
-        self._counts = (0, 0, 0)
-
-    @property
-    def _control(self) -> np.void:
-        return self._memory.control.view(layout.CONTROL)
-
-    @property
-    def _state(self) -> np.void:
-        """Words of the state segment, which is there as soon as there is a model."""
-        assert self._memory.state is not None
-        return self._memory.state.view(layout.STATE)
+    memory: JobMemory
+    selector: selectors.BaseSelector
+    log: Any
+    _writer: Child | None = None
+    _waiting: collections.deque[bytes] = field(
+        default_factory=lambda: collections.deque(maxlen=KEPT)
+    )
+    _started_at: float = float("-inf")
+    _fresh: bool = False
+    _point_at: float = 0.0
+    _before: tuple[float, int] | None = None  # when, and samples then
+    _losses: tuple[int, float] = (0, 0.0)  # counted then, and their sum
+    _reported: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Values reported since then: means, and their weights."""
+    _version: int = -1
+    _stale: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    _settings: Values = field(default_factory=dict)
+    _begun: bool = False
+    _learners: dict[tuple[int, int], int] = field(default_factory=dict)
+    _counts: tuple[int, int, int] = (0, 0, 0)
 
     def tick(self, now: float, failovers: Sequence[Failover] = ()) -> None:
         """Once a second: a point, if it is time for one, and what was changed. Raises nothing.
 
         failovers: those since the last call.
         """
-        if not self._memory.config.history or self._memory.model is None:
+        if not self.memory.config.history or self.memory.model is None:
             return
         if not self._begun:
             self._begin(now)
@@ -89,39 +81,39 @@ class History:
         self._note_changes()
         self._note_learners()
         self._note_events(failovers)
-        age = time.time() - int(self._control["started"])
+        age = time.time() - int(self.memory.words["started"])
         if now - self._point_at >= min(max(LEAST_POINT_S, age * SHARE), MOST_POINT_S) * 0.9:
             self._point(now)
         self._flush(now)
 
     def begin(self, now: float) -> None:
         """Begin with the first learner: all its gradients may come in a second. Raises nothing."""
-        if self._begun or not self._memory.config.history or self._memory.model is None:
+        if self._begun or not self.memory.config.history or self.memory.model is None:
             return
-        if not self._memory.script.is_open:  # else its settings would look like a change
+        if not self.memory.script.is_open:  # else its settings would look like a change
             self._begin(now)
 
     def _begin(self, now: float) -> None:
         self._begun = True
-        restored = int(self._control["checkpoint_version"]) > 0
-        made = int(self._control["checkpoints"]) > 0  # by this job since
-        self._fresh = not self._memory.adopted and (made or not restored)
+        restored = int(self.memory.words["checkpoint_version"]) > 0
+        made = int(self.memory.words["checkpoints"]) > 0  # by this job since
+        self._fresh = not self.memory.adopted and (made or not restored)
         self._settings = self._in_force()
         self._counts = self._event_counts()
         self._measure(now)
-        self._losses = totals.losses(self._control, self._state)
-        if restored and not (self._fresh or self._memory.adopted):
-            self._add({"event": "restored"}, int(self._control["checkpoint_version"]))
+        self._losses = totals.losses(self.memory.words, self.memory.state_words)
+        if restored and not (self._fresh or self.memory.adopted):
+            self._add({"event": "restored"}, int(self.memory.words["checkpoint_version"]))
         self._note_learners()
-        if self._memory.adopted:
+        if self.memory.adopted:
             self._learners = self._there()
             self._event("adoption", learners=len(self._learners))
         self._note_events()
 
     def note(self, values: dict[str, float]) -> None:
         """Record a user's measurement, such as an accuracy. Raises nothing."""
-        if self._memory.config.history:
-            self._add({"measured": values}, int(self._control["version"]))
+        if self.memory.config.history:
+            self._add({"measured": values})
 
     def report(self, values: Mapping[str, tuple[float, int]]) -> None:
         """Take values that a learner has reported into the next point, which has their mean.
@@ -141,17 +133,17 @@ class History:
         last tick().
         """
         now = time.monotonic()
-        if self._begun and self._memory.config.history:
+        if self._begun and self.memory.config.history:
             self._note_changes()
             self._note_events(failovers)
-            if self._writer is not None or self._waiting or int(self._control["version"]) > 0:
+            if self._writer is not None or self._waiting or int(self.memory.words["version"]) > 0:
                 self._point(now)
-                phase = int(self._control["phase"])
+                phase = int(self.memory.words["phase"])
                 if phase > layout.Phase.DRAINING and self._version >= 0:
                     name = layout.Phase(phase).name.lower()
                     is_done = finished and phase == layout.Phase.STOPPED
                     ended = {"ended": "finished" if is_done else name}
-                    self._add(ended, int(self._control["version"]))
+                    self._add(ended)
                 self._flush(now)
         if self._writer is not None:
             self._writer.end(HISTORY_END_S, HISTORY_KILL_S)  # a disk may block it
@@ -160,27 +152,27 @@ class History:
     # -- lines ----------------------------------------------------------------------------------
 
     def _in_force(self) -> Values:
-        control = self._memory.control
+        control = self.memory.control
         text = sync_change.text(control, sync_change.in_force(control))
-        return settings.fields(self._memory.specs) | {"sync": text}
+        return settings.fields(self.memory.specs) | {"sync": text}
 
     def _note_changes(self) -> None:
-        if not self._memory.is_settled:
+        if not self.memory.is_settled:
             return
         before, now = self._settings, self._in_force()
         changed = {name: [before[name], now[name]] for name in now if now[name] != before[name]}
         self._settings = now
         if model := changed.pop("sync", None):
-            self._add({"set": {"sync": model}}, int(self._control["version"]))
+            self._add({"set": {"sync": model}})
         if changed:
-            self._add({"set": changed}, int(self._control["numbers_version"]))
+            self._add({"set": changed}, int(self.memory.words["numbers_version"]))
 
     def _there(self) -> dict[tuple[int, int], int]:
         """Return the pid of each learner by its row and generation."""
-        roster = self._control["roster"]
+        roster = self.memory.words["roster"]
         return {
             (row, int(roster[row]["generation"])): int(roster[row]["pid"])
-            for row in self._memory.rings
+            for row in self.memory.rings
             if roster[row]["name"] != layout.REPLICA
         }
 
@@ -191,12 +183,12 @@ class History:
         """
         there = self._there()
         for learner in there.keys() - self._learners.keys():
-            self._add({"pid": there[learner]}, int(self._control["version"]))
+            self._add({"pid": there[learner]})
 
     def _note_events(self, failovers: Sequence[Failover] = ()) -> None:
         """Note learners that have come or left, failovers and checkpoints."""
         before, now = self._counts, self._event_counts()
-        there, roster, self._counts = self._there(), self._control["roster"], now
+        there, roster, self._counts = self._there(), self.memory.words["roster"], now
         for learner in sorted(self._learners.keys() - there.keys()):
             row, generation = learner
             left = int(roster[row]["gone"])
@@ -209,35 +201,36 @@ class History:
         for one in failovers:
             self._event("failover", ms=one.ms, dead_pid=one.dead_pid, pid=one.pid)
         if now[1] > before[1]:
-            self._event("checkpoint", checkpoint_version=int(self._control["checkpoint_version"]))
+            self._event(
+                "checkpoint", checkpoint_version=int(self.memory.words["checkpoint_version"])
+            )
         if now[2] > before[2]:
             self._event("checkpoint failed")
 
     def _event_counts(self) -> tuple[int, int, int]:
         """Return the learners that died, checkpoints, and those that failed."""
-        control = self._control
-        names = ("learner_deaths", "checkpoints", "checkpoint_failures")
-        deaths, checkpoints, failures = (int(control[name]) for name in names)
-        return deaths, checkpoints, failures
+        words = self.memory.words
+        deaths, checkpoints = int(words["learner_deaths"]), int(words["checkpoints"])
+        return deaths, checkpoints, int(words["checkpoint_failures"])
 
     def _event(self, kind: str, **facts: float) -> None:
-        self._add({"event": kind} | facts, int(self._control["version"]))
+        self._add({"event": kind} | facts)
 
     def _point(self, now: float) -> None:
         """A line, unless nothing has happened since the last one."""
-        version = int(self._control["version"])
+        version = int(self.memory.words["version"])
         if version == self._version and not self._reported:
             self._measure(now)
             return
         was = self._before
         samples, staleness = self._measure(now)
         count, summed = self._losses
-        self._losses = totals.losses(self._control, self._state)
+        self._losses = totals.losses(self.memory.words, self.memory.state_words)
         losses = self._losses[0] - count
         rate = (samples - was[1]) / (now - was[0]) if was and now > was[0] else 0.0
         self._version = version
         self._add(
-            totals.in_history(self._control, self._state)
+            totals.in_history(self.memory.words, self.memory.state_words)
             | {
                 "samples_per_s": round(rate, 3),
                 "loss_count": self._losses[0],
@@ -254,9 +247,9 @@ class History:
 
     def _learning_rate(self) -> float | None:
         """Learning rate of parameters without a group at the next step; None if there is none."""
-        steps = int(self._state["record"][0]["steps"])
+        steps = int(self.memory.state_words["record"][0]["steps"])
         try:
-            _, packed = hyperparameters.read(self._control, self._memory.control.address)
+            _, packed = hyperparameters.read(self.memory.words, self.memory.control.address)
             return OptimizerSpec.unpack(packed[-1]).rate(steps)
         except (ValueError, ArithmeticError, IndexError):  # shared memory may hold anything
             return None
@@ -268,12 +261,12 @@ class History:
     def _measure(self, now: float) -> tuple[int, float | None]:
         """Return the samples so far, and the mean staleness since the last call."""
         self._point_at = now
-        control = self._control
-        samples = totals.total(control, "samples", self._state)
+        control = self.memory.words
+        samples = totals.total(control, "samples", self.memory.state_words)
         self._before = now, samples
         stale, applied = 0, 0
         known: dict[tuple[int, int], tuple[int, int]] = {}
-        for row in self._memory.rings:
+        for row in self.memory.rings:
             entry = control["roster"][row]
             key = row, int(entry["generation"])
             known[key] = int(entry["staleness_sum"]), int(entry["applied"])
@@ -285,7 +278,8 @@ class History:
         mean = round(stale / applied, 4) if applied > 0 else None
         return samples, mean
 
-    def _add(self, values: dict[str, Any], version: int) -> None:
+    def _add(self, values: dict[str, Any], version: int | None = None) -> None:
+        version = int(self.memory.words["version"]) if version is None else version
         with contextlib.suppress(ValueError):
             values = {"time": round(time.time(), 3), "version": version} | values
             self._waiting.append(line(finite(values)))
@@ -305,32 +299,32 @@ class History:
         if now - self._started_at < WRITER_RETRY_S:
             return False
         self._started_at = now
-        path = str(self._memory.config.history_file())
+        path = str(self.memory.config.history_file())
         fresh = str(int(self._fresh))
         try:
             self._writer = Child(
-                self._selector,
+                self.selector,
                 process.module_command("gadei_ps.watchdog.history_writer", path, fresh),
                 self._received,
                 self._ended,
                 how=None,  # it ends with its input, once all of that is written
             )
         except OSError as error:
-            self._log.warning("no history is written", reason=in_words(error))
+            self.log.warning("no history is written", reason=in_words(error))
             return False
         self._fresh = False
         return True
 
     def _received(self, problem: bytes) -> None:
-        path = str(self._memory.config.history_file())
+        path = str(self.memory.config.history_file())
         if problem:
-            self._log.warning(
+            self.log.warning(
                 "the history cannot be written for now; training continues",
                 path=path,
                 reason=problem.decode(errors="replace"),
             )
         else:
-            self._log.info("the history is written again", path=path)
+            self.log.info("the history is written again", path=path)
 
     def _ended(self, _: int) -> None:
         """The writer was killed; another one is started when lines wait."""

@@ -73,8 +73,9 @@ def _is_event(raw: bytes) -> bool:
 def main() -> None:
     """`python -m gadei_ps.watchdog.history_writer FILE FRESH`: started by the watchdog."""
     writer = Writer(Path(sys.argv[1]), bool(int(sys.argv[2])))
-    for line in lines.read(0):
-        writer.write(line + b"\n")
+    with open(0, "rb", closefd=False) as stdin:
+        for line in stdin:
+            writer.write(line)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import numpy as np
 
 from gadei_ps.errors import ControlError
 from gadei_ps.job.control import Load
-from gadei_ps.memory import layout
 from gadei_ps.watchdog.job_memory import JobMemory
 
 KINDS = ("state", "weights")
@@ -32,14 +31,14 @@ class Loading:
 
     def _is_dead(self, generation: int) -> bool:
         """Return whether this learner was loading and is gone or has failed; False for 0, none."""
-        roster = self.memory.control.view(layout.CONTROL)["roster"]
+        roster = self.memory.words["roster"]
         return bool(generation) and not bool((roster["wanted"] == generation).any())
 
     def tick(self) -> None:
         """Log once if the optimizer's state was not written to its end. Called every tick."""
         if self.memory.state is None:
             return
-        loading = int(self.memory.state.view(layout.STATE)["loading"][KINDS.index("state")])
+        loading = int(self.memory.state_words["loading"][KINDS.index("state")])
         before, self._reported = self._reported, loading if self._is_dead(loading) else 0
         if self._reported not in (0, before):
             did = "failed" if loading == GAVE_UP else "died"
@@ -56,8 +55,8 @@ class Loading:
         """
         if self.memory.state is None:
             raise ControlError("the job has no model yet")
-        control: np.void = self.memory.control.view(layout.CONTROL)
-        state: np.void = self.memory.state.view(layout.STATE)
+        control: np.void = self.memory.words
+        state: np.void = self.memory.state_words
         which = KINDS.index(request.what)
         loading = int(state["loading"][which])
         if request.gives_up:

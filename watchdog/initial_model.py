@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ from gadei_ps.job.config import JobConfig
 from gadei_ps.job.optimizer_config import MOST_GROUPS, ScriptSettings, Settings
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import user_files
-from gadei_ps.memory import layout, weights
+from gadei_ps.memory import weights
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model, Tensor
@@ -34,13 +33,14 @@ from gadei_ps.show.counts import counted
 from gadei_ps.show.optimizer_line import start
 from gadei_ps.storage import checkpoint, export
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog import making, script
+from gadei_ps.storage.files import parse_object
+from gadei_ps.watchdog import model_segments, script
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.model_segments import InitialModel
 from gadei_ps.watchdog.script import Script
 
 
-def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | None:
+def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> InitialModel | None:
     """The model of the checkpoint at `path`, or of the newest whole one; None if there is none.
 
     Raises CheckpointError if the checkpoint cannot be used.
@@ -67,11 +67,11 @@ def from_checkpoint(config: JobConfig, path: Path | None, log: Any) -> First | N
             "[optimizer] in the job file, or start over (serve --fresh)"
         ) from None
     # Settings that the job file lacks stay as they were.
-    going_on = Script(saved, is_open=True, saved=True)
+    resumed = Script(saved, is_open=True, saved=True)
     if changed.values:
         log.warning("the optimizer is as gadei-ps set has left it", **changed.values)
-    values = making.copied(np.concatenate([snapshot.weights, snapshot.frozen]))
-    return in_groups(config, First(snapshot.model, values, snapshot, going_on, changed))
+    values = model_segments.copied(np.concatenate([snapshot.weights, snapshot.frozen]))
+    return in_groups(config, InitialModel(snapshot.model, values, snapshot, resumed, changed))
 
 
 class _SavedGroup(Settings):
@@ -93,13 +93,13 @@ def _saved(has: object) -> ScriptSettings:
     return ScriptSettings.model_validate({**found.given, "groups": groups})
 
 
-def in_groups(config: JobConfig, first: First) -> First:
+def in_groups(config: JobConfig, first: InitialModel) -> InitialModel:
     """The same model with its parameters in the groups of the job file, if that has any."""
     groups = config.optimizer.groups
     if not groups:
         return first
     placed = weights.place(job_groups.grouped(first.model.tensors, groups))
-    return making.placed_anew(first, placed)
+    return model_segments.placed_anew(first, placed)
 
 
 def check_fits(config: JobConfig, snapshot: Snapshot, path: Path) -> None:
@@ -140,7 +140,7 @@ def _newest(config: JobConfig, log: Any) -> tuple[Snapshot | None, Path | None]:
     return snapshot, path
 
 
-def configured(config: JobConfig) -> First | None:
+def configured(config: JobConfig) -> InitialModel | None:
     """The model of the job file; None if the first learner brings it.
 
     Raises UsageError, or JobFailed if its file cannot be read for now.
@@ -148,7 +148,7 @@ def configured(config: JobConfig) -> First | None:
     if config.weights is not None:
         return in_groups(config, _of_file(config, config.weights))
     if config.tensors:
-        return in_groups(config, First(weights.place(_tensors(config)), None))
+        return in_groups(config, InitialModel(weights.place(_tensors(config)), None))
     return None
 
 
@@ -156,7 +156,7 @@ def _tensors(config: JobConfig) -> list[Tensor]:
     return [Tensor(one.name, tuple(one.shape), Role[one.role.upper()]) for one in config.tensors]
 
 
-def _of_file(config: JobConfig, path: Path) -> First:
+def _of_file(config: JobConfig, path: Path) -> InitialModel:
     # Imported here, for only jobs that name a file need it.
     from safetensors import safe_open
     from safetensors.numpy import load_file
@@ -166,8 +166,8 @@ def _of_file(config: JobConfig, path: Path) -> First:
             arrays = load_file(path)
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
-            names = _aliases(metadata.get(export.ALIASES, ""), arrays)
-            roles = _roles(metadata.get(export.ROLES, ""))
+            names = _aliases(_parsed(metadata.get(export.ALIASES)), arrays)
+            roles = _roles(_parsed(metadata.get(export.ROLES)))
     except Exception as error:
         passes = isinstance(error, OSError) and error.errno and not is_lasting(error)
         what = error.strerror if isinstance(error, OSError) and error.errno else error
@@ -188,7 +188,7 @@ def _of_file(config: JobConfig, path: Path) -> First:
         if name not in names
         for role in [roles.get(name, _role(array))]
     )
-    return First(model, making.copied(model.flatten(arrays)))
+    return InitialModel(model, model_segments.copied(model.flatten(arrays)))
 
 
 def _role(array: np.ndarray) -> Role:
@@ -196,26 +196,25 @@ def _role(array: np.ndarray) -> Role:
     return Role.PARAMETER if array.dtype.kind == "f" else Role.BUFFER
 
 
-def _roles(text: str) -> dict[str, Role]:
-    """Parse an export's roles of its tensors; invalid ones are left out."""
+def _parsed(text: str | None) -> dict[str, Any]:
+    """Parse a JSON object; empty for anything else."""
     try:
-        found = json.loads(text or "{}")
+        return parse_object((text or "").encode())
     except ValueError:
         return {}
+
+
+def _roles(found: Mapping[str, Any]) -> dict[str, Role]:
+    """Return an export's roles of its tensors; invalid ones are left out."""
     known = {"buffer": Role.BUFFER, "frozen": Role.FROZEN}
-    pairs = found.items() if isinstance(found, dict) else ()
-    return {name: known[role] for name, role in pairs if isinstance(role, str) and role in known}
+    return {name: known[role] for name, role in found.items() if role in (*known,)}
 
 
-def _aliases(text: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Parse an export's tensors with two names; entries that are not true are left out."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        return {}
+def _aliases(found: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Return an export's tensors with two names; entries that are not true are left out."""
     return {
         alias: name
-        for alias, name in (found.items() if isinstance(found, dict) else ())
+        for alias, name in found.items()
         if isinstance(name, str)
         and name not in found
         and {alias, name} <= arrays.keys()
@@ -223,10 +222,10 @@ def _aliases(text: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     }
 
 
-def enter(memory: JobMemory, first: First, made: tuple[Segment, Segment], log: Any) -> None:
+def enter(memory: JobMemory, first: InitialModel, made: tuple[Segment, Segment], log: Any) -> None:
     """Give the job this model, and notify the servers."""
     memory.enter_model(first, made)
-    memory.control.view(layout.CONTROL)["model_ready"] = 1
+    memory.words["model_ready"] = 1
     memory.ring_bells()
     log.info("model", tensors=len(first.model.tensors), values=first.model.values)
     if empty := unused_groups(memory.config, first.model):

@@ -48,9 +48,9 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
 from gadei_ps.storage.snapshot import Snapshot
 from gadei_ps.sync import SyncModel
-from gadei_ps.watchdog import making, script, settings
-from gadei_ps.watchdog.dead import differs, name_taken
-from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog import model_segments, script, settings
+from gadei_ps.watchdog.cleanup import differs, name_taken
+from gadei_ps.watchdog.model_segments import InitialModel
 from gadei_ps.watchdog.script import Script
 
 OWN_FILE = "start it with the job file or the options that it had, or drop it with --fresh"
@@ -89,6 +89,17 @@ class JobMemory:
     _hold: Hold | None = field(default=None, init=False)
     """The watchdog's lock on the control segment."""
 
+    @property
+    def words(self) -> np.void:
+        """Words of the control segment."""
+        return self.control.view(layout.CONTROL)
+
+    @property
+    def state_words(self) -> np.void:
+        """Words of the state segment, which exists as soon as the job has a model."""
+        assert self.state is not None
+        return self.state.view(layout.STATE)
+
     def create_control(self, sync: SyncModel) -> None:
         """Make the control segment. Raises JobInUse or NoSharedMemory."""
         hold = None
@@ -105,7 +116,7 @@ class JobMemory:
         if hold is None or hold.inode != made.inode:
             raise JobInUse(f"job {self.config.name!r} has just been started by another")
         self.control, self._hold = made, hold
-        control = self.control.view(layout.CONTROL)
+        control = self.words
         control["server_build"] = build.of_server()
         control["slots"] = self.config.slots
         control["ahead"] = self.config.ahead
@@ -136,7 +147,7 @@ class JobMemory:
 
     def _own(self) -> None:
         """Enter this process as the job's watchdog and as the owner of its segments."""
-        control = self.control.view(layout.CONTROL)
+        control = self.words
         start = process.start_ticks(os.getpid())
         control["watchdog_pid"] = 0  # so that at no instant the words of two stand together
         parts = (self.control, self.weights, self.state, *self.rings.values())
@@ -258,22 +269,18 @@ class JobMemory:
                 segment.unlink(name)
 
     def _adopt_ring(self, row: int, name: str) -> bool:
-        control = self.control.view(layout.CONTROL)
-        entry, inode = control["roster"][row], int(control["ring_inode"][row])
+        entry, inode = self.words["roster"][row], int(self.words["ring_inode"][row])
         if int(entry["generation"]) == int(entry["retired"]):
             return False
+        # Servers have a ring mapped whose name may be lost.
+        servers = [pid for pid in self.words["server"]["pid"].tolist() if pid]
         try:
-            ring = shared.attach(name, self._ring_sizes().bytes, inode, self._servers())
+            ring = shared.attach(name, self._ring_sizes().bytes, inode, servers)
         except (FileNotFoundError, SegmentError):
             return False
         self._guard(ring)
         self.rings[row] = ring
         return True
-
-    def _servers(self) -> list[int]:
-        """Return the processes that have a ring mapped whose name may be lost."""
-        pids = self.control.view(layout.CONTROL)["server"]["pid"]
-        return [int(pid) for pid in pids if int(pid)]
 
     def names_lost(self) -> list[str]:
         """Return names of mapped segments that another process removed from /dev/shm.
@@ -288,35 +295,35 @@ class JobMemory:
     # make_...() takes long if the model is large. Any thread may call it, because it touches only
     # what nobody else knows of yet; the watchdog's own thread then enters what was made.
 
-    def _streams(self, first: First) -> int:
-        """Optimizer slots."""
-        return optimizers.slots(self.effective.optimizer.spec(first.script.settings).kind)
-
     def needs(self, model: Model, streams: int) -> dict[str, int]:
         """Return the size of each segment (bytes) of a job with that model and optimizer slots."""
-        ring = making.ring_shape(model, self.config.slots).bytes
+        ring = model_segments.ring_shape(model, self.config.slots).bytes
         return {
             "weights": weights.segment_bytes(model),
-            "optimizer": making.state_bytes(model, streams),
+            "optimizer": model_segments.state_bytes(model, streams),
             "ring" if self.learners == 1 else f"{self.learners} rings": self.learners * ring,
         }
 
-    def make_model(self, first: First, progress: Progress | None = None) -> tuple[Segment, Segment]:
+    def make_model(
+        self, first: InitialModel, progress: Progress | None = None
+    ) -> tuple[Segment, Segment]:
         """Make weights and state; any thread. Room for the learners' rings must be there, too.
 
         Raises NoSharedMemory, reserve.Cancelled and what first.values raises; then nothing of it is
         left.
         """
         name = self.config.name
-        streams = self._streams(first)
+        streams = optimizers.slots(self.effective.optimizer.spec(first.script.settings).kind)
         needs = self.needs(first.model, streams)
         reserve.check(needs, f"job {name!r}")
         if progress is not None:
             progress.total = needs["weights"] + needs["optimizer"]
         try:
-            made = making.weights_segment(name, self.job_id, first, progress)
+            made = model_segments.weights_segment(name, self.job_id, first, progress)
             try:
-                return made, making.state_segment(name, self.job_id, first, streams, progress)
+                return made, model_segments.state_segment(
+                    name, self.job_id, first, streams, progress
+                )
             except BaseException:
                 segment.unlink(made.name)
                 raise
@@ -326,7 +333,7 @@ class JobMemory:
                 "owner or root, or choose another name for the job"
             ) from None
 
-    def enter_model(self, first: First, made: tuple[Segment, Segment]) -> None:
+    def enter_model(self, first: InitialModel, made: tuple[Segment, Segment]) -> None:
         """The model is there: other processes may attach to it from now on."""
         self.weights, self.state = made
         try:
@@ -334,7 +341,7 @@ class JobMemory:
         except BaseException:
             self._drop_model()
             raise
-        control = self.control.view(layout.CONTROL)
+        control = self.words
         control["shards"] = self.config.resolved_shards(first.model.elements)
         if first.snapshot is not None:
             restore(control, self.state.view(layout.STATE), first.snapshot)
@@ -370,7 +377,7 @@ class JobMemory:
     @property
     def specs(self) -> list[OptimizerSpec]:
         """Resulting settings of each group of parameters, and at last of the others."""
-        return settings.specs_of(self.config, self.script, self.changes)
+        return self.changes.specs(self.config, self.script.settings)
 
     def change_settings(self, values: Mapping[str, Any]) -> dict[str, list[str | float | None]]:
         """Apply the request of `gadei-ps set`; return the changed fields, each with both values.
@@ -382,7 +389,7 @@ class JobMemory:
         before = self.specs
         values = changes.checked(values, before[-1].kind.name.lower(), len(before) - 1)
         new = self.changes.with_(values, self.config)
-        after = settings.specs_of(self.config, self.script, new)
+        after = new.specs(self.config, self.script.settings)
         if new != self.changes:
             self.changes = new
             self.enter_settings()
@@ -418,7 +425,7 @@ class JobMemory:
 
     def make_ring(self, row: int, generation: int, progress: Progress | None = None) -> Segment:
         """Make the ring of a new learner; any thread. Raises NoSharedMemory, reserve.Cancelled."""
-        control = self.control.view(layout.CONTROL)
+        control = self.words
         shape = self._ring_sizes()
         if progress is not None:
             progress.total = shape.bytes
@@ -448,8 +455,7 @@ class JobMemory:
 
     def _ring_sizes(self) -> shared.Sizes:
         assert self.model is not None
-        slots = int(self.control.view(layout.CONTROL)["slots"])
-        return making.ring_shape(self.model, slots)
+        return model_segments.ring_shape(self.model, int(self.words["slots"]))
 
     def _guard(self, ring: Segment) -> None:
         """A learner that truncates its ring must not end this process; servers let it go."""
@@ -520,7 +526,11 @@ def take_from_elsewhere(job: str, control: np.void) -> None:
     # First, so that nobody reads pids that are removed as those of the dead.
     control["header"]["owner_namespace"] = NOWHERE
     _forget_processes(control)
-    _wait_for_servers(job)
+    until = time.monotonic() + ELSEWHERE_END_S
+    while presence.living(job).servers:  # one that is not named any more ends
+        if time.monotonic() > until:
+            raise JobInUse(presence.elsewhere(job))
+        time.sleep(0.01)
     # Again: a server that had its lock may have entered itself until it ended.
     _forget_processes(control)
 
@@ -531,15 +541,6 @@ def _forget_processes(control: np.void) -> None:
     control["server"]["pid"] = 0
     control["server"]["state"] = ServerState.NONE
     control["roster"]["pid"] = 0
-
-
-def _wait_for_servers(job: str) -> None:
-    """Wait until no server has a lock: one that is not named any more ends. Raises JobInUse."""
-    until = time.monotonic() + ELSEWHERE_END_S
-    while presence.living(job).servers:
-        if time.monotonic() > until:
-            raise JobInUse(presence.elsewhere(job))
-        time.sleep(0.01)
 
 
 def restore(control: np.void, state: np.void, snapshot: Snapshot) -> None:

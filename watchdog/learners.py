@@ -1,6 +1,7 @@
-"""Learners of the job file: the watchdog starts them, and starts them again when they die.
+"""Learners of the job file, and the numbers of learners that commands start.
 
-They outlive a watchdog that is killed. The next watchdog finds them by their environment.
+The watchdog starts learners of the job file, and starts them again when they die. They outlive a
+watchdog that is killed. The next watchdog finds them by their environment.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,11 @@ import psutil
 
 from gadei_ps.errors import JobStopped
 from gadei_ps.job.config import LearnersConfig
+from gadei_ps.job.control import Launch
 from gadei_ps.machine import ownership, process
 from gadei_ps.machine.launch import JOB_VARIABLE, NAME_VARIABLE, LearnerNumbers
 from gadei_ps.memory import finished
-from gadei_ps.memory.layout import CONTROL, Stop, Work
+from gadei_ps.memory.layout import Stop, Work
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.durations import LEARNERS_END_S, LEARNERS_KILL_S
 from gadei_ps.watchdog.fork_server import watched
@@ -33,7 +35,7 @@ NAME = re.compile(r"learner-(\d+)")
 
 
 @dataclass(eq=False)
-class One:
+class LearnerProcess:
     """The learner of an index; it has one process after another. child: unless adopted."""
 
     index: int
@@ -49,20 +51,24 @@ class One:
 
 @dataclass(eq=False)
 class JobLearners:
-    """All learners of the job file."""
+    """All learners of the job file, which may have none."""
 
-    config: LearnersConfig
+    config: LearnersConfig | None
     memory: JobMemory
     socket: str
     log: Any
     policy: Policy = field(default_factory=lambda: Policy(limit=5))
-    all: list[One] = field(default_factory=list)
+    all: list[LearnerProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.all = [One(index) for index in range(self.config.count)]
+        self.all = [
+            LearnerProcess(index) for index in range(self.config.count if self.config else 0)
+        ]
 
     def adopt(self) -> None:
         """Take over learners of a dead watchdog, attached or not."""
+        if not self.all:
+            return
         for found in psutil.process_iter():
             # Group leaders only: a child of a learner inherits the variables.
             with contextlib.suppress(psutil.Error, OSError):
@@ -70,7 +76,7 @@ class JobLearners:
                     start = process.start_ticks(found.pid)
                     environ = found.environ()
                     self._adopt(found.pid, start, environ)
-        control = self.memory.control.view(CONTROL)
+        control = self.memory.words
         for one in self.all:
             one.finished = finished.has(control, one.index)
 
@@ -109,22 +115,22 @@ class JobLearners:
         """Whether all learners have ended without an error."""
         return all(one.finished for one in self.all)
 
-    def _runs(self, one: One) -> bool:
+    def _runs(self, one: LearnerProcess) -> bool:
         return not process.gone(one.pidfd, 0.0)
 
-    def _reap(self, one: One) -> int | None:
+    def _reap(self, one: LearnerProcess) -> int | None:
         """Kill the rest of a learner's process group; return its exit code, if known."""
         process.kill_group_of(one.pidfd, one.pid, one.start)
         os.close(one.pidfd)
         one.pidfd = -1
         return None if one.child is None else one.child.wait()
 
-    def _ended(self, one: One, now: float) -> None:
+    def _ended(self, one: LearnerProcess, now: float) -> None:
         code = self._reap(one)
         # The exit code of an adopted learner is not known.
-        done = int(self.memory.control.view(CONTROL)["work"]) == Work.DONE
+        done = int(self.memory.words["work"]) == Work.DONE
         one.finished = code == 0 if code is not None else done
-        control = self.memory.control.view(CONTROL)
+        control = self.memory.words
         # Kept for the next watchdog. A learner that a stop has ended may be wanted again.
         if one.finished and (done or int(control["stop"]) == Stop.GO):
             finished.add(control, one.index)
@@ -135,7 +141,8 @@ class JobLearners:
             self.log.warning("a learner ended", learner=one.index, pid=one.pid, code=code)
         one.pid, one.child = 0, None
 
-    def _start(self, one: One) -> None:
+    def _start(self, one: LearnerProcess) -> None:
+        assert self.config is not None
         env = os.environ | {JOB_VARIABLE: self.socket, NAME_VARIABLE: f"learner-{one.index}"}
         env |= LearnerNumbers(count=self.config.count).environment(one.index)
         try:
@@ -166,7 +173,52 @@ class JobLearners:
             if not self._runs(one):  # else the kernel blocks it, as a driver does
                 self._reap(one)
 
-    def _wait(self, running: list[One], timeout_s: float) -> None:
+    def _wait(self, running: list[LearnerProcess], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         while time.monotonic() < until and any(self._runs(one) for one in running):
             time.sleep(0.01)
+
+
+class ReservedNumbers:
+    """Numbers that commands have reserved for their learners, each until its command has ended.
+
+    own: learners that the watchdog itself starts; their numbers begin at 0.
+    """
+
+    def __init__(self, own: int) -> None:
+        self._own = own
+        self._commands: dict[tuple[int, int, int], Launch] = {}  # by pid, start time, first number
+
+    def reserve(self, pid: int, request: Launch, attached: Collection[int]) -> dict[str, int]:
+        """Reserve numbers for a command's learners; return the first, and the count of the others.
+
+        pid: of the command. attached: rows of the learners that are attached; a learner has the row
+        of its number if that was free.
+        """
+        self._drop_ended()
+        for key in [one for one in self._commands if (one[0], one[2]) == (pid, request.first)]:
+            del self._commands[key]
+        taken = {*range(self._own), *attached}
+        for one in self._commands.values():
+            taken.update(range(one.first, one.first + one.count))
+        first, count = max(0, request.first), request.count
+        if request.first < 0:
+            while clash := taken.intersection(range(first, first + count)):
+                first = max(clash) + 1
+        if count:
+            reserved = request.model_copy(update={"first": first})
+            self._commands[pid, process.start_ticks(pid), first] = reserved
+        return {"first": first, "others": len(taken.difference(range(first, first + count)))}
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the commands for the status."""
+        self._drop_ended()
+        shown = {"first", "count", "command", "directory"}
+        return [
+            {"pid": pid} | one.model_dump(include=shown)
+            for (pid, _, _), one in self._commands.items()
+        ]
+
+    def _drop_ended(self) -> None:
+        living = {key: one for key, one in self._commands.items() if process.alive(*key[:2])}
+        self._commands = living

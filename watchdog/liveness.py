@@ -91,76 +91,68 @@ class Sign(NamedTuple):
     paused: bool
 
 
-class Standing(NamedTuple):
-    """A learner that others wait for: since when, and the time until it is killed, s."""
-
-    stands_s: float
-    left_s: float
-    paused: bool
-
-
 @dataclass
-class _Seen:
+class Awaited:
+    """A learner that others wait for."""
+
     moves: Hashable
     since: float
-    computed: float  # when it was last seen to have computed
-    cpu_s: float | None = None  # when it had stood for a while
+    computed: float
+    """Time at which it was last seen to have computed."""
+    cpu_s: float | None = None
+    """Processor time when others had waited for a while."""
     steps: int = 0
+    waited_s: float = 0.0
+    left_s: float = 0.0
+    """Time until it is killed (s)."""
     warned: bool = False
 
 
 @dataclass
-class Hung:
+class HangDetector:
     """limit_s: 0: no learner hangs. late_s: see Watch. cpu_s: of a process and its children."""
 
     limit_s: float
     late_s: float
     cpu_s: Callable[[int], float]
-    standing: dict[int, Standing] = field(default_factory=dict)
+    awaited: dict[int, Awaited] = field(default_factory=dict)
     """Learners that others wait for, by row, as of the last look."""
-    _seen: dict[int, _Seen] = field(default_factory=dict)
     _looked: float = float("-inf")
 
     def check(self, now: float, signs: Mapping[int, Sign]) -> tuple[list[int], list[int]]:
         """Return the learners that hang, and those to warn of; forget the others."""
         rested, self._looked = now - self._looked > self.late_s, now
-        seen: dict[int, _Seen] = {}
-        self.standing = {}
+        before, self.awaited = self.awaited, {}
         for key, sign in signs.items():
-            one = self._seen.get(key)
+            one = before.get(key)
             if one is None or one.moves != sign.moves or rested:
-                one = _Seen(sign.moves, now, now)
-            seen[key] = one
-            self._look_at(one, now, sign)
-            self.standing[key] = self._standing(one, now, sign)
-        self._seen = seen
+                one = Awaited(sign.moves, now, now)
+            self.awaited[key] = one
+            self._update(one, now, sign)
         if not self.limit_s:
             return [], []
-        hang = [key for key, one in self.standing.items() if one.left_s < 0]
-        late = [key for key in self.standing if key not in hang and self._is_late(key)]
+        hung = [key for key, one in self.awaited.items() if one.left_s < 0]
+        late = [
+            key
+            for key, one in self.awaited.items()
+            if one.left_s >= 0
+            and one.waited_s >= WARN_AT * self.limit_s
+            and not (one.warned or signs[key].paused)
+        ]
         for key in late:
-            seen[key].warned = True
-        return hang, late
+            self.awaited[key].warned = True
+        return hung, late
 
-    def _look_at(self, one: _Seen, now: float, sign: Sign) -> None:
-        if now - one.since < self.limit_s / 4 or not self.limit_s:
-            return
-        used_s = self.cpu_s(sign.pid)
-        if one.cpu_s is None:
-            one.cpu_s = used_s
-        steps = progress(used_s - one.cpu_s, self.limit_s)
-        if steps > one.steps:
-            one.steps, one.computed = steps, now
-
-    def _standing(self, one: _Seen, now: float, sign: Sign) -> Standing:
-        stands_s, rests_s = now - one.since, now - one.computed
-        if sign.paused:
-            left_s = MOST * self.limit_s - rests_s
-        else:
-            left_s = min(self.limit_s - rests_s, MOST * self.limit_s - stands_s)
-        return Standing(stands_s, left_s, sign.paused)
-
-    def _is_late(self, key: int) -> bool:
-        """Return whether half of its time is over, and that was not reported yet."""
-        one = self.standing[key]
-        return not (self._seen[key].warned or one.paused or one.stands_s < WARN_AT * self.limit_s)
+    def _update(self, one: Awaited, now: float, sign: Sign) -> None:
+        if self.limit_s and now - one.since >= self.limit_s / 4:
+            used_s = self.cpu_s(sign.pid)
+            if one.cpu_s is None:
+                one.cpu_s = used_s
+            steps = progress(used_s - one.cpu_s, self.limit_s)
+            if steps > one.steps:
+                one.steps, one.computed = steps, now
+        one.waited_s, most_s = now - one.since, MOST * self.limit_s
+        limit_s = most_s if sign.paused else self.limit_s
+        one.left_s = limit_s - (now - one.computed)
+        if not sign.paused:
+            one.left_s = min(one.left_s, most_s - one.waited_s)

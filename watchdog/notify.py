@@ -11,13 +11,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Hashable, Iterator, MutableMapping
 from typing import Self
 
 DIGITS = re.compile("[0-9]{1,19}")  # of an unsigned 64-bit number
-EXTENSION_INTERVAL_S = (
-    5.0  # a manager that is executed again forgets that it was asked for more time
-)
+EXTENSION_INTERVAL_S = 5.0  # a manager that is executed again forgets what it was asked for
 PASSING = ("WATCHDOG", "EXTEND_TIMEOUT_USEC")  # true at this moment only
 
 
@@ -29,12 +27,13 @@ class Notify:
         self.interval_s = interval_s
         self._address = ""
         self._socket: socket.socket | None = None
+        self._completes = False
         self._status = ""
         self._done: Hashable = None
         self._pinged = -float("inf")
         self._until = self._asked = -float("inf")  # more time is asked for; when it was last
         # What the manager could not take yet. A lost READY would fail the whole start.
-        self._unsaid: dict[str, str] = {}
+        self._unsent: dict[str, str] = {}
         if address and address[0] in "/@":
             self._address = "\0" + address[1:] if address[0] == "@" else address
             kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -56,9 +55,22 @@ class Notify:
         """Whether there is a manager to notify."""
         return self._socket is not None
 
+    @contextlib.contextmanager
+    def completing_stop(self) -> Iterator[None]:
+        """Complete the stop of an earlier incarnation of the service, as a part of its start.
+
+        Meanwhile the service is neither ready nor stopping; it asks for the time that this takes.
+        """
+        self._completes = True
+        try:
+            yield
+        finally:
+            self._completes = False
+
     def ready(self) -> None:
         """The start is complete."""
-        self._send(READY="1")
+        if not self._completes:
+            self._send(READY="1")
 
     def starting(self, timeout_s: float, done: Hashable) -> None:
         """The start has got on to `done`, and takes at most `timeout_s` until it does so again.
@@ -75,6 +87,9 @@ class Notify:
 
     def stopping(self, timeout_s: float = 0.0) -> None:
         """The end begins, and takes at most `timeout_s` where that is more than the unit allows."""
+        if self._completes:
+            self.more_time(timeout_s)
+            return
         now = time.monotonic()
         self._until = now + timeout_s
         self._send(STOPPING="1", **self._extension(now))
@@ -94,7 +109,7 @@ class Notify:
 
     def status(self, text: str) -> None:
         """One line for `systemctl status`; sent only when it is another one."""
-        text = " ".join(text.split())
+        text = " ".join(f"{'completing an interrupted stop: ' * self._completes}{text}".split())
         if text != self._status:
             self._status = text
             self._send(STATUS=text)
@@ -109,63 +124,27 @@ class Notify:
         if now >= self._asked + EXTENSION_INTERVAL_S and (extension := self._extension(now)):
             self._send(**extension)
         if self.interval_s is None:
-            if self._unsaid:
+            if self._unsent:
                 self._send()
         elif now >= self._pinged + self.interval_s:
             self._pinged = now
             self._send(WATCHDOG="1")
 
     def close(self) -> None:
-        if self._socket is not None:
+        if self._socket is not None and not self._completes:
             self._socket.close()
             self._socket = None
 
     def _send(self, **values: str) -> None:
         if self._socket is None:
             return
-        self._unsaid |= values
-        message = "\n".join(f"{name}={value}" for name, value in self._unsaid.items())
+        self._unsent |= values
+        message = "\n".join(f"{name}={value}" for name, value in self._unsent.items())
         try:
             self._socket.sendto(message.encode(errors="replace"), self._address)
         except OSError:
             # The manager is slow or restarts: the next call sends it again.
             for name in PASSING:
-                self._unsaid.pop(name, None)
+                self._unsent.pop(name, None)
         else:
-            self._unsaid.clear()
-
-
-class Earlier(Notify):
-    """Notifications for the end of an earlier incarnation of the service, a part of its start.
-
-    It asks for the time that this takes, and is neither ready nor stopping.
-    """
-
-    def __init__(self, notify: Notify) -> None:
-        super().__init__()
-        self._notify = notify
-
-    @property
-    def enabled(self) -> bool:
-        return self._notify.enabled
-
-    def ready(self) -> None:
-        pass
-
-    def starting(self, timeout_s: float, done: Hashable) -> None:
-        self._notify.starting(timeout_s, done)
-
-    def stopping(self, timeout_s: float = 0.0) -> None:
-        self._notify.more_time(timeout_s)
-
-    def more_time(self, timeout_s: float) -> None:
-        self._notify.more_time(timeout_s)
-
-    def status(self, text: str) -> None:
-        self._notify.status(f"completing an interrupted stop: {text}")
-
-    def watchdog(self) -> None:
-        self._notify.watchdog()
-
-    def close(self) -> None:
-        pass
+            self._unsent.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import selectors
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
@@ -30,64 +31,58 @@ from gadei_ps.watchdog.checkpoints import Checkpoints, Outcome
 from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.initial_load import Loading
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.launches import Launches
-from gadei_ps.watchdog.maker import Maker
-from gadei_ps.watchdog.refusals import Refusals
+from gadei_ps.watchdog.learners import ReservedNumbers
+from gadei_ps.watchdog.refused_gradients import RefusalWarnings
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.sockets import Client, ControlServer, Reply, failure
 from gadei_ps.watchdog.stopping import Stopping
+from gadei_ps.watchdog.worker import Worker
 
 
+@dataclass(eq=False)
 class Requests:
-    """A job's control socket, and all that it answers."""
+    """A job's control socket, and all that it answers. Raises ControlError if it cannot listen."""
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        memory: JobMemory,
-        roster: Roster,
-        servers: Servers,
-        checkpoints: Checkpoints,
-        stopping: Stopping,
-        maker: Maker,
-        history: History,
-    ) -> None:
-        """Listen at the job's path. Raises ControlError."""
-        self._memory = memory
-        self._roster = roster
-        self._servers = servers
-        self._checkpoints = checkpoints
-        self._stopping = stopping
-        self._log = log.get(job=memory.config.name)
-        self._maker = maker
-        self._history = history
-        self._unreachable = ""  # why nobody can connect
+    selector: selectors.BaseSelector
+    memory: JobMemory
+    roster: Roster
+    servers: Servers
+    checkpoints: Checkpoints
+    stopping: Stopping
+    worker: Worker
+    history: History
+    _unreachable: str = ""  # why nobody can connect
+
+    def __post_init__(self) -> None:
+        job, own = self.memory.config.name, self.memory.config.learners
+        self._log = log.get(job=job)
         self._sockets = ControlServer(
-            paths.socket_path(memory.config.name), selector, self._dispatch, self._closed
+            paths.socket_path(job),
+            self.selector,
+            self._dispatch,
+            lambda client: self._admission.closed(client),
         )
-        self._batches = Batches(memory, memory.learners)
-        self._refusals = Refusals(memory, self._log)
-        self._loading = Loading(memory, self._log)
-        own = memory.config.learners
-        self._launches = Launches(own.count if own is not None else 0)
+        self._batches = Batches(self.memory, self.memory.learners)
+        self._refusals = RefusalWarnings(self.memory, self._log)
+        self._loading = Loading(self.memory, self._log)
+        self._reserved = ReservedNumbers(own.count if own is not None else 0)
         self._admission = Admission(
-            self._sockets, memory, roster, stopping, maker, self._batches, self._log
+            self._sockets,
+            self.memory,
+            self.roster,
+            self.stopping,
+            self.worker,
+            self._batches,
+            self._log,
         )
-
-    @property
-    def _control(self) -> np.void:
-        return self._memory.control.view(layout.CONTROL)
-
-    def _closed(self, client: Client) -> None:
-        self._admission.closed(client)
 
     def tick(self, now: float) -> None:
         """Do the work between two requests. Every tick."""
         self._admission.tick(now)
-        self._batches.hand_out(self._stopping.begun)
+        self._batches.hand_out(self.stopping.begun)
         self._refusals.tick(now)
-        self._memory.ask_for_settings()
+        self.memory.ask_for_settings()
         self._loading.tick()
 
     def expire(self, lock: NameLock | None) -> None:
@@ -118,69 +113,71 @@ class Requests:
         failed: why the job has failed; empty if it has not.
         """
         self._admission.close(failed)
-        if self._stopping.begun:
+        if self.stopping.begun:
             error: GadeiError | None = JobFailed(failed) if failed else None
-            if self._stopping.problem:
-                error = NotSaved(self._stopping.report())
+            if self.stopping.problem:
+                error = NotSaved(self.stopping.report())
             final = failure(error) if error is not None else self.report()
-            for client in self._stopping.waiting:
+            for client in self.stopping.waiting:
                 self._sockets.reply(client, final)
         self._sockets.shut_down()
 
     def _dispatch(self, client: Client, request: messages.Request) -> Reply:
         if type(request) in REFUSED_AT_STOP:
-            self._stopping.refuse()
+            self.stopping.refuse()
         return HANDLERS[type(request)](self, request, client)
 
     def _detach(self, request: messages.Detach, client: Client) -> Reply:
-        self._roster.detach(client.pid, request.row, request.generation)
+        self.roster.detach(client.pid, request.row, request.generation)
         return {}
 
     def _measured(self, request: messages.Measured, client: Client) -> Reply:
-        self._history.note(request.values)
+        self.history.note(request.values)
         return {}
 
     def _reported(self, request: messages.Reported, client: Client) -> Reply:
-        self._history.report(request.values)
+        self.history.report(request.values)
         return {}
 
     def _leave_out(self, request: messages.LeaveOut, client: Client) -> Reply:
         """Exclude ended learners. A launcher's do not count if the job file has learners."""
-        if self._memory.config.learners is None:
+        if self.memory.config.learners is None:
             self._batches.leave_out(request.number)
         return {}
 
     def _stop(self, request: messages.StopJob, client: Client) -> Reply:
-        self._stopping.asked = True
-        self._stopping.begin(
+        self.stopping.asked = True
+        self.stopping.begin(
             request.drain, request.timeout_s, request.reason, finished=request.finished
         )
         if not request.wait:
             return {}
-        self._stopping.waiting.append(client)
+        self.stopping.waiting.append(client)
         return None
 
     def report(self) -> dict[str, Any]:
         """The job's status."""
-        report = job_status(self._memory)
+        report = job_status(self.memory)
         for one in report["learners"]:
-            standing = self._roster.standing.get(one["row"])
-            one["holds_up_s"] = standing.stands_s if standing else None
-            one["killed_in_s"] = standing.left_s if standing else None
-        report["commands"] = self._launches.report()
-        report["server_private_bytes"] = self._servers.private_bytes()
-        report["standby_pid"] = self._servers.standby_pid
-        report["standby_missing"] = self._servers.why_alone or None
-        report["server_stuck"] = self._servers.stuck or None
-        report["checkpoint_age_s"] = self._checkpoints.age_s
-        report["last_checkpoint"] = self._checkpoints.last or None
-        report["checkpoint_warning"] = self._checkpoints.warning or None
-        report["newer_checkpoint"] = self._checkpoints.newer or None
-        report["names_lost"] = self._memory.unnamed
-        report["stop_reason"] = self._stopping.reason or None
-        report["saves_on_stop"] = self._stopping.saves
-        report["making"] = self._maker.facts
-        report["start"] = self._batches.report()
+            awaited = self.roster.awaited.get(one["row"])
+            one["holds_up_s"] = awaited.waited_s if awaited else None
+            one["killed_in_s"] = awaited.left_s if awaited else None
+        report |= {
+            "commands": self._reserved.report(),
+            "server_private_bytes": self.servers.private_bytes(),
+            "standby_pid": self.servers.standby_pid,
+            "standby_missing": self.servers.why_alone or None,
+            "server_stuck": self.servers.stuck or None,
+            "checkpoint_age_s": self.checkpoints.age_s,
+            "last_checkpoint": self.checkpoints.last or None,
+            "checkpoint_warning": self.checkpoints.warning or None,
+            "newer_checkpoint": self.checkpoints.newer or None,
+            "names_lost": self.memory.unnamed,
+            "stop_reason": self.stopping.reason or None,
+            "saves_on_stop": self.stopping.saves,
+            "making": self.worker.facts,
+            "start": self._batches.report(),
+        }
         _limit(report)
         return report
 
@@ -190,11 +187,10 @@ class Requests:
             raise CheckpointError(f"{coming}; there is nothing to save yet")
 
         def done(outcome: Outcome) -> None:
-            self._sockets.reply(
-                client, outcome if outcome["ok"] else failure(CheckpointError(outcome["error"]))
-            )
+            error = None if outcome["ok"] else CheckpointError(outcome["error"])
+            self._sockets.reply(client, failure(error) if error else outcome)
 
-        self._checkpoints.ask(done)
+        self.checkpoints.ask(done)
         return None
 
     def _copy(self, request: messages.Copy, client: Client) -> Reply:
@@ -203,83 +199,75 @@ class Requests:
             raise ControlError("copy: no file came with the request")
 
         def done(outcome: Outcome) -> None:
-            self._sockets.reply(
-                client,
-                outcome
-                if outcome["ok"]
-                else failure(ControlError(f"no copy of the job: {outcome['error']}")),
+            error = (
+                None if outcome["ok"] else ControlError(f"no copy of the job: {outcome['error']}")
             )
+            self._sockets.reply(client, failure(error) if error else outcome)
 
-        self._checkpoints.ask(done, client.fds.pop(0), slots=request.slots)
+        self.checkpoints.ask(done, client.fds.pop(0), slots=request.slots)
         return None
 
     def _discard(self, request: messages.Discard, client: Client) -> Reply:
         """Raise ControlError if no checkpoint is newer: a stop must not lose anything."""
-        if not self._checkpoints.newer:
+        if not self.checkpoints.newer:
             raise ControlError("no checkpoint is newer than the memory: stop without --discard")
-        self._stopping.discards = True
-        self._stopping.asked = True
-        self._stopping.begin(drain=False, timeout_s=1.0)
-        self._stopping.waiting.append(client)
+        self.stopping.discards = True
+        self.stopping.asked = True
+        self.stopping.begin(drain=False, timeout_s=1.0)
+        self.stopping.waiting.append(client)
         return None
 
     def _reload(self, request: messages.Reload, client: Client) -> Reply:
-        memory = self._memory
+        memory = self.memory
         new, changed = settings.changed(
             memory.control, memory.config, request.config, memory.script
         )
         changes = memory.changes.still(new)
-        settings.specs_of(new, memory.script, changes)
+        changes.specs(new, memory.script.settings)
         if new != memory.config:
             memory.config, memory.changes = new, changes
             memory.enter_settings()
-            self._roster.limit(new.learner_timeout_s)
-            self._servers.limit(new.hang_s)
+            self.roster.limit(new.learner_timeout_s)
             self._log.info("the job file has changed", **changed)
         return {"changed": changed}
 
     def _set_optimizer(self, request: messages.SetOptimizer, client: Client) -> Reply:
-        changed = self._memory.change_settings(request.values)
+        changed = self.memory.change_settings(request.values)
         if changed:
             self._log.info("changing hyperparameters", **changed)
         return {"changed": changed}
 
     def _set_sync(self, request: messages.SetSync, client: Client) -> Reply:
-        job = self._memory.config.name
-        attached = len(self._roster.rows)
-        learners = (
-            self._memory.config.learners.count if self._memory.config.learners else attached or None
-        )
+        config, memory = self.memory.config, self.memory.control
         try:
             wanted = sync.parse(request.sync)
-            wanted.check(learners)
+            wanted.check(
+                config.learners.count if config.learners else len(self.roster.rows) or None
+            )
             check_room(wanted)
         except sync.SpecError as error:
             raise ControlError(str(error)) from None
-        memory = self._memory.control
-        if sync_change.requested(memory) != sync_change.in_force(memory):
+        requested, in_force = sync_change.requested(memory), sync_change.in_force(memory)
+        if requested != in_force:
             raise ControlError(
-                f"job {job!r} is just changing to "
-                f"{sync_change.text(memory, sync_change.requested(memory))}; ask again once it has"
+                f"job {config.name!r} is just changing to {sync_change.text(memory, requested)}; "
+                "ask again once it has"
             )
-        wave = int(self._control["wave"])
-        if int(self._control["work"]) == Work.WORKING and wanted.wave != wave:
+        wave = int(self.memory.words["wave"])
+        if int(self.memory.words["work"]) == Work.WORKING and wanted.wave != wave:
             raise ControlError(
                 f"the job hands out batches of waves of {wave}, not {wanted.wave}: "
                 "that cannot change while it works on them"
             )
-        if self._memory.model is None:
+        if self.memory.model is None:
             sync_change.initialize(memory, wanted)  # no server has looked at it yet
             return {"changes": True, "sync": str(wanted)}
-        # A file may have been rewritten.
-        if (
-            str(wanted) == sync_change.text(memory, sync_change.in_force(memory))
-            and "file" not in wanted.parameters
-        ):
+        is_same = str(wanted) == sync_change.text(memory, in_force)
+        if is_same and "file" not in wanted.parameters:  # which may have been rewritten
             return {"changes": False, "sync": str(wanted)}
         self._log.info("changing the synchronization model", sync=str(wanted))
         sync_change.request(memory, wanted)
-        self._memory.ring_bells()
+        self.memory.ring_bells()
         return {"changes": True, "sync": str(wanted)}
 
 
@@ -299,8 +287,8 @@ HANDLERS: Final[dict[type, Callable[[Requests, Any, Client], Reply]]] = REFUSED_
     messages.Offer: lambda self, request, client: self._admission.offer(client, request),
     messages.Attach: lambda self, request, client: self._admission.attach(client, request),
     messages.FirstBatch: lambda self, request, client: self._admission.first_batch(client, request),
-    messages.Launch: lambda self, request, client: self._launches.reserve(
-        client.pid, request, self._roster.rows
+    messages.Launch: lambda self, request, client: self._reserved.reserve(
+        client.pid, request, self.roster.rows
     ),
     messages.Detach: Requests._detach,
     messages.Measured: Requests._measured,
@@ -316,8 +304,8 @@ def job_status(memory: JobMemory) -> dict[str, Any]:
 
     Other processes write there: each word is read once, and may have any value.
     """
-    control = memory.control.view(layout.CONTROL)
-    state = memory.state.view(layout.STATE) if memory.state is not None else None
+    control = memory.words
+    state = memory.state_words if memory.state is not None else None
     optimizer = script.report(memory.config, memory.script, memory.changes, memory.model)
     in_force, wanted = sync_change.in_force(memory.control), sync_change.requested(memory.control)
     attached = [_learner(control, state, row, ring) for row, ring in sorted(memory.rings.items())]

@@ -151,11 +151,11 @@ def settled(
     if wanted.groups is not None and not config.optimizer.groups:
         _check_groups(changes.applied(config), script, wanted.groups, merged)
     elif wanted.groups:
-        theirs = (
+        groups = (
             f"optimizer: job {config.name!r} has its parameter groups from its job file, which "
             "override the script's"
         )
-        notice = f"{notice}; {theirs}" if notice else theirs
+        notice = f"{notice}; {groups}" if notice else groups
     if script.is_open and not wanted.is_empty:
         changes.specs(config, merged)
         return Script(merged), notice
@@ -255,14 +255,14 @@ def _refusal(config: JobConfig, script: Script, name: str, has: Any, wanted: Any
 def _notice(config: JobConfig, now: Values, overridden: Values, changes: Changes) -> str:
     if not overridden:
         return ""
-    whence = "its job file or command line"
+    source = "its job file or command line"
     if changed := overridden.keys() & changes.values.keys():
-        whence = "gadei-ps set" if changed == overridden.keys() else f"{whence} and gadei-ps set"
+        source = "gadei-ps set" if changed == overridden.keys() else f"{source} and gadei-ps set"
     counts = ", ".join(f"{name} {_text(now[name])}" for name in overridden)
-    theirs = ", ".join(f"{name} {_text(value)}" for name, value in overridden.items())
+    scripts = ", ".join(f"{name} {_text(value)}" for name, value in overridden.items())
     return (
-        f"optimizer: job {config.name!r} has {counts} from {whence}, which overrides the "
-        f"script's {theirs}"
+        f"optimizer: job {config.name!r} has {counts} from {source}, which overrides the "
+        f"script's {scripts}"
     )
 
 
@@ -282,15 +282,15 @@ def report(
     """
     now = in_force(config, script, changes)
     rest = changes.applied(config).optimizer
-    whence = {name: script.source(config, name) for name in now}
-    whence |= {name: "set" for name in changes.values if name in whence}
+    sources = {name: script.source(config, name) for name in now}
+    sources |= {name: "set" for name in changes.values if name in sources}
     return {
         **now,
         "clip_norm": rest.clip_norm,
         "staleness_aware": rest.staleness_aware,
         "spike_compensation": rest.spike_compensation,
         "schedule": rest.schedule.kind,
-        "from": whence,
+        "from": sources,
         "groups": _groups(config, script, changes, model),
     }
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gadei_ps.errors import in_words
@@ -59,15 +59,7 @@ class Server:
     fork_server: ForkServer | None = None
 
 
-@dataclass(frozen=True)
-class _Ending:
-    """A killed fork server: the kernel may take its time. ended: called with its exit code."""
-
-    made: ForkServer
-    since: float
-    ended: Callable[[int], None]
-
-
+@dataclass(eq=False)
 class ServerStarter:
     """Starter of servers and of the fork server.
 
@@ -75,32 +67,25 @@ class ServerStarter:
     the fork server has died, unless it was of another build.
     """
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        log: Any,
-        started: Callable[[Server], None],
-        failed: Callable[[OSError], None],
-        died: Callable[[], None],
-    ) -> None:
-        self._selector = selector
-        self._log = log
-        self._started = started
-        self._failed = failed
-        self._died = died
-        self._fork_server: ForkServer | None = None
-        self._ready_at: float | None = None
-        self._has_started_any = False
-        self._killed = False  # because it hangs
-        self._deaths: tuple[Exit, ...] = ()
-        self._died_at = float("-inf")
-        self._ending: _Ending | None = None
-        self._refused: frozenset[tuple[str, int, int]] | None = None  # files of another build
-        self._looked_at = 0.0
-        self._request: Start | None = None
-        self._loads: tuple[Load, int] | None = None
-        self._codes: dict[int, int] = {}  # of servers that have ended, by pid
-        self._watch = Watch(FORK_SERVER_SILENT_S)
+    selector: selectors.BaseSelector
+    log: Any
+    started: Callable[[Server], None]
+    failed: Callable[[OSError], None]
+    died: Callable[[], None]
+    _fork_server: ForkServer | None = None
+    _ready_at: float | None = None
+    _has_started_any: bool = False
+    _killed: bool = False  # because it hangs
+    _deaths: tuple[Exit, ...] = ()
+    _died_at: float = float("-inf")
+    _ending: tuple[ForkServer, float, Callable[[int], None]] | None = None
+    """A killed fork server, since when, and a function that is called with its exit code."""
+    _refused: frozenset[tuple[str, int, int]] | None = None  # files of another build
+    _looked_at: float = 0.0
+    _request: Start | None = None
+    _loads: tuple[Load, int] | None = None
+    _codes: dict[int, int] = field(default_factory=dict)  # of servers that have ended, by pid
+    _watch: Watch = field(default_factory=lambda: Watch(FORK_SERVER_SILENT_S))
 
     @property
     def coming(self) -> bool:
@@ -123,7 +108,7 @@ class ServerStarter:
         """Use a fork server that has been started."""
         self._fork_server = made
         self._ready_at, self._has_started_any, self._killed = None, False, False
-        self._selector.register(made.end, selectors.EVENT_READ, lambda _: self._receive())
+        self.selector.register(made.end, selectors.EVENT_READ, lambda _: self._receive())
         if self._loads is not None:
             self._send(self._loads[0])
 
@@ -165,15 +150,15 @@ class ServerStarter:
             child = process.spawn(command, env=os.environ | ENVIRONMENT, stdout=2, how=None)
             pidfd, ticks = fork_server.watched(child)
         except OSError as error:
-            self._failed(error)
+            self.failed(error)
             return
-        self._started(Server(request.number, child.pid, ticks, pidfd, files, child))
+        self.started(Server(request.number, child.pid, ticks, pidfd, files, child))
 
     # -- the fork server ------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Start a fork server that is missing and due, kill one that hangs. Called every tick."""
-        if self._ending is not None and now >= self._ending.since + FORK_SERVER_KILL_S:
+        if self._ending is not None and now >= self._ending[1] + FORK_SERVER_KILL_S:
             self._end_ending()
         if self._fork_server is None:
             if self._ending is None and now >= self._died_at + restart.delay(
@@ -190,9 +175,7 @@ class ServerStarter:
             signs["request"] = self._request.number
         if self._watch.check(now, signs) and not self._killed:
             self._killed = True
-            self._log.warning(
-                "the fork server hangs and is killed", pid=self._fork_server.child.pid
-            )
+            self.log.warning("the fork server hangs and is killed", pid=self.pid)
             self._fork_server.kill()
 
     def _start(self, now: float) -> None:
@@ -206,7 +189,7 @@ class ServerStarter:
         try:
             self.take(fork_server.start())
         except OSError as error:
-            self._log.warning("cannot start the fork server", reason=in_words(error))
+            self.log.warning("cannot start the fork server", reason=in_words(error))
             self._note_death(now, useful=False)
 
     def _note_death(self, now: float, *, useful: bool) -> None:
@@ -221,7 +204,7 @@ class ServerStarter:
             except BlockingIOError:
                 return
             except (OSError, ValueError) as error:
-                self._log.error("invalid message from the fork server", reason=in_words(error))
+                self.log.error("invalid message from the fork server", reason=in_words(error))
                 message = None
             if message is None:
                 self._lost()
@@ -237,17 +220,14 @@ class ServerStarter:
             self._request = None
             self._codes.pop(message.pid, None)  # of one that had the pid before
             if pidfd is None:  # for want of a descriptor; unknown as it is, the server ends
-                self._fail(errno.EMFILE)
+                self.failed(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return
             self._has_started_any = True
             pid, start = message.pid, message.start
-            self._started(Server(message.number, pid, start, pidfd, made.files, fork_server=made))
+            self.started(Server(message.number, pid, start, pidfd, made.files, fork_server=made))
         elif isinstance(message, NotStarted):
             self._request = None
-            self._fail(message.errno)
-
-    def _fail(self, number: int) -> None:
-        self._failed(OSError(number, os.strerror(number)))
+            self.failed(OSError(message.errno, os.strerror(message.errno)))
 
     def _lost(self) -> None:
         """Handle the fork server's death. The requested server starts without it."""
@@ -264,8 +244,8 @@ class ServerStarter:
                 how = "gadei-ps has been replaced since this job began"
             else:
                 how = process.signal_name(-code) if code < 0 else f"exit code {code}"
-                self._died()
-            self._log.warning(
+                self.died()
+            self.log.warning(
                 "the fork server died; servers start as programs until it is back", how=how
             )
 
@@ -277,17 +257,17 @@ class ServerStarter:
         assert self._fork_server is not None
         made, self._fork_server = self._fork_server, None
         self._codes.clear()
-        self._selector.unregister(made.end)
+        self.selector.unregister(made.end)
         made.end.close()
         made.kill()
-        self._ending = _Ending(made, time.monotonic(), ended)
-        self._selector.register(made.pidfd, selectors.EVENT_READ, lambda _: self._end_ending())
+        self._ending = made, time.monotonic(), ended  # the kernel may take its time
+        self.selector.register(made.pidfd, selectors.EVENT_READ, lambda _: self._end_ending())
 
     def _end_ending(self, timeout_s: float = 0.0) -> None:
         assert self._ending is not None
-        ending, self._ending = self._ending, None
-        self._selector.unregister(ending.made.pidfd)
-        ending.ended(ending.made.exit_code(timeout_s))
+        (made, _, ended), self._ending = self._ending, None
+        self.selector.unregister(made.pidfd)
+        ended(made.exit_code(timeout_s))
 
     def renew(self) -> None:
         """Replace a fork server whose build cannot serve the job by one of the current files."""
@@ -324,6 +304,6 @@ class ServerStarter:
                 if received[1] is not None:
                     signal.pidfd_send_signal(received[1], signal.SIGKILL)
                     os.close(received[1])
-        self._selector.unregister(self._fork_server.end)
+        self.selector.unregister(self._fork_server.end)
         self._fork_server.end.close()
         self._fork_server = None

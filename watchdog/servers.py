@@ -22,7 +22,7 @@ from gadei_ps import _native
 from gadei_ps.errors import in_words
 from gadei_ps.machine import ownership, process
 from gadei_ps.memory import build, layout, lifecycle, reserve
-from gadei_ps.memory.layout import CONTROL, SHARD, STATE, ServerState
+from gadei_ps.memory.layout import CONTROL, SHARD, ServerState
 from gadei_ps.memory.lifecycle import Stage
 from gadei_ps.watchdog import restart
 from gadei_ps.watchdog.durations import SERVER_END_S, SERVER_KILL_S, SERVER_SILENT_S
@@ -37,19 +37,16 @@ STANDBY_LIMIT_S = 30.0  # it maps and fills page tables of all rings, which may 
 MEASURED_S = 1.0  # the kernel looks at all pages, and the status may be asked for often
 RESTART_EXPECTED_S = 1.0  # after a death: the next server is started within milliseconds
 MOST_FAILOVERS = 100  # that wait for the history, which takes them once a second
-REFUSED_RETRY_S = (
-    600.0  # until a build that was refused is tried again though its files are the same
-)
+REFUSED_RETRY_S = 600.0  # until a refused build with the same files is tried again
 
 
 @dataclass(eq=False)
-class Running:
+class ServerProcess:
     """A server process: a program, a fork of the fork server, or an adopted one."""
 
     number: int
     pid: int
     pidfd: int
-    since: float
     made: Server | None = None  # unless adopted
     version: int = 0  # of the job when the server started
     killed: str = ""  # why we killed it
@@ -91,9 +88,8 @@ class Servers:
     log: Any
     failed: Callable[[str], None]
     options: Options = field(default_factory=Options)
-    hang_s: float = field(init=False)
     policy: Policy = field(default_factory=Policy, init=False)
-    running: dict[int, Running] = field(default_factory=dict, init=False)
+    running: dict[int, ServerProcess] = field(default_factory=dict, init=False)
     _exits: tuple[Exit, ...] = ()
     _last_exit: float = float("-inf")
     _reported_alone: bool = False
@@ -122,23 +118,12 @@ class Servers:
         )
         if self.options.fork_server is not None:
             self._starter.take(self.options.fork_server)
-        self._hung, self._idle = Watch(0.0), Watch(0.0)
-        self._stuck = Watch(SERVER_SILENT_S)
-        self.limit(self.memory.config.hang_s)
-
-    def limit(self, hang_s: float) -> None:
-        """Set the time after which hung servers are killed (s)."""
-        self.hang_s = self._hung.limit_s = hang_s
-        self._idle.limit_s = max(STANDBY_LIMIT_S, hang_s)
-
-    @property
-    def _control(self) -> np.void:
-        return self.memory.control.view(CONTROL)
+        self._hung, self._idle, self._stuck = Watch(0.0), Watch(0.0), Watch(SERVER_SILENT_S)
 
     @property
     def active_pid(self) -> int:
         """Pid of the server that holds the managers' lease, or held it last."""
-        return int(self._control["lease_pid"])
+        return int(self.memory.words["lease_pid"])
 
     @property
     def standby_pid(self) -> int:
@@ -152,7 +137,7 @@ class Servers:
         return 0
 
     def _line(self, number: int) -> np.void:
-        line: np.void = self._control["server"][number]
+        line: np.void = self.memory.words["server"][number]
         return line
 
     @property
@@ -160,17 +145,8 @@ class Servers:
         """Whether the active server is alive and serves, or is about to."""
         return self._is_one_in(Stage.RECOVERING, Stage.SERVING)
 
-    @property
-    def _may_be_followed(self) -> bool:
-        """Whether the active server has all leases.
-
-        As long as it has not, no other one is started to stand by: if it never gets them, no server
-        may be left, so that new leases are made.
-        """
-        return self._is_one_in(Stage.SERVING)
-
-    def _stage(self, one: Running) -> Stage:
-        return lifecycle.stage(self._control, one.number)
+    def _stage(self, one: ServerProcess) -> Stage:
+        return lifecycle.stage(self.memory.words, one.number)
 
     def _is_one_in(self, *stages: Stage) -> bool:
         return any(self._stage(one) in stages for one in self.running.values())
@@ -179,8 +155,8 @@ class Servers:
         """Processor time that each server has used to load or compile the kernels, s."""
         return [self._starter.busy_s, *(self._loading_s(one) for one in self.running.values())]
 
-    def _loading_s(self, one: Running) -> float:
-        """Return the processor time of loading (s), that of its compilers included.
+    def _loading_s(self, one: ServerProcess) -> float:
+        """Return the processor time of loading (s), with that of its compilers.
 
         It stops growing in the main loop: a server that turns without getting ready makes no
         progress.
@@ -190,7 +166,7 @@ class Servers:
             one.loaded = int(self._line(one.number)["beat"]) != one.beat
         return one.loading_s
 
-    def _follow_start(self, one: Running) -> None:
+    def _follow_start(self, one: ServerProcess) -> None:
         """Note if the server starts again: it compiles code for the optimizer of a new model."""
         line = self._line(one.number)
         if one.ready and int(line["state"]) == ServerState.STARTING:
@@ -209,7 +185,7 @@ class Servers:
             if pidfd is None:
                 self._clear(number)
                 continue
-            self._watch(Running(number, pid, pidfd, time.monotonic()))
+            self._watch(ServerProcess(number, pid, pidfd))
             self.log.info("server adopted", pid=pid)
 
     def tick(self, now: float) -> None:
@@ -237,7 +213,12 @@ class Servers:
 
     def _start_missing(self, number: int, now: float) -> None:
         if self._is_refused(now):
-            self._report_refused()
+            if not self.running and not self._reported_refused:
+                self._reported_refused = True
+                self.log.error(
+                    "no server is left, and the installed gadei-ps is another build than the "
+                    "job's: install that one again, or stop the job"
+                )
             return
         if not self.running:
             try:
@@ -247,16 +228,15 @@ class Servers:
                 self._not_started(error)
                 return
             self._make_leases()
-        # One after the other: two would both compile, and only one can stand by.
-        if not self.running or (self.memory.config.standby and self._may_be_followed):
-            self._try_to_start(number)
-
-    def _try_to_start(self, number: int) -> None:
-        if self.memory.names_lost():  # it could not map them
-            if not self.running:
-                self.failed("the last server died, and segments have lost their names (RemoveIPC?)")
+        # One after the other: two would both compile, and only one can stand by. The active server
+        # must have all leases: if it never gets them, no server may be left, so that new ones are
+        # made.
+        elif not (self.memory.config.standby and self._is_one_in(Stage.SERVING)):
             return
-        self._starter.ask(number, self._arguments(number))
+        if not self.memory.names_lost():  # else it could not map them
+            self._starter.ask(number, self._arguments(number))
+        elif not self.running:
+            self.failed("the last server died, and segments have lost their names (RemoveIPC?)")
 
     def _not_started(self, error: OSError) -> None:
         """No memory, process or descriptor is available."""
@@ -264,8 +244,7 @@ class Servers:
         reason = reserve.own_limit(error, 0) or in_words(error)
         self.log.error("cannot start a server", reason=reason)
         self._last_exit = now
-        exit_ = Exit(now, useful=False)
-        self._exits = restart.remembered((*self._exits, exit_), self.policy)
+        self._exits = restart.remembered((*self._exits, Exit(now, useful=False)), self.policy)
 
     def _is_refused(self, now: float) -> bool:
         """Return whether the files on the disk are still those of another build than the job's.
@@ -283,14 +262,6 @@ class Servers:
         self._reported_refused = False
         return False
 
-    def _report_refused(self) -> None:
-        if not self.running and not self._reported_refused:
-            self._reported_refused = True
-            self.log.error(
-                "no server is left, and the installed gadei-ps is another build than the job's: "
-                "install that one again, or stop the job"
-            )
-
     @property
     def why_alone(self) -> str:
         """Reason why no server can stand by; empty if none is known."""
@@ -300,7 +271,7 @@ class Servers:
 
     def _unknown_holder(self) -> bool:
         """Return whether an unknown server holds leases, and kill it. Raises OSError."""
-        pidfd = ownership.open_process(self.active_pid, int(self._control["lease_start"]))
+        pidfd = ownership.open_process(self.active_pid, int(self.memory.words["lease_start"]))
         if pidfd is None:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -331,12 +302,8 @@ class Servers:
         """Return the arguments of gadei_ps.server.manager."""
         config = self.memory.config
         given = [config.name, str(number), str(config.orphan_s), *self.options.flags]
-        given += [
-            "--learners",
-            str(self.memory.learners),
-            "--patience",
-            str(config.learner_timeout_s),
-        ]
+        given += ["--learners", str(self.memory.learners)]
+        given += ["--patience", str(config.learner_timeout_s)]
         if config.cores:
             given += ["--cores", config.cores]
         return [*given, "--core-dumps"] if config.core_dumps else given
@@ -348,27 +315,27 @@ class Servers:
         line["state"] = ServerState.STARTING
         line["confirmed"] = 0
         line["pid"] = made.pid
-        self._control["server_starts"] += 1
-        one = Running(made.number, made.pid, made.pidfd, time.monotonic(), made)
-        one.version = int(self._control["version"])
-        self._watch(one)
+        self.memory.words["server_starts"] += 1
+        version = int(self.memory.words["version"])
+        self._watch(ServerProcess(made.number, made.pid, made.pidfd, made, version))
         _native.bell(self.memory.control.word(CONTROL, "manager_bell"))
 
     def _prepare_starter(self, now: float) -> None:
         """Prepare the fork server, with the code that the next server needs."""
-        ready = sum(self._control["server"]["state"] == ServerState.READY)
-        self._starter.prepare(int(self._control["optimizer"]), int(ready))
+        ready = sum(self.memory.words["server"]["state"] == ServerState.READY)
+        self._starter.prepare(int(self.memory.words["optimizer"]), int(ready))
         self._starter.tick(now)
-        if self._starter.pid != int(self._control["fork_server_pid"]):
-            self._control["fork_server_pid"] = 0  # at no instant the words of two stand together
+        if self._starter.pid != int(self.memory.words["fork_server_pid"]):
+            # At no instant the words of two stand together.
+            self.memory.words["fork_server_pid"] = 0
             with contextlib.suppress(OSError):  # no descriptor is free
-                self._control["fork_server_start"] = process.start_ticks(self._starter.pid)
-                self._control["fork_server_pid"] = self._starter.pid
+                self.memory.words["fork_server_start"] = process.start_ticks(self._starter.pid)
+                self.memory.words["fork_server_pid"] = self._starter.pid
 
     def _fork_server_died(self) -> None:
-        self._control["fork_server_deaths"] += 1
+        self.memory.words["fork_server_deaths"] += 1
 
-    def _watch(self, one: Running) -> None:
+    def _watch(self, one: ServerProcess) -> None:
         one.beat = int(self._line(one.number)["beat"])
         self.running[one.number] = one
         self.selector.register(one.pidfd, selectors.EVENT_READ, lambda _: self._died(one))
@@ -388,7 +355,7 @@ class Servers:
         found, self._failovers = self._failovers, []
         return found
 
-    def _died(self, one: Running) -> None:
+    def _died(self, one: ServerProcess) -> None:
         if one.active or one.pid == self.active_pid:
             self._inactive = self._inactive or (one.pid, time.monotonic())
         self.selector.unregister(one.pidfd)
@@ -401,7 +368,7 @@ class Servers:
             self._refused_at = self._looked_at = self._last_exit = time.monotonic()
             self._clear(one.number)
             return
-        control = self._control
+        control = self.memory.words
         control["server_deaths"] += 1
         ready = int(self._line(one.number)["state"]) == ServerState.READY
         advanced = int(control["version"]) != one.version or not self._waiting()
@@ -425,8 +392,8 @@ class Servers:
         """Return whether a published gradient is not applied yet."""
         if self.memory.state is None:
             return False
-        applied = self.memory.state.view(STATE)["applied"][: int(self._control["shards"])]
-        slots = int(self._control["slots"])
+        applied = self.memory.state_words["applied"][: int(self.memory.words["shards"])]
+        slots = int(self.memory.words["slots"])
         for row, ring in self.memory.rings.items():
             behind = int(ring.view(layout.RING)["head"]) - int(applied[:, row].min())
             if 0 < behind <= slots:  # else the learner has written over its head
@@ -435,16 +402,18 @@ class Servers:
 
     def _kill_hung(self, now: float) -> None:
         """Kill servers whose threads hang; even idle threads move ten times a second."""
+        hang_s = self.memory.config.hang_s
+        self._hung.limit_s, self._idle.limit_s = hang_s, max(STANDBY_LIMIT_S, hang_s)
         signs: dict[Hashable, Hashable] = {}
         idle: dict[Hashable, Hashable] = {}
-        starting: list[Running] = []
+        starting: list[ServerProcess] = []
         for one in self.running.values():
             self._follow_start(one)
             line, stage = self._line(one.number), self._stage(one)
             # True until its death, which may become known when the next one is active already.
             one.active = one.active or one.pid == self.active_pid
             # One that has taken over in the middle of its start serves at once, or hangs.
-            succeeds = one.active and bool(int(self._control["lease_shards"]))
+            succeeds = one.active and bool(int(self.memory.words["lease_shards"]))
             if stage not in lifecycle.READY and stage is not Stage.REPLACED and not succeeds:
                 starting.append(one)
             elif not one.active:
@@ -455,9 +424,9 @@ class Servers:
             else:
                 signs[one.pid, "manager"] = int(line["beat"])
                 if self.memory.state is not None:
-                    shards = int(self._control["shards"])
-                    beats = self._control["shard"]["heartbeat"][:shards].tolist()
-                    cursors = self.memory.state.view(STATE)["record"]["cursor"][:shards].tolist()
+                    shards = int(self.memory.words["shards"])
+                    beats = self.memory.words["shard"]["heartbeat"][:shards].tolist()
+                    cursors = self.memory.state_words["record"]["cursor"][:shards].tolist()
                     for index, sign in enumerate(zip(beats, cursors, strict=True)):
                         signs[one.pid, index] = sign
         hung = {key[0] for key in self._hung.check(now, signs)}  # type: ignore[index]
@@ -467,7 +436,7 @@ class Servers:
         stuck = set(self._stuck.check(now, {one.pid: steps for one in starting}))
         for one in self.running.values():
             if one.pid in hung and not one.killed:
-                one.kill(f"hung for {self.hang_s} s")
+                one.kill(f"hung for {hang_s} s")
             elif one.pid in stuck and not one.killed:
                 one.kill(f"no progress of its start for {SERVER_SILENT_S:.0f} s")
 

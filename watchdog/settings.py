@@ -68,25 +68,14 @@ def enter(
     the next watchdog enters the rest again, whenever this one dies.
     """
     control = memory.view(layout.CONTROL)
-    specs = specs_of(config, script, changes)
+    specs = changes.specs(config, script.settings)
     spec = specs[-1]
     control["config"][: len(ADOPTED)] = list(digests(config).values())
     recorded.write(memory, config, changes)
-    if begins:
-        hyperparameters.initialize(memory, packed(specs))
-    else:
-        hyperparameters.request(memory, packed(specs))
+    (hyperparameters.initialize if begins else hyperparameters.request)(memory, packed(specs))
     control["optimizer"] = spec.kind
     control["staleness_aware"] = spec.staleness_aware
     control["saves"] = config.checkpoint is not None and config.checkpoint.on_stop
-
-
-def specs_of(config: JobConfig, script: Script, changes: Changes) -> list[OptimizerSpec]:
-    """Return the resulting settings of each group of parameters, and at last of the others.
-
-    Raises UsageError.
-    """
-    return changes.specs(config, script.settings)
 
 
 def packed(specs: Sequence[OptimizerSpec]) -> Packed:
@@ -95,7 +84,7 @@ def packed(specs: Sequence[OptimizerSpec]) -> Packed:
 
 
 def fields(specs: Sequence[OptimizerSpec]) -> Values:
-    """Return the fields by their names in `gadei-ps set`. specs: as specs_of() returns them."""
+    """Return the fields by their names in `gadei-ps set`. specs: result of Changes.specs()."""
     spec = specs[-1]
     of_all = {
         name: spec.schedule.name.lower() if name == "schedule" else getattr(spec, name)
@@ -143,12 +132,11 @@ def changed(
 
 def with_script(config: JobConfig, script: Script) -> dict[str, Any]:
     """Return the effective configuration as JSON: with the scripts' settings and the defaults."""
-    of_script = script.settings
-    filled = config.model_copy(update={"optimizer": config.optimizer.filled(of_script)})
+    filled = config.model_copy(update={"optimizer": config.optimizer.filled(script.settings)})
     values = filled.model_dump(mode="json")
     values["optimizer"]["groups"] = [
         one.given | ({"match": list(one.match)} if isinstance(one, Group) else {})
-        for one in config.optimizer.in_groups(of_script)[0]
+        for one in config.optimizer.in_groups(script.settings)[0]
     ]
     return values
 

@@ -25,7 +25,7 @@ MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
 RESERVED = 24  # descriptors that clients leave to the watchdog, to start its own processes
 OPERATORS = 4  # that learners leave besides, so that a status or a stop is still received
 MAX_UNSENT = 4 << 20
-READ = 4096  # bytes at a time
+READ = 1 << 16  # bytes at a time
 MAX_FDS = 4
 MESSAGE_TIMEOUT_S = 10.0  # from a message's first byte to its last
 
@@ -80,9 +80,7 @@ class ControlServer:
         self._selector = selector
         self._handler = handler
         self._clients: set[Client] = set()
-        self.refused = 0
         self._listening = True
-        self._spare: int | None = _open_spare()
         self._listener, self._file = _listen(path)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -115,7 +113,10 @@ class ControlServer:
             except ConnectionAbortedError:
                 continue
             except OSError:
-                self._accept_without_room()
+                # No descriptor is free. As long as a client waits to be accepted, select() would
+                # return at once. expire() listens again.
+                self._listening = False
+                self._selector.unregister(self._listener)
                 return
             self._admit(connection)
 
@@ -125,7 +126,6 @@ class ControlServer:
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, control.UCRED.size)
         )
         if uid not in (os.getuid(), 0):
-            self.refused += 1
             connection.close()
         # The kernel gives the lowest number that is free: so many descriptors are open.
         elif connection.fileno() >= _files() - RESERVED:
@@ -147,35 +147,12 @@ class ControlServer:
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
         """Answer before a request, and close."""
-        self.refused += 1
         with contextlib.suppress(OSError):
             connection.send(
                 control.pack({"v": control.PROTOCOL} | failure(ControlError(why))),
                 socket.MSG_DONTWAIT,
             )
         connection.close()
-
-    def _accept_without_room(self) -> None:
-        """Refuse a client with the spare descriptor. If that is gone too, listen later.
-
-        As long as a client waits to be accepted, the selector would return at once, for ever.
-        """
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
-            with contextlib.suppress(OSError):
-                self._refuse(self._listener.accept()[0], _no_descriptor())
-            self._spare = _open_spare()
-        if self._spare is None:
-            self._listening = False
-            self._selector.unregister(self._listener)
-
-    def _listen_again(self) -> None:
-        if self._spare is None:
-            self._spare = _open_spare()
-        if not self._listening and self._spare is not None:
-            self._listening = True
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _ready(self, client: Client, mask: int) -> None:
         try:
@@ -288,7 +265,9 @@ class ControlServer:
 
     def expire(self) -> None:
         """Drop clients that have begun a message and do not end it; listen again if possible."""
-        self._listen_again()
+        if not self._listening:
+            self._listening = True
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         now = time.monotonic()
         for client in list(self._clients):
             late = now - client.since > MESSAGE_TIMEOUT_S
@@ -315,8 +294,6 @@ class ControlServer:
         if self._listening:
             self._selector.unregister(self._listener)
         self._listener.close()
-        if self._spare is not None:
-            os.close(self._spare)
         if self.is_named():
             with contextlib.suppress(OSError):  # the job's memory is still to be removed
                 self.path.unlink()
@@ -375,14 +352,6 @@ def _no_descriptor() -> str:
         f"the watchdog may open {_files()} files, and no more are free: raise the limit "
         f"(ulimit -n, LimitNOFILE) and serve the job again; kill -TERM {os.getpid()} stops it"
     )
-
-
-def _open_spare() -> int | None:
-    """Open a descriptor to be closed when no other one is free."""
-    try:
-        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
 
 
 def failure(error: GadeiError) -> dict[str, object]:

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from gadei_ps import _native
 from gadei_ps.errors import CheckpointError, JobStopped
 from gadei_ps.job import service
@@ -68,10 +66,6 @@ class Stopping:
     _sign: object = None
 
     @property
-    def _control(self) -> np.void:
-        return self.memory.control.view(layout.CONTROL)
-
-    @property
     def learners_leave(self) -> bool:
         """Whether learners are awaited now."""
         return self.begun and not self._saving
@@ -107,7 +101,7 @@ class Stopping:
         else:
             self.log.info("stopping", drain=drain)
         self._set_stop(Stop.DRAIN if drain else Stop.NOW)
-        self._control["phase"] = Phase.DRAINING
+        self.memory.words["phase"] = Phase.DRAINING
         self._until = min(self._until, time.monotonic() + (timeout_s if drain else LEAVE_NOW_S))
         self.begun = True
         self.notify.stopping(timeout_s + STOP_END_S)
@@ -131,8 +125,9 @@ class Stopping:
                     self.problem = f"published gradients were not applied for {STOP_SILENT_S:.0f} s"
                 return bool(self.problem)
             self._saving = True
-            fresh = int(self._control["version"]) != int(self._control["checkpoint_version"])
-            if not self.saves or not (fresh or not int(self._control["checkpoints"])):
+            words = self.memory.words
+            fresh = int(words["version"]) != int(words["checkpoint_version"])
+            if not self.saves or not (fresh or not int(words["checkpoints"])):
                 return True
             try:
                 if blocked:
@@ -148,7 +143,7 @@ class Stopping:
 
     def _is_stuck(self, now: float) -> bool:
         """Return whether the end makes no progress. Asks the manager for more time if it does."""
-        sign = (len(self.memory.rings), int(self._control["version"]), self.checkpoints.moved)
+        sign = (len(self.memory.rings), int(self.memory.words["version"]), self.checkpoints.moved)
         if sign != self._sign:
             if self._sign is not None:
                 self.notify.more_time(STOP_SILENT_S + STOP_END_S)
@@ -158,7 +153,7 @@ class Stopping:
     def _set_stop(self, wanted: Stop) -> None:
         """Store the stop word, which a stop never reverts, before it looks at any ring."""
         word = self.memory.control.word(layout.CONTROL, "stop")
-        last = max(wanted, int(self._control["stop"]))
+        last = max(wanted, int(self.memory.words["stop"]))
         _native.store32(word, last)  # SYNC POINT: closed
         self.memory.ring_bells()  # each a full fence, before a look at any ring
 
@@ -168,18 +163,15 @@ class Stopping:
 
     def done(self) -> str:
         """Return the message of a complete stop."""
-        control = self._control
-        newest = self.checkpoints.newer
-        if not newest and int(control["checkpoints"]):
-            newest = int(control["checkpoint_version"])
-        saved = (
-            f"the newest checkpoint has version {newest}" if newest else "there is no checkpoint"
-        )
-        return f"stopped at version {int(control['version'])}; {saved}"
+        words, newest = self.memory.words, self.checkpoints.newer
+        if not newest and int(words["checkpoints"]):
+            newest = int(words["checkpoint_version"])
+        has = f"the newest checkpoint has version {newest}" if newest else "there is no checkpoint"
+        return f"stopped at version {int(words['version'])}; {has}"
 
     def report(self) -> str:
         """Return the message of a stop without its last checkpoint."""
-        job = self.memory.config.name
+        job, words = self.memory.config.name, self.memory.words
         if self.memory.unnamed:
             rest = "its segments have lost their names, so what came after is gone"
         elif service.runs_in(job, watchdog=True):
@@ -195,6 +187,6 @@ class Stopping:
             )
         what = f"its last checkpoint failed: {self.problem}" if self._saving else self.problem
         return (
-            f"job {job!r} has stopped at version {int(self._control['version'])}, but {what}; the "
-            f"newest checkpoint is of version {int(self._control['checkpoint_version'])}; {rest}"
+            f"job {job!r} has stopped at version {int(words['version'])}, but {what}; the "
+            f"newest checkpoint is of version {int(words['checkpoint_version'])}; {rest}"
         )

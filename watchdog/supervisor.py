@@ -1,7 +1,7 @@
 """The watchdog process: owns the job's memory, supervises its processes, answers requests.
 
 One thread, one selector: the control socket, a pidfd for each process, and a timer. The watchdog
-never waits for one of them alone, and segments are made in another thread (maker.py). The kernel
+never waits for one of them alone, and segments are made in another thread (worker.py). The kernel
 reports deaths through the pidfds. Servers and learners live on when the watchdog dies; the next
 watchdog of the job adopts them.
 
@@ -17,10 +17,7 @@ import os
 import selectors
 import signal
 import time
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from gadei_ps import _native, sync
 from gadei_ps.errors import (
@@ -34,7 +31,7 @@ from gadei_ps.errors import (
     in_words,
 )
 from gadei_ps.job import paths, service, sync_change
-from gadei_ps.job.config import JobConfig, StopAfterConfig
+from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Status, ask
 from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import cgroups, log, process
@@ -43,17 +40,17 @@ from gadei_ps.memory.layout import Kept, Phase, Stop
 from gadei_ps.memory.reserve import Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.totals import total
+from gadei_ps.show.counts import counted
 from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import initial_model
 from gadei_ps.watchdog.checkpoints import Checkpoints
-from gadei_ps.watchdog.dead import clear_dead
+from gadei_ps.watchdog.cleanup import clear_dead
 from gadei_ps.watchdog.durations import LEAVE_TIMEOUT_S, MONITORS_END_S, STOP_END_S
 from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.learners import JobLearners
 from gadei_ps.watchdog.liveness import Start, progress
-from gadei_ps.watchdog.maker import Maker
-from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.model_segments import InitialModel
 from gadei_ps.watchdog.monitors import Monitors
 from gadei_ps.watchdog.notify import Notify
 from gadei_ps.watchdog.requests import Requests
@@ -63,6 +60,7 @@ from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.sockets import remove_dead
 from gadei_ps.watchdog.stopping import Stopping
 from gadei_ps.watchdog.wanted import Wanted
+from gadei_ps.watchdog.worker import Worker
 
 TICK_S = 0.1
 BUSY_TICK_S = 0.002  # while a learner's leaving or a stop is under way
@@ -89,15 +87,15 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._requests: Requests | None = None
         self._lock: NameLock | None = None
-        self._maker = Maker(self._selector)
+        self._worker = Worker(self._selector)
         self._roster = Roster(
-            self.memory, self._selector, self._log, config.learner_timeout_s, self._maker.drop
+            self.memory, self._selector, self._log, config.learner_timeout_s, self._worker.drop
         )
         self._servers = Servers(self.memory, self._selector, self._log, self._fail, self.options)
         self._checkpoints = Checkpoints(self.memory, self._selector, self._log)
         self._history = History(self.memory, self._selector, self._log)
         self._monitors = Monitors(config, self._selector, self._log)
-        self._learners: JobLearners | None = None
+        self._learners = JobLearners(config.learners, self.memory, "", self._log)
         self._stopping = Stopping(
             self.memory,
             self._roster,
@@ -115,10 +113,6 @@ class Supervisor:
         self._kills = cgroups.Kills()
         self._wanted = Wanted(config.name, self._log)
         self._rate = (0.0, 0)
-
-    @property
-    def _control(self) -> np.void:
-        return self.memory.control.view(layout.CONTROL)
 
     @property
     def _sync(self) -> str:
@@ -169,10 +163,10 @@ class Supervisor:
         self._take_over(adopts=not self.options.fresh and self.options.checkpoint is None)
         stop = Stop.GO
         if self.memory.adopted:
-            stop = Stop(int(self._control["stop"]))
+            stop = Stop(int(self.memory.words["stop"]))
             self._servers.adopt()
             self._roster.adopt(time.monotonic())
-            self._control["temporary"] = self.options.kept
+            self.memory.words["temporary"] = self.options.kept
             if self.options.survives and not self._roster.rows:
                 self.memory.reopen_script()
             self._examine_checkpoints()
@@ -184,10 +178,9 @@ class Supervisor:
                 self._notify.status("nothing of the job was left to be ended")
                 raise JobStopped("nothing of the job is left to be ended")
             self.memory.create_control(sync.parse(self.config.sync))
-            self._control["temporary"] = self.options.kept
+            self.memory.words["temporary"] = self.options.kept
             self._make_first_model()
         self._wait_until_serving()
-        path = paths.socket_path(self.config.name)
         self._requests = Requests(
             self._selector,
             self.memory,
@@ -195,16 +188,15 @@ class Supervisor:
             self._servers,
             self._checkpoints,
             self._stopping,
-            self._maker,
+            self._worker,
             self._history,
         )
-        if self.config.learners is not None:
-            self._learners = JobLearners(self.config.learners, self.memory, str(path), self._log)
-            if self.memory.adopted:
-                self._learners.adopt()
+        self._learners.socket = str(paths.socket_path(self.config.name))
+        if self.memory.adopted:
+            self._learners.adopt()
         self._wanted.tick()  # before units of learners that wait for this one
         self._notify.ready()
-        self._log_start(path)
+        self._log_start()
         if stop != Stop.GO:
             self._log.warning("finishing the stop that another watchdog had begun")
             self._stopping.begin(drain=stop == Stop.DRAIN, timeout_s=LEAVE_TIMEOUT_S)
@@ -240,13 +232,13 @@ class Supervisor:
             return bool(ask(self.config.name, Status(), LIVING_ANSWER_S))
         return False
 
-    def _log_start(self, path: Path) -> None:
+    def _log_start(self) -> None:
         self._log.info(
             "adopted" if self.memory.adopted else "ready",
-            socket=str(path),
+            socket=self._learners.socket,
             pid=os.getpid(),
             sync=self._sync,
-            version=int(self._control["version"]),
+            version=int(self.memory.words["version"]),
         )
         if self.memory.adopted:
             self._log.info(initial_model.started(self.memory))
@@ -260,7 +252,7 @@ class Supervisor:
     def _make_first_model(self) -> None:
         """Make the model of a checkpoint or the job file; else the first learner brings it."""
 
-        def make(progress: Progress) -> tuple[First, tuple[Segment, Segment]] | None:
+        def make(progress: Progress) -> tuple[InitialModel, tuple[Segment, Segment]] | None:
             first = None
             if self.config.checkpoint is not None:
                 checkpoint.check(self.config.checkpoint_directory())
@@ -274,18 +266,15 @@ class Supervisor:
             return first, self.memory.make_model(first, progress)
 
         outcome: list[tuple[Any, BaseException | None]] = []
-        task = self._maker.ask("the model", make, lambda *made: outcome.append(made))
+        task = self._worker.ask("the model", make, lambda *made: outcome.append(made))
         warn_at = time.monotonic() + START_LOG_INTERVAL_S
         while not outcome:
-            self._poll(TICK_S)
-            if self.signalled:  # shutdown() waits for the current piece, unless a disk blocks it
-                raise JobStopped("stopped before the job was ready")
+            self._poll_in_start(TICK_S)  # shutdown() waits for the current piece
             done = task.progress.done, progress(time.process_time(), self.options.start_silent_s)
             self._notify.starting(self.options.start_silent_s, done)
             if time.monotonic() >= warn_at:
                 warn_at = time.monotonic() + START_LOG_INTERVAL_S
                 self._log.warning(f"still starting: {task.text}")
-            self._notify.watchdog()
         found, error = outcome[0]
         if error is not None:
             raise error
@@ -305,20 +294,17 @@ class Supervisor:
             return
         until = time.monotonic() + EXAMINE_TIMEOUT_S
         while self._checkpoints.unsure and time.monotonic() < until:
-            self._poll(TICK_S)
-            if self.signalled:
-                raise JobStopped("stopped before the job was ready")
-            self._notify.watchdog()
+            self._poll_in_start(TICK_S)
         self._checkpoints.refuse()
 
     def _wait_until_serving(self) -> None:
         start = Start(self.options.start_silent_s)
         report_at, reported_s = 0.0, -1.0
         warn_at = time.monotonic() + START_LOG_INTERVAL_S
-        while not self._servers.serving or not int(self._control["lease_state"]):
+        while not self._servers.serving or not int(self.memory.words["lease_state"]):
             now = time.monotonic()
             self._servers.tick(now)
-            self._poll(0.01)
+            self._poll_in_start(0.01)
             if self._failed:
                 raise JobFailed(self._failed)
             if self._servers.why_alone and not self._servers.running:
@@ -326,8 +312,6 @@ class Supervisor:
                     "no server can start: gadei-ps has been replaced since this start began; "
                     "serve the job again"
                 )
-            if self.signalled:
-                raise JobStopped("stopped before the job was ready")
             if start.hangs(now, self._servers.loading_s()):
                 raise JobFailed(
                     "the parameter server did not get ready: it made no progress for "
@@ -344,29 +328,33 @@ class Supervisor:
                     "which takes up to half a minute of processor time",
                     processor_s=round(start.cpu_s),
                 )
-            self._notify.watchdog()
-        self._control["phase"] = Phase.SERVING
+        self.memory.words["phase"] = Phase.SERVING
+
+    def _poll_in_start(self, timeout_s: float) -> None:
+        """Raise JobStopped if a signal has come."""
+        self._poll(timeout_s)
+        if self.signalled:
+            raise JobStopped("stopped before the job was ready")
+        self._notify.watchdog()
 
     def main_loop(self) -> int:
         """Return the exit code: 0 after a stop, 1 after a failure, or that of NotSaved."""
+        assert self._requests is not None
         while True:
             busy = self._stopping.learners_leave or self._roster.leaving or self._servers.expects
             self._poll(BUSY_TICK_S if busy else TICK_S)
             now = time.monotonic()
             self._roster.free_rows()
             self._history.begin(now)
-            if self._requests is not None:
-                self._requests.tick(now)
+            self._requests.tick(now)
             if self.signalled and not self._stopping.begun:
                 self._stopping.begin(drain=True, timeout_s=LEAVE_TIMEOUT_S)
-            state = self.memory.state.view(layout.STATE) if self.memory.state is not None else None
-            reason = _reached(self.memory.config.stop_after, self._control, state)
+            reason = _reached(self.memory)
             if reason and not self._stopping.begun:
                 self._stopping.asked = True
                 self._stopping.begin(True, LIMIT_DRAIN_S, reason, finished=True)
             self._servers.tick(now)
-            if self._learners is not None:
-                self._learners.tick(now, self._stopping.begun)
+            self._learners.tick(now, self._stopping.begun)
             if self._failed:
                 self._log.error("the job has failed", reason=self._failed)
                 self._notify.failed(self._failed)
@@ -398,8 +386,7 @@ class Supervisor:
             self._wanted.tick()
         if self._is_idle() and not self._stopping.begun:
             self._log.info("the last learner has left: stopping")
-            finished = self._learners is None or self._learners.finished
-            self._stopping.begin(True, LEAVE_TIMEOUT_S, finished=finished)
+            self._stopping.begin(True, LEAVE_TIMEOUT_S, finished=self._learners.finished)
         lost = self.memory.names_lost()
         if lost and not self.memory.unnamed:
             self.memory.unnamed = True
@@ -423,20 +410,19 @@ class Supervisor:
         roster = self._roster
         if self.options.survives or self.memory.config.when_idle != "stop":
             return False
-        if roster.rows or roster.leaving or roster.coming:
+        if roster.rows or roster.leaving or roster.joining:
             return False
-        if self._learners is not None:
-            return self._learners.over
-        return self._roster.had_any
+        return self._learners.over if self._learners.all else self._roster.had_any
 
     def _report_status(self, now: float) -> None:
         if not self._notify.enabled:
             return
-        version = int(self._control["version"])
+        version = int(self.memory.words["version"])
         since, before = self._rate
         self._rate = (now, version)
         rate = (version - before) / (now - since) if since else 0.0
-        parts = [self._roster.summary(f"version {version}, {rate:.0f}/s"), self._wanted.problem]
+        learners = counted(len(self._roster.rows), "learner")
+        parts = [f"{learners}, version {version}, {rate:.0f}/s", self._wanted.problem]
         if self.memory.unnamed:
             parts.append("segments have lost their names: stop the job")
         parts.append(self._checkpoints.warning)
@@ -445,15 +431,15 @@ class Supervisor:
     @property
     def _stays(self) -> bool:
         """Whether the job's memory is for the next watchdog."""
-        temporary = int(self._control["temporary"]) == Kept.NEVER
+        temporary = int(self.memory.words["temporary"]) == Kept.NEVER
         failed = bool(self._failed) and self._begun and not temporary
-        return failed or int(self._control["phase"]) == Phase.KEPT
+        return failed or int(self.memory.words["phase"]) == Phase.KEPT
 
     @property
     def _survives(self) -> bool:
         """Whether the memory is for the next `run`: its launcher has died, or wants it so."""
         unsaved = not self._stopping.asked and not self._stopping.saves
-        trained = self.memory.model is not None and int(self._control["version"]) > 0
+        trained = self.memory.model is not None and int(self.memory.words["version"]) > 0
         return self.options.survives and unsaved and trained
 
     def _fail(self, why: str) -> None:
@@ -489,10 +475,10 @@ class Supervisor:
             kept = self._stopping.problem or self._survives
             phase = Phase.KEPT if kept else Phase.STOPPED
             # In this order: a learner that sees the stop also sees the reason.
-            self._control["phase"] = Phase.FAILED if self._failed else phase
+            self.memory.words["phase"] = Phase.FAILED if self._failed else phase
             _native.store32(self.memory.control.word(layout.CONTROL, "stop"), Stop.CLOSED)
             self.memory.ring_bells()
-        if self._learners is not None and not self._leave:
+        if not self._leave:
             self._learners.close()
         self._checkpoints.close()
         self._history.close(self._stopping.finished, self._servers.take_failovers())
@@ -501,7 +487,7 @@ class Supervisor:
         if self._requests is not None:
             self._requests.close(self._failed)
         else:
-            self._maker.close()
+            self._worker.close()
         self._roster.close()
         # Memory without names cannot be adopted.
         if made and (not self._stays or self.memory.names_lost()):
@@ -520,15 +506,14 @@ def serve(config: JobConfig, options: Options | None = None, notify: Notify | No
         return 0
 
 
-def _reached(limits: StopAfterConfig, control: np.void, state: np.void | None) -> str:
-    """Return the limit that the job has reached, for messages; empty if there is none.
-
-    control: CONTROL. state: STATE; None before it is there.
-    """
+def _reached(memory: JobMemory) -> str:
+    """Return the limit that the job has reached, for messages; empty if there is none."""
+    limits, words = memory.config.stop_after, memory.words
+    state = memory.state_words if memory.state is not None else None
     done = {
-        "gradients": total(control, "applied", state) if limits.gradients else 0,
-        "samples": total(control, "samples", state) if limits.samples else 0,
-        "epochs": int(control["epochs_done"]),
+        "gradients": total(words, "applied", state) if limits.gradients else 0,
+        "samples": total(words, "samples", state) if limits.samples else 0,
+        "epochs": int(words["epochs_done"]),
     }
     for what, limit in limits.model_dump().items():
         if limit and done[what] >= limit:

@@ -8,7 +8,6 @@ condition fails reports nothing: it makes the file again where it is lost.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from gadei_ps.errors import ControlError, GadeiError, in_words
@@ -31,28 +30,24 @@ class Wanted:
             return
         before, self.problem = self.problem, ""
         try:
-            made = self._make()
+            self._make()
         except (GadeiError, OSError) as error:  # the directory may have changed since the start
             self.problem = f"units of learners do not start: {in_words(error)}"
             if self.problem != before:
                 self._log.error("units of learners do not start", reason=in_words(error))
-            return
-        if made is None:
-            return
-        start = service.expected(self._job).systemctl("start", f"gadei-ps-learner@{self._job}")
-        self._log.warning(
-            "the file that lets units of learners start was lost, and is made again: start those "
-            f"that were refused meanwhile ({start})",
-            path=str(made),
-        )
 
-    def _make(self) -> Path | None:
-        """The file, if it was not there. Raises ControlError or OSError."""
+    def _make(self) -> None:
+        """Raise ControlError or OSError."""
         path = paths.directory(make=True) / f"{self._job}.wanted"
         if path.exists():
-            return None
+            return
         try:
             os.close(os.open(path, os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise ControlError(f"{path} cannot be made ({error.strerror})") from None
-        return path
+        start = service.expected(self._job).systemctl("start", f"gadei-ps-learner@{self._job}")
+        self._log.warning(
+            "the file that lets units of learners start was lost, and is made again: start those "
+            f"that were refused meanwhile ({start})",
+            path=str(path),
+        )

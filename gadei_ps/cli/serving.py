@@ -103,7 +103,7 @@ def _finish(
     from gadei_ps.commands.daemon import check_code
     from gadei_ps.machine import log
     from gadei_ps.memory import presence, shm
-    from gadei_ps.watchdog.finish import end, finish
+    from gadei_ps.watchdog.entry import end, finish
 
     begin = time.monotonic()
     log.set_up(as_json=options.as_json, verbose=options.verbose)
@@ -211,7 +211,7 @@ def serve_job(job: JobConfig, options: Options, as_json: bool, notify: Notify | 
 
     from gadei_ps.commands.daemon import check_code
     from gadei_ps.machine import log
-    from gadei_ps.watchdog.finish import serve
+    from gadei_ps.watchdog.entry import serve
 
     log.set_up(as_json=options.as_json, verbose=options.verbose)
     check_code(job.name, serve(job, options, notify))

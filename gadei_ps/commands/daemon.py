@@ -252,7 +252,7 @@ class Daemon:
         # A watchdog that is ended while it adopts a job also leaves the job's memory behind.
         if self.keeps and kept_version(self.config.name) is not None:
             if self.code < 0:
-                from gadei_ps.watchdog.finish import end  # imports all of the watchdog
+                from gadei_ps.watchdog.entry import end  # imports all of the watchdog
 
                 end(self.config.name)
         elif self.code < 0 or self.config.checkpoint is None:

@@ -26,7 +26,7 @@ class Child:
     used: bool = False
 
     def tell(self, config: str, **how: Any) -> None:
-        """Send the job to serve. config: a JobConfig as JSON. how: see watchdog/launched.py."""
+        """Send the job to serve. config: a JobConfig as JSON. how: see watchdog/entry.py."""
         self.used = True
         # If it is dead, that is seen later.
         lines.write(self.end, json.dumps(how | {"config": json.loads(config)}).encode())

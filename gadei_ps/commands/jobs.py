@@ -36,7 +36,7 @@ from gadei_ps.memory.layout import CONTROL, REPLICA, SegmentKind
 from gadei_ps.memory.totals import counts
 from gadei_ps.show.counts import counted
 from gadei_ps.storage import history_file
-from gadei_ps.watchdog.dead import clear_dead
+from gadei_ps.watchdog.cleanup import clear_dead
 
 CHECKPOINT_TIMEOUT_S = 3600.0  # gigabytes, on a slow disk
 LAST_CHECKPOINT_TIMEOUT_S = 600.0  # for the last checkpoint

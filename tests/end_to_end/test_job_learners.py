@@ -177,7 +177,7 @@ def test_a_learner_that_ends_while_it_is_found_is_not_adopted(
                 return {JOB_VARIABLE: "job.sock", NAME_VARIABLE: "learner-0"}
 
         monkeypatch.setattr(psutil, "process_iter", lambda: [Found(child.pid)])
-        memory = SimpleNamespace(control=SimpleNamespace(view=lambda _: np.zeros(1, CONTROL)[0]))
+        memory = SimpleNamespace(words=np.zeros(1, CONTROL)[0])
         learners = JobLearners(LearnersConfig(command=["x"]), memory, "job.sock", log.get())  # type: ignore[arg-type]
         learners.adopt()
         assert learners.all[0].pid == 0
@@ -188,7 +188,7 @@ def test_a_process_with_the_pid_of_an_adopted_learner_is_left_alone(
 ) -> None:
     """Let another process get its pid: an adopted process has no waiting parent here."""
     control = np.zeros(1, CONTROL)[0]
-    memory = SimpleNamespace(control=SimpleNamespace(view=lambda _: control))
+    memory = SimpleNamespace(words=control)
     learners = JobLearners(LearnersConfig(command=["x"]), memory, "job.sock", log.get())  # type: ignore[arg-type]
     with process.spawn(["sleep", "60"]) as learner, process.spawn(["sleep", "60"]) as other:
         environ = {JOB_VARIABLE: "job.sock", NAME_VARIABLE: "learner-0"}
@@ -215,7 +215,7 @@ def own(learners: JobLearners, child: subprocess.Popen[bytes]) -> None:
 @pytest.mark.parametrize("adopted", [False, True])
 def test_children_of_a_learner_end_with_it(monkeypatch: pytest.MonkeyPatch, adopted: bool) -> None:
     control = np.zeros(1, CONTROL)[0]
-    memory = SimpleNamespace(control=SimpleNamespace(view=lambda _: control))
+    memory = SimpleNamespace(words=control)
     script = "sleep 60 & echo $!; read stop; exit 1"
     learners = JobLearners(LearnersConfig(command=["x"]), memory, "job.sock", log.get())  # type: ignore[arg-type]
     with process.spawn(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:

@@ -28,7 +28,7 @@ from gadei_ps.machine import cgroups
 from gadei_ps.memory import presence, shm
 from gadei_ps.storage import files
 from gadei_ps.storage.checkpoint import newest
-from gadei_ps.watchdog import maker, notify, stopping, supervisor
+from gadei_ps.watchdog import notify, stopping, supervisor, worker
 
 MODEL = "standby = false\n[[tensors]]\nname = 'w'\nshape = [100]\n"
 WATCHDOG_S = 2.0
@@ -165,7 +165,7 @@ def test_a_start_on_a_disk_that_blocks(
     cli: Cli, manager: Systemd, job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop ends it: nothing of the job is left, though the kernel may still hold the process."""
-    monkeypatch.setattr(maker, "MAKER_END_S", 0.1)
+    monkeypatch.setattr(worker, "WORKER_END_S", 0.1)
     directory = Path(os.environ["GADEI_PS_STATE_DIR"]) / job_name
     directory.mkdir(parents=True)
     with BlockedDisk(directory) as disk:

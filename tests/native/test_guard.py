@@ -21,7 +21,7 @@ from support import Child
 from gadei_ps import _native
 from gadei_ps.errors import SegmentError
 from gadei_ps.memory import layout, ring, shm
-from gadei_ps.watchdog.maker import Maker
+from gadei_ps.watchdog.worker import Worker
 
 SIZE = 4 * layout.PAGE
 NAME = "/gadei-ps.0.guarded.ring.0"
@@ -132,8 +132,8 @@ def test_a_place_that_is_used_again_stays_guarded(path: Path, how: str) -> None:
             del first
         else:
             with selectors.DefaultSelector() as selector:
-                maker = Maker(selector)
-                maker.drop(first)
+                worker = Worker(selector)
+                worker.drop(first)
                 del first
                 ((bell, _),) = selector.select()
                 again()

@@ -6,14 +6,14 @@ import numpy as np
 
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Model
-from gadei_ps.watchdog import making
+from gadei_ps.watchdog import model_segments
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.model_segments import InitialModel
 
 
 def create_model(memory: JobMemory, model: Model, values: np.ndarray) -> None:
     """values: float32 of shape (model.elements,). Raises NoSharedMemory."""
-    first = First(model, making.copied(values))
+    first = InitialModel(model, model_segments.copied(values))
     memory.enter_model(first, memory.make_model(first))
 
 

@@ -48,7 +48,7 @@ PROGRAMS = {
 # They load PyTorch, so only processes that have loaded it fork them.
 PROGRAMS_OF_TORCH = {"gadei_ps.classifier.learner": "gadei_ps.classifier.learner"}
 # Modules that watchdogs and servers import when they run.
-IMPORTED_LATE = ("gadei_ps.watchdog.launched", "gadei_ps.watchdog.finish", "structlog")
+IMPORTED_LATE = ("gadei_ps.watchdog.entry", "structlog")
 # What commands import when they run.
 COMMANDS = (
     *("chaos.campaign", "commands.doctor", "commands.run", "commands.saved", "commands.unit_files"),

@@ -218,12 +218,12 @@ from gadei_ps.errors import NoSharedMemory
 from gadei_ps.job.config import from_mapping
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
-from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.model_segments import InitialModel
 from gadei_ps.watchdog.job_memory import JobMemory
 memory = JobMemory(from_mapping({"name": sys.argv[2]}, "test"))
 memory.create_control(parse("asp"))
 try:
-    memory.make_model(First(place([Tensor("w", (int(sys.argv[3]),))]), None))
+    memory.make_model(InitialModel(place([Tensor("w", (int(sys.argv[3]),))]), None))
 except NoSharedMemory as error:
     print(error)
 finally:
@@ -258,12 +258,12 @@ from gadei_ps.machine import log, process
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
 from gadei_ps.watchdog.checkpoints import NOWHERE, Checkpoints
-from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.model_segments import InitialModel
 from gadei_ps.watchdog.job_memory import JobMemory
 memory = JobMemory(from_mapping({"name": sys.argv[2], "optimizer": {"kind": "adam"}}, "test"))
 memory.create_control(parse("asp"))
 try:
-    first = First(place([Tensor("w", (8 << 20,))]), None)
+    first = InitialModel(place([Tensor("w", (8 << 20,))]), None)
     memory.enter_model(first, memory.make_model(first))
     checkpoints = Checkpoints(memory, selectors.DefaultSelector(), log.get())
     process.OOM_SCORE.write_text("300")
@@ -333,11 +333,11 @@ open(sys.argv[1], "w").write(str(os.getpid()))
 from gadei_ps.job.config import from_mapping
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
-from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.model_segments import InitialModel
 from gadei_ps.watchdog.job_memory import JobMemory
 memory = JobMemory(from_mapping({"name": sys.argv[2], "slots": 2}, "test"))
 memory.create_control(parse("asp"))
-first = First(place([Tensor("w", (1 << 20,))]), None)
+first = InitialModel(place([Tensor("w", (1 << 20,))]), None)
 memory.enter_model(first, memory.make_model(first))
 for made in ("model", memory.make_ring):
     if callable(made):

@@ -57,7 +57,7 @@ class FirstWork:
         self._at_store, self._may_store = threading.Semaphore(0), threading.Semaphore(0)
         self._left = STORES
         words = Words(control, before_store=self._stop)
-        monkeypatch.setattr(Batches, "_control", words)
+        monkeypatch.setattr(JobMemory, "words", words)
 
         def store32(address: int, value: int) -> None:
             self._stop()

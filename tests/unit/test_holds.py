@@ -24,7 +24,7 @@ from gadei_ps.memory.presence import Living
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.shm import segment_name
 from gadei_ps.sync import parse
-from gadei_ps.watchdog.dead import clear_dead
+from gadei_ps.watchdog.cleanup import clear_dead
 from gadei_ps.watchdog.job_memory import JobMemory
 
 

@@ -37,7 +37,7 @@ from gadei_ps.machine import ownership
 from gadei_ps.memory import presence, segment
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.shm import SHM, segment_name
-from gadei_ps.watchdog.dead import clear_dead
+from gadei_ps.watchdog.cleanup import clear_dead
 from gadei_ps.watchdog.job_memory import JobMemory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another's files")

@@ -81,7 +81,7 @@ def use(path: Path) -> config.JobConfig:
     assert first is not None and first.snapshot is not None
     control, state = np.zeros(1, CONTROL)[0], np.zeros(1, STATE)[0]
     job_memory.restore(control, state, first.snapshot)
-    job_settings.packed(job_settings.specs_of(job, first.script, first.changes))
+    job_settings.packed(first.changes.specs(job, first.script.settings))
     initial_model.check_fits(config.from_mapping({"name": "other"}, "test"), found.snapshot, path)
     assert isinstance(first.script, Script)
     return job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gadei_ps.machine import process
-from gadei_ps.watchdog.liveness import MOST, Hung, Sign
+from gadei_ps.watchdog.liveness import MOST, HangDetector, Sign
 
 LIMIT_S = 2.0
 STEP_S = 0.25  # exact in binary
@@ -16,7 +16,7 @@ class Looked:
 
     def __init__(self, cpu: Callable[[float], float], *, paused: bool = False) -> None:
         now = 0.0
-        hung = Hung(LIMIT_S, 2 * STEP_S, lambda pid: cpu(now))
+        hung = HangDetector(LIMIT_S, 2 * STEP_S, lambda pid: cpu(now))
         self.warned: list[float] = []
         self.killed = 0.0
         while now < 5 * MOST * LIMIT_S and not self.killed:
@@ -25,7 +25,7 @@ class Looked:
             if kill:
                 assert kill == [7]
                 self.killed = now
-            self.left_s = hung.standing[7].left_s
+            self.left_s = hung.awaited[7].left_s
             now += STEP_S
 
 
@@ -54,14 +54,14 @@ def test_who_has_paused_may_rest() -> None:
 
 
 def test_without_a_limit() -> None:
-    hung = Hung(0.0, 1e9, lambda pid: 0.0)
+    hung = HangDetector(0.0, 1e9, lambda pid: 0.0)
     for now in (0.0, 1e6):
         assert hung.check(now, {7: Sign("stands", 1, False)}) == ([], [])
 
 
 def test_a_late_look_begins_anew() -> None:
     """The observer did not run, so perhaps nobody did."""
-    hung = Hung(LIMIT_S, 1.0, lambda pid: 0.0)
+    hung = HangDetector(LIMIT_S, 1.0, lambda pid: 0.0)
     for now in (0.0, 100.0, 200.0):
         assert hung.check(now, {7: Sign("stands", 1, False)}) == ([], [])
 

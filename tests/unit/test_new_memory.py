@@ -21,10 +21,10 @@ from gadei_ps.memory.layout import CONTROL, RING, STATE, WEIGHTS, Mode, Role, Se
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.storage.checkpoint import Snapshot
-from gadei_ps.watchdog import batches, initial_model, making, script, settings
+from gadei_ps.watchdog import batches, initial_model, model_segments, script, settings
 from gadei_ps.watchdog.batches import Batches
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.model_segments import InitialModel
 
 MODEL = place([Tensor("w", (3000, 2)), Tensor("b", (5,)), Tensor("mean", (7,), Role.BUFFER)])
 VALUES = {
@@ -49,7 +49,9 @@ def memory(job_name: str) -> Iterator[JobMemory]:
 
 def enter(memory: JobMemory, snapshot: Snapshot | None = None) -> np.void:
     """The model comes, from the checkpoint if there is one. Returns the control segment."""
-    first = First(MODEL, making.copied(np.ones(MODEL.elements, np.float32)), snapshot)
+    first = InitialModel(
+        MODEL, model_segments.copied(np.ones(MODEL.elements, np.float32)), snapshot
+    )
     initial_model.enter(memory, first, memory.make_model(first), log.get())
     return memory.control.view(CONTROL)
 

@@ -44,7 +44,8 @@ class Memory:
         self.c["owned"] = 1
         self.c["batches"], self.c["epochs"], self.c["work"] = BATCHES, EPOCHS, Work.WORKING
 
-    def view(self, _: np.dtype) -> np.void:
+    @property
+    def words(self) -> np.void:
         return self.c[0]
 
     def word(self, struct: np.dtype, name: str) -> int:

@@ -232,7 +232,7 @@ def test_a_replica_is_no_command_of_the_history(monkeypatch: pytest.MonkeyPatch)
     control = np.zeros((), CONTROL)[()]
     for row, name in enumerate(names):
         control["roster"][row]["name"], control["roster"][row]["pid"] = name, row + 1
-    memory: Any = SimpleNamespace(control=SimpleNamespace(view=lambda _: control), rings=[0, 1])
+    memory: Any = SimpleNamespace(words=control, rings=[0, 1])
     with selectors.DefaultSelector() as selector:
         history = History(memory, selector, None)
         history._note_learners()

@@ -22,9 +22,9 @@ from gadei_ps.memory import reserve
 from gadei_ps.memory.reserve import Cancelled, Progress, Room
 from gadei_ps.memory.weights import Tensor, data, place
 from gadei_ps.sync import parse
-from gadei_ps.watchdog import making
+from gadei_ps.watchdog import model_segments
 from gadei_ps.watchdog.job_memory import JobMemory
-from gadei_ps.watchdog.making import First
+from gadei_ps.watchdog.model_segments import InitialModel
 
 PIECE = mmap.PAGESIZE
 MB = 1 << 20
@@ -143,7 +143,7 @@ def test_all_of_a_job_is_counted_before_anything_is_made(
     memory = JobMemory(config(job_name), learners=2)
     memory.create_control(parse("asp"))
     try:
-        first = First(place([Tensor("w", (1 << 18,))]), None)
+        first = InitialModel(place([Tensor("w", (1 << 18,))]), None)
         needs = memory.needs(first.model, 0)
         assert list(needs) == ["weights", "optimizer", "2 rings"]
         scarce(monkeypatch, tmp_path, 1 << 40, sum(needs.values()) - 4096)
@@ -174,14 +174,14 @@ def test_values_of_a_file(job_name: str) -> None:
     try:
         os.write(fd, values.tobytes())
         progress = Progress()
-        first = First(model, making.read_from(fd, model))
+        first = InitialModel(model, model_segments.read_from(fd, model))
         made = memory.make_model(first, progress=progress)
         np.testing.assert_array_equal(data(made[0]), values)
         assert progress.done >= progress.total > values.nbytes
         memory.enter_model(first, made)
         memory._drop_model()
         with pytest.raises(ControlError, match="a file of 12096 bytes, not"):
-            making.read_from(fd, place([Tensor("w", (5,))]))
+            model_segments.read_from(fd, place([Tensor("w", (5,))]))
         os.ftruncate(fd, values.nbytes // 2)  # after it has been looked at
         with pytest.raises(ControlError, match="the file ends at"):
             memory.make_model(first)

@@ -30,7 +30,7 @@ from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.shm import SHM, segment_name
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.sync import parse
-from gadei_ps.watchdog.dead import clear_dead
+from gadei_ps.watchdog.cleanup import clear_dead
 from gadei_ps.watchdog.job_memory import JobMemory
 
 JOB_ID = bytes(range(16))

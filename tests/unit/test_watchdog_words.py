@@ -44,13 +44,13 @@ from gadei_ps.memory.layout import (
 )
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.show import status
-from gadei_ps.watchdog import checkpoints, dead, requests, stopping, supervisor
+from gadei_ps.watchdog import checkpoints, cleanup, requests, stopping, supervisor
 from gadei_ps.watchdog.checkpoint_writer import CheckpointWriter, Task, attached
 from gadei_ps.watchdog.checkpoints import Checkpoints
 from gadei_ps.watchdog.history import History
 from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.notify import Notify
-from gadei_ps.watchdog.refusals import _reason
+from gadei_ps.watchdog.refused_gradients import most_frequent_reason
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.servers import Servers
@@ -135,11 +135,11 @@ def test_what_a_dead_watchdogs_job_tells_its_learners(
     control, seen = memory.control.view(CONTROL), Seen(memory)
     memory.release()
     control["watchdog_pid"], control["watchdog_start"] = ended
-    with at_each_line(seen.look, dead):
-        dead.end_servers(memory.config.name)
+    with at_each_line(seen.look, cleanup):
+        cleanup.end_servers(memory.config.name)
     seen.check(Phase.FAILED, Stop.CLOSED)
     control["phase"] = Phase.KEPT
-    dead.end_servers(memory.config.name)
+    cleanup.end_servers(memory.config.name)
     assert control["phase"] == Phase.KEPT, "they are notified already"
 
 
@@ -162,7 +162,7 @@ def test_the_life_of_a_job(
     try:
         made.startup()
         seen = Seen(made.memory)
-        fields = words(made._control)
+        fields = words(made.memory.words)
         if fails:
             made._fail("the test wants it")
         with at_each_line(seen.look, supervisor):
@@ -350,10 +350,10 @@ def test_learners_that_a_signal_can_hit(memory: JobMemory, monkeypatch: pytest.M
 def test_the_reason_of_a_refusal_that_is_just_being_counted(memory: JobMemory) -> None:
     roster = memory.control.view(CONTROL)["roster"]
     roster[0]["refused"] = 1  # its reason comes next
-    assert _reason(memory.control.view(CONTROL)) == Reason.OK
+    assert most_frequent_reason(memory.control.view(CONTROL)) == Reason.OK
     roster[1]["refused"], roster[1]["reason"] = 1, Reason.NOT_FINITE
     roster[0]["refused"] = 2
-    assert _reason(memory.control.view(CONTROL)) == Reason.NOT_FINITE
+    assert most_frequent_reason(memory.control.view(CONTROL)) == Reason.NOT_FINITE
 
 
 def test_the_staleness_of_a_learner_that_has_left(memory: JobMemory) -> None:

@@ -1,4 +1,4 @@
-"""Segments are made one after the other in a thread, while the watchdog's own thread answers.
+"""Worker thread of the watchdog: makes and frees segments while the watchdog's own thread answers.
 
 Zeroing gigabytes takes seconds, and so does giving them back. What is made is handed to the
 watchdog's thread, which alone changes what others see. The thread lives only while there is work.
@@ -12,26 +12,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 from gadei_ps.memory import ring
 from gadei_ps.memory.reserve import Cancelled, Progress
 from gadei_ps.memory.segment import Segment
 from gadei_ps.show.progress import making
-from gadei_ps.watchdog.durations import MAKER_END_S
-
-
-class Making(TypedDict):
-    """Progress of a segment that is being made (bytes)."""
-
-    what: str
-    done: int
-    total: int
+from gadei_ps.watchdog.durations import WORKER_END_S
 
 
 @dataclass(eq=False)
 class Task:
-    """Something to be made. what: its name in messages. make, done: see Maker.ask()."""
+    """Work for the thread. what: its result, in messages. make, done: see Worker.ask()."""
 
     what: str
     make: Callable[[Progress], Any]
@@ -41,7 +33,6 @@ class Task:
     error: BaseException | None = field(default_factory=Cancelled)
 
     def run(self) -> None:
-        """Make the segment, in the thread."""
         if self.progress.cancelled:
             return
         try:
@@ -51,7 +42,7 @@ class Task:
             self.error = error.with_traceback(None)
 
     @property
-    def facts(self) -> Making:
+    def facts(self) -> dict[str, Any]:
         """Progress in bytes, for the status and for waiting clients."""
         return {"what": self.what, "done": self.progress.done, "total": self.progress.total}
 
@@ -61,8 +52,8 @@ class Task:
         return making(self.facts)
 
 
-class Maker:
-    """Segments that are being made. All methods are for the watchdog's thread."""
+class Worker:
+    """A thread and its tasks, one after the other. All methods are for the watchdog's thread."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -74,11 +65,11 @@ class Maker:
 
     @property
     def moved(self) -> int:
-        """Grows with every piece that is made."""
+        """Count that grows with every piece that is made."""
         return self._before + (self._tasks[0].progress.done if self._tasks else 0)
 
     @property
-    def facts(self) -> Making | None:
+    def facts(self) -> dict[str, Any] | None:
         """The segment that is being made, and its progress; None if there is none."""
         return self._tasks[0].facts if self._tasks and self._tasks[0].what else None
 
@@ -104,9 +95,7 @@ class Maker:
     def _start_next(self) -> None:
         if self._thread is None and self._tasks:
             task = self._tasks[0]
-            self._thread = threading.Thread(
-                target=self._work, args=(task,), daemon=True, name="maker"
-            )
+            self._thread = threading.Thread(target=self._work, args=(task,), daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:  # no more threads: the watchdog answers when it is done
@@ -142,9 +131,7 @@ class Maker:
         """Cancel everything and notify the clients. Waits for the current piece."""
         for task in self._tasks:
             task.progress.cancel()
-        blocked = False
-        if self._thread is not None:
-            blocked = not self._join(MAKER_END_S)
+        blocked = self._thread is not None and not self._join(WORKER_END_S)
         while self._tasks:
             self._finish_first()
         self._selector.unregister(self._bell)

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from gadei_ps.memory import layout
-from gadei_ps.memory.layout import CONTROL, Reason
+from gadei_ps.memory.layout import Reason
 from gadei_ps.memory.totals import total
 from gadei_ps.watchdog.job_memory import JobMemory
 
-COUNT_INTERVAL_S = 0.5
 WARNING_INTERVAL_S = 10.0
 DIVERGED = (
     "the weights stay as they are. If this continues, the model has diverged: lower the learning "
@@ -21,28 +20,24 @@ DIVERGED = (
 
 
 @dataclass(eq=False)
-class Refusals:
-    """Refused gradients of a job, and the warnings about them."""
+class RefusalWarnings:
+    """Warnings of the refused gradients of a job: of the first one, then now and then."""
 
     memory: JobMemory
     log: Any
-    _looked: float = float("-inf")
     _warned_at: float = float("-inf")
     _warned_of: int | None = None
 
     def tick(self, now: float) -> None:
-        """Warn of the first refused gradient, then now and then. Called every tick."""
-        if now < self._looked + COUNT_INTERVAL_S:
-            return
-        self._looked = now
-        control = self.memory.control.view(CONTROL)
+        """Warn if gradients were refused since the last warning. Called once a second."""
+        control = self.memory.words
         refused = total(control, "refused")
         if self._warned_of is None:
             self._warned_of = refused  # of a watchdog before this one
         if refused == self._warned_of or now < self._warned_at + WARNING_INTERVAL_S:
             return
         self._warned_of, self._warned_at = refused, now
-        reason = _reason(control)
+        reason = most_frequent_reason(control)
         what = layout.REASON_TEXT.get(reason, "")
         self.log.warning(
             f"gradients are refused: the last one {what}; {DIVERGED}"
@@ -53,7 +48,7 @@ class Refusals:
         )
 
 
-def _reason(control: np.void) -> int:
+def most_frequent_reason(control: np.void) -> int:
     """Return the reason of the attached learner refused most often; else the last reason."""
     roster = control["roster"]
     reason, refused = roster["reason"].copy(), roster["refused"].copy()

@@ -31,7 +31,7 @@ Values = Callable[[FloatArray, int], None]
 
 
 @dataclass(frozen=True)
-class First:
+class InitialModel:
     """A model, what its values are (zeros if None), and the checkpoint that it comes from.
 
     script: settings of the optimizer that came with it; none if no learner brings it. changes:
@@ -54,7 +54,7 @@ def copied(values: np.ndarray) -> Values:
     return copy
 
 
-def placed_anew(first: First, model: Model) -> First:
+def placed_anew(first: InitialModel, model: Model) -> InitialModel:
     """The same tensors and values, where `model` has them."""
     if model == first.model:
         return first
@@ -87,16 +87,15 @@ def read_from(fd: int, model: Model) -> Values:
         raise ControlError(f"initial values: a file of {size} bytes, not {model.words * VALUE}")
 
     def read(out: FloatArray, start: int) -> None:
-        view = out.data.cast("B")
-        at = 0
-        while at < len(view):
+        view, at = out.data.cast("B"), start * VALUE
+        while view:
             try:
-                count = os.preadv(fd, [view[at:]], start * VALUE + at)
+                count = os.preadv(fd, [view], at)
             except OSError as error:
                 raise ControlError(f"initial values: {error.strerror}") from None
             if not count:
-                raise ControlError(f"initial values: the file ends at {start * VALUE + at} bytes")
-            at += count
+                raise ControlError(f"initial values: the file ends at {at} bytes")
+            view, at = view[count:], at + count
 
     return read
 
@@ -121,7 +120,9 @@ def _slot_bytes(model: Model) -> int:
 # -- segments -------------------------------------------------------------------------------------
 
 
-def weights_segment(job: str, job_id: bytes, first: First, progress: Progress | None) -> Segment:
+def weights_segment(
+    job: str, job_id: bytes, first: InitialModel, progress: Progress | None
+) -> Segment:
     """The weights with the model's table and values, not published yet.
 
     Raises NoSharedMemory, reserve.Cancelled and what first.values raises.
@@ -142,7 +143,7 @@ def weights_segment(job: str, job_id: bytes, first: First, progress: Progress | 
 
 
 def state_segment(
-    job: str, job_id: bytes, first: First, streams: int, progress: Progress | None
+    job: str, job_id: bytes, first: InitialModel, streams: int, progress: Progress | None
 ) -> Segment:
     """The optimizer's state, from the checkpoint if there is one; not published yet.
 
