@@ -27,8 +27,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class _Names:
-    """Files of a group. cached: names in `stat` of pages that the kernel drops before it kills.
+    """Files of a group.
 
+    cached: names in memory.stat of pages of files, without those of tmpfs, that the kernel drops
+    before it kills.
     kills, hits: file and name of what counts killed processes, and allocations beyond the limit.
     """
 
@@ -124,17 +126,8 @@ def _limit(group: Path, name: str, names: _Names) -> Limit | None:
         return None
     if limit >= UNLIMITED:
         return None
-    return Limit(group / name, limit, max(0, limit - used + _cached(group, names)))
-
-
-def _cached(group: Path, names: _Names) -> int:
-    """Return the memory of files that the group is charged for (bytes), without those of tmpfs."""
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-        counts = dict(line.split() for line in lines)
-        return sum(int(counts.get(name, 0)) for name in names.cached)
-    except (OSError, ValueError):
-        return 0
+    cached = sum(_count(group, "memory.stat", one) for one in names.cached)
+    return Limit(group / name, limit, max(0, limit - used + cached))
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:

@@ -39,6 +39,6 @@ def missing() -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says."""
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    """Return the first line of an error's message."""
+    message = str(error).strip()
+    return message.splitlines()[0] if message else type(error).__name__

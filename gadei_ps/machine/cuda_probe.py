@@ -31,7 +31,7 @@ def missing() -> str:
     try:
         return cuda.missing()
     except Exception as error:  # a broken installation fails in any way
-        return f"CuPy cannot be used: {_told(error)}"
+        return f"CuPy cannot be used: {_one_line(error)}"
 
 
 def examine() -> dict[str, Any]:
@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
         import cupy
         from cupy.cuda import runtime
     except Exception as error:  # a broken installation fails in any way
-        report["errors"]["cupy"] = _told(error)
+        report["errors"]["cupy"] = _one_line(error)
         return report
     report["cupy"] = cupy.__version__
     _measure(report, "driver", lambda: _version(runtime.driverGetVersion()))
@@ -67,10 +67,10 @@ def _measure(report: dict[str, Any], name: str, measurement: Callable[[], Any]) 
     try:
         report[name] = measurement()
     except Exception as error:  # CuPy raises classes of its own, by library
-        report["errors"][name] = _told(error)
+        report["errors"][name] = _one_line(error)
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -123,7 +123,7 @@ def _device(index: int) -> dict[str, Any]:
             _measure(bandwidths, "bandwidth", _bandwidths)
             report |= bandwidths.get("bandwidth", {})
     except Exception as error:  # a GPU that another process holds exclusively
-        report["errors"]["device"] = _told(error)
+        report["errors"]["device"] = _one_line(error)
     return report
 
 

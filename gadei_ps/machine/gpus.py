@@ -8,6 +8,7 @@ which may be killed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -111,15 +112,14 @@ def driver() -> str:
 def visible() -> tuple[str, ...]:
     """The GPUs that processes started from here may use, by their names in CUDA_VISIBLE_DEVICES.
 
-    What that variable says is taken as it is, up to its first invalid entry, as CUDA does; without
-    it, all. Raises DeviceError.
+    The variable is taken as it is, up to its first invalid entry, as CUDA does; without it, all.
+    Raises DeviceError.
     """
-    said = os.environ.get(VISIBLE)
-    if said is None:
+    variable = os.environ.get(VISIBLE)
+    if variable is None:
         return tuple(one.entry for one in listed())
-    entries = [one.strip() for one in said.split(",")]
-    valid = [ENTRY.fullmatch(one) is not None for one in entries]
-    return tuple(entries[: valid.index(False)] if False in valid else entries)
+    entries = (one.strip() for one in variable.split(","))
+    return tuple(itertools.takewhile(ENTRY.fullmatch, entries))
 
 
 def choose(

@@ -24,9 +24,9 @@ class Interrupted(BaseException):
 
 class _State:
     held = False
-    came: int | None = None
-    telling = False
-    told: int | None = None
+    waiting: int | None = None
+    noting = False
+    noted: int | None = None
 
 
 def install() -> None:
@@ -57,15 +57,15 @@ def of_commands() -> Iterator[None]:
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     if _State.held:
-        _State.came = number
+        _State.waiting = number
     else:
         _deliver(number)
 
 
 def _deliver(number: int) -> None:
-    if not _State.telling or _State.told is not None:
+    if not _State.noting or _State.noted is not None:
         raise Interrupted(number)
-    _State.told = number
+    _State.noted = number
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def check() -> None:
     """Main thread: raises Interrupted if a signal waits."""
     if threading.current_thread() is not threading.main_thread():
         return
-    number, _State.came = _State.came, None
+    number, _State.waiting = _State.waiting, None
     if number is not None:
         _deliver(number)
 
@@ -98,14 +98,14 @@ def check() -> None:
 def first_told() -> Iterator[Callable[[], int | None]]:
     """Main thread: meanwhile the first signal interrupts nothing; the next one raises Interrupted.
 
-    Gives a function that says which signal has come, None while none has. For work that ends well
-    if it is let: someone who asks twice does not want to wait.
+    Gives a function that returns the first signal, None before one has come. For work that ends
+    properly if it is given the time: a user who sends a second signal does not want to wait.
     """
-    _State.telling, _State.told = True, None
+    _State.noting, _State.noted = True, None
     try:
-        yield lambda: _State.told
+        yield lambda: _State.noted
     finally:
-        _State.telling = False
+        _State.noting = False
 
 
 def _unraisable(args: sys.UnraisableHookArgs) -> None:

@@ -115,15 +115,15 @@ class Compute:
         """Return the variables of learner `index` in addition to its launcher's environment."""
         if self.device is None:
             return {}
-        told = {DEVICE_VARIABLE: self.device}
+        variables = {DEVICE_VARIABLE: self.device}
         if self.each is not None:
-            told[DEVICES_VARIABLE] = str(self.each)
+            variables[DEVICES_VARIABLE] = str(self.each)
         if self.device == "host":
-            return told | {gpus.VISIBLE: ""}
-        return told | gpus.assign(self.gpus, index, each=self.each or 1)
+            return variables | {gpus.VISIBLE: ""}
+        return variables | gpus.assign(self.gpus, index, each=self.each or 1)
 
 
-NOTHING_SAID = Compute()
+NOT_SET = Compute()
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Learners:
         job_socket: str,
         *,
         stdout: int | IO[bytes] | None = None,
-        compute: Compute = NOTHING_SAID,
+        compute: Compute = NOT_SET,
         output: Output | None = None,
         reads: bool = False,
     ) -> None:

@@ -85,12 +85,3 @@ def write(fd: int, line: bytes) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while rest:
             rest = rest[os.write(fd, rest) :]
-
-
-def read(fd: int) -> Iterator[bytes]:
-    """Yield lines without their ends, however long they take, until the end of file."""
-    part = b""
-    with contextlib.suppress(ConnectionResetError):
-        while more := os.read(fd, READ_BYTES):
-            *lines, part = (part + more).split(b"\n")
-            yield from lines

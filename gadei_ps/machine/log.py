@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import sys
-from typing import Any, TextIO, cast
+from typing import Any
 
 from gadei_ps.errors import printable
 from gadei_ps.machine.output import write
@@ -33,19 +33,6 @@ def prioritized(method: str, text: str) -> str:
     """The text as the journal wants it: each line is an entry of its own."""
     prefix = f"<{PRIORITIES.get(method, 6)}>"
     return "\n".join(prefix + line for line in text.splitlines())
-
-
-class _Patient:
-    """stderr of processes that must outlive its reader: a closed pipe is not an error."""
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            return sys.stderr.write(text)
-        return 0
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
 
 
 class _Discarding(io.FileIO):
@@ -76,6 +63,7 @@ def outlive_reader() -> None:
 
 def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False) -> None:
     """Once, at the start of a process. `quiet`: warnings and errors only."""
+    outlive_reader()
     structlog = _structlog()
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -100,7 +88,7 @@ def set_up(*, as_json: bool = False, verbose: bool = False, quiet: bool = False)
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
         ),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Patient())),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
 

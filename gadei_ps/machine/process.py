@@ -121,12 +121,8 @@ def alive(pid: int, start: int) -> bool:
 
 def is_suspended(pid: int) -> bool:
     """Return whether the process and its parent are stopped, as by Ctrl-Z in a terminal."""
-    parent = _status(pid, "PPid")
-    return _is_stopped(pid) and bool(parent) and _is_stopped(int(parent[0]))
-
-
-def _is_stopped(pid: int) -> bool:
-    return _status(pid, "State")[:1] == ["T"]
+    both = [pid, *map(int, _status(pid, "PPid"))]
+    return len(both) == 2 and all(_status(one, "State")[:1] == ["T"] for one in both)
 
 
 def namespace() -> int:
@@ -150,7 +146,7 @@ def check_proc() -> None:
 def owner(pid: int) -> int | None:
     """Effective user of a process; None if there is no such process."""
     found = _status(pid, "Uid")
-    return int(found[1]) if len(found) > 1 else None
+    return int(found[1]) if found else None
 
 
 def ancestors(pid: int) -> Iterator[int]:
@@ -313,11 +309,8 @@ class _Starter:
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._pid != os.getpid():  # a fork has no other threads than its first one
                 wanted: queue.SimpleQueue[_Start] = queue.SimpleQueue()
-                thread = threading.Thread(
-                    target=self._run, args=(wanted,), name="starter", daemon=True
-                )
                 try:
-                    thread.start()
+                    threading.Thread(target=self._run, args=(wanted,), daemon=True).start()
                 except RuntimeError as error:
                     raise OSError(errno.EAGAIN, str(error)) from None
                 self._pid, self._wanted = os.getpid(), wanted
