@@ -283,9 +283,9 @@ def read(path: Path) -> Snapshot:
     """
     sums = _read_sums(path / SUMS)
     with files.verified(path / MANIFEST, sums.get(MANIFEST), files.MOST_TEXT) as file:
-        told, model = parse(file.read_text(file.left))
-        if (rank := _rank(path)) and rank[0] != told.version:
-            raise ValueError(f"it is of version {told.version}, unlike its directory's name")
+        manifest, model = parse(file.read_text(file.left))
+        if (rank := _rank(path)) and rank[0] != manifest.version:
+            raise ValueError(f"it is of version {manifest.version}, unlike its directory's name")
     if sums.keys() != {MANIFEST, STATE, WEIGHTS}:
         raise files.damaged(path / SUMS, f"it is of {', '.join(sums)}")
     room = files.MOST_TEXT + 8  # of a header
@@ -293,14 +293,14 @@ def read(path: Path) -> Snapshot:
     with files.verified(path / WEIGHTS, sums[WEIGHTS], size + room) as file:
         # Before memory is taken: a manifest cannot ask for more than there is.
         file.need(size)
-        made = told.snapshot(model)
+        made = manifest.snapshot(model)
         file.fill_tensors(made.weight_tensors())
     slot = 4 * sum(one.count for one in model.tensors)
-    most = slot * told.slots + 8 * told.requeue + room
+    most = slot * manifest.slots + 8 * manifest.requeue + room
     with files.verified(path / STATE, sums[STATE], most) as file:
         file.need(most - room)
         file.fill_tensors(made.state_tensors())
-        told.work.check(made.requeue)
+        manifest.work.check(made.requeue)
     return made
 
 

@@ -76,10 +76,10 @@ def _safetensors(snapshot: Snapshot) -> _Save:
         for one in snapshot.model.every
         if one.role is not Role.PARAMETER
     }
-    told = {ALIASES: json.dumps(aliases)} if aliases else {}
-    told |= {ROLES: json.dumps(roles)} if roles else {}
+    metadata = {ALIASES: json.dumps(aliases)} if aliases else {}
+    metadata |= {ROLES: json.dumps(roles)} if roles else {}
     blocks = files.safetensors(
-        tensors | {alias: tensors[name] for alias, name in aliases.items()}, told
+        tensors | {alias: tensors[name] for alias, name in aliases.items()}, metadata
     )
 
     def save(file: IO[bytes]) -> None:

@@ -151,11 +151,8 @@ class HistoryFile:
     def _write(self, raw: bytes) -> None:
         size = os.fstat(self._fd).st_size
         try:
-            written = os.write(self._fd, raw)
-            if written < len(raw):
-                os.write(self._fd, raw[written:])  # raises what has cut it off
-                if os.fstat(self._fd).st_size != size + len(raw):
-                    raise OSError(28, "No space left on device")
+            while raw:  # after a part of it, what has cut it off is raised
+                raw = raw[os.write(self._fd, raw) :]
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, Self
@@ -35,6 +36,12 @@ TYPED: Final = 3
 MOST_REQUEUED: Final = layout.MAX_LEARNERS * layout.AHEAD
 """Batches that all learners of a job can hold; its memory has room for as many."""
 
+
+SAVED: Final = (
+    *("job", "version", "steps", "supersteps", "work", "counts", "loss_sum", "clocks", "config"),
+    "changes",
+)
+"""Fields of Snapshot that a manifest has as they are."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Word = Annotated[int, Field(ge=0, lt=2**64)]
@@ -140,21 +147,12 @@ class Manifest(_Object):
     def snapshot(self, model: weights.Model) -> Snapshot:
         """The job, with zeros in the arrays."""
         return Snapshot(
-            job=self.job,
-            config=self.config,
             model=model,
             weights=np.zeros(model.elements, np.float32),
             slots=tuple(np.zeros(model.elements, np.float32) for _ in range(self.slots)),
-            version=self.version,
-            steps=self.steps,
-            supersteps=self.supersteps,
-            work=self.work.model_dump(),
             requeue=np.zeros(self.requeue, np.uint64),
-            counts=self.counts,
-            loss_sum=self.loss_sum,
-            clocks=self.clocks,
-            changes=self.changes,
             frozen=np.zeros(model.words - model.elements, np.float32),
+            **self.model_dump(include=set(SAVED)),
         )
 
 
@@ -224,43 +222,30 @@ class Snapshot:
             "format": TYPED if typed else GROUPED if grouped else FORMAT,
             "gadei_ps": gadei_ps.__version__,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "job": self.job,
-            "version": int(self.version),
-            "steps": int(self.steps),
-            "supersteps": int(self.supersteps),
-            "work": _integers(self.work),
-            "counts": _integers(self.counts),
-            "loss_sum": float(self.loss_sum),
-            "clocks": _integers(self.clocks),
+            **{name: getattr(self, name) for name in SAVED},
             "slots": len(self.slots),
             "requeue": len(self.requeue),
-            "elements": int(self.model.elements),
-            "parameters": int(self.model.parameters),
-            "config": self.config,
-            "changes": self.changes,
+            "elements": self.model.elements,
+            "parameters": self.model.parameters,
             "tensors": [
                 {
                     "name": one.name,
                     "role": one.role.name.lower(),
-                    "shape": [int(size) for size in one.shape],
-                    "start": int(one.start),
+                    "shape": one.shape,
+                    "start": one.start,
                 }
-                | ({"aliases": list(one.aliases)} if one.aliases else {})
-                | ({"group": int(one.group)} if grouped or typed else {})
+                | ({"aliases": one.aliases} if one.aliases else {})
+                | ({"group": one.group} if grouped or typed else {})
                 | ({"dtype": one.dtype} if typed else {})
                 for one in self.model.every
             ],
         }
         try:
-            # In ASCII: a path in the configuration need not be Unicode.
-            return json.dumps(fields, allow_nan=False, indent=1).encode() + b"\n"
+            # In ASCII: a path in the configuration need not be Unicode. index: of NumPy's integers.
+            text = json.dumps(fields, allow_nan=False, indent=1, default=operator.index)
         except TypeError as error:
             raise ValueError(f"config: {error}") from None
-
-
-def _integers(numbers: dict[str, int]) -> dict[str, int]:
-    """NumPy's are not JSON."""
-    return {name: int(value) for name, value in numbers.items()}
+        return text.encode() + b"\n"
 
 
 def parse(text: bytes) -> tuple[Manifest, weights.Model]:
