@@ -26,13 +26,12 @@ from gadei_ps.benchmarks.peers import answer, orders
 from gadei_ps.benchmarks.virtual_memory import Meters
 from gadei_ps.benchmarks.virtual_shape import Shape
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import plan
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.measure import Sample
-from gadei_ps.learners.plan import Plan
-from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch import LocalOptimizer
-from gadei_ps.learners.virtual import VirtualWorker
+from gadei_ps.learners.virtual import VirtualWorker, plan
+from gadei_ps.learners.virtual.plan import Plan
+from gadei_ps.learners.virtual.profiler import Sample
+from gadei_ps.learners.virtual.stages import StageTimes
 
 LEAST = 3  # waves, or mini-batches, that are measured
 

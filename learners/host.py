@@ -42,7 +42,7 @@ class _Push:
 
 
 class HostLink:
-    """See device.Link."""
+    """See devices.Link."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

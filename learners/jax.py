@@ -21,8 +21,7 @@ import numpy as np
 
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.learners.client import DRAIN_TIMEOUT_S, Client
-from gadei_ps.learners.gradient_waves import GradientWaves
-from gadei_ps.learners.waves import Waves
+from gadei_ps.learners.waves import GradientWaves, Waves
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
 from gadei_ps.learners.client import REST_FIRST, Batch, Client, Rows
-from gadei_ps.learners.device_interface import Device
+from gadei_ps.learners.devices import Device
 
 
 class Pipeline:

@@ -1,8 +1,8 @@
-"""A learner with weights and an optimizer of its own, which pushes its update once a wave.
+"""Learners that push once a wave: the updates of an optimizer of their own, or sums of gradients.
 
-The virtual worker of Park et al. 2020 (HetPipe), as one process sees it. Each mini-batch changes
-the learner's own weights at once. The sum of a wave's changes is pushed as one frame, which the
-server adds to the job's weights: the job's optimizer is "add". Before the last mini-batch of a
+`Waves` is the virtual worker of Park et al. 2020 (HetPipe), as one process sees it. Each mini-batch
+changes the learner's own weights at once. The sum of a wave's changes is pushed as one frame, which
+the server adds to the job's weights: the job's optimizer is "add". Before the last mini-batch of a
 wave the learner waits for its grant and pulls. Its own changes that are not pushed yet are made
 again to what it has pulled.
 
@@ -13,6 +13,17 @@ again to what it has pulled.
         gradient, loss = ...                         # of waves.weights, or of a copy
         waves.weights["w"] -= 0.1 * gradient         # by any optimizer
         waves.end(loss=loss, samples=4)              # pushes after the last mini-batch of a wave
+
+`GradientWaves` is for a job whose server has the optimizer, and is ours. No mini-batch changes the
+learner's weights, which are those of its last pull; the sum of a wave's gradients is pushed. It
+waits and pulls where WSP requires it. The bound of WSP holds for its own mini-batches too: of those
+before it, a mini-batch misses at most s_global of each learner.
+
+    waves = GradientWaves(client)
+    for ... :
+        waves.begin()
+        waves.gradients["w"] += ...                  # of waves.weights
+        waves.end(loss=loss, samples=4)
 
 Under other models than WSP a wave is one mini-batch.
 """
@@ -72,6 +83,9 @@ class WaveOrder(ABC):
         self._leaving: tuple[_Wave, int] | None = None  # is being pushed as this frame
         self.most = NO_LIMIT
         """Mini-batches in flight, if the model lets more of them begin."""
+        self.before_reading: Callable[[], object] = lambda: None
+        """Called before what a wave has changed is read: it fetches what lies elsewhere, as on a
+        GPU, into `flat` or `gradients`."""
 
     @property
     def _room(self) -> int:
@@ -291,15 +305,18 @@ class WaveOrder(ABC):
 class Waves(WaveOrder):
     """Weights that each mini-batch changes in place, between begin() and end().
 
-    before_reading: is called before what has changed is read; it writes those of the learner's own
-    weights into `flat` that lie elsewhere, as on a GPU. Raises UsageError unless the job adds
-    what learners push.
+    Raises UsageError unless the job adds what learners push.
     """
 
-    def __init__(self, client: Client, before_reading: Callable[[], object] = lambda: None) -> None:
-        check(client)
+    def __init__(self, client: Client) -> None:
+        if not adds(client):
+            kind = Kind(int(client.hyper[0, optimizers.KIND])).name.lower()
+            raise UsageError(
+                f"the optimizer of job {client.job!r} is {kind}, which takes gradients: for "
+                'updates that learners make, give Client optimizer={"kind": "add"} in all scripts, '
+                'or start the job with --optimizer add, or kind = "add" in its job file'
+            )
         super().__init__(client)
-        self.before_reading = before_reading
         self._base = self.flat.copy()  # what the job has of this learner's changes is in it
         self._update = np.zeros_like(self.flat)
 
@@ -323,17 +340,35 @@ class Waves(WaveOrder):
         np.copyto(self._base, self.flat)
 
 
+class GradientWaves(WaveOrder):
+    """Weights as they were pulled, and the sum of a wave's gradients.
+
+    Mini-batches end in the order in which they began, so at most one wave has gradients. Raises
+    UsageError if the job adds what learners push.
+    """
+
+    def __init__(self, client: Client) -> None:
+        if adds(client):
+            raise UsageError(
+                f"job {client.job!r} adds updates, and this learner has no optimizer: give it one, "
+                "or start the job with another optimizer than add"
+            )
+        super().__init__(client)
+        self._sum = np.zeros_like(self.flat)
+        self.gradients: dict[str, FloatArray] = client.model.gradients(self._sum)
+        """Gradients by name. Add to them in place, between begin() and end()."""
+
+    def _take(self) -> None:
+        self.client.pull(self.flat)
+
+    def _of_wave(self) -> FloatArray:
+        self.before_reading()
+        return self._sum
+
+    def _forget(self) -> None:
+        self._sum.fill(0)
+
+
 def adds(client: Client) -> bool:
     """Return whether the job adds what learners push."""
     return int(client.hyper[0, optimizers.KIND]) == Kind.ADD
-
-
-def check(client: Client) -> None:
-    """Raise UsageError unless the job adds what learners push."""
-    if not adds(client):
-        kind = Kind(int(client.hyper[0, optimizers.KIND])).name.lower()
-        raise UsageError(
-            f"the optimizer of job {client.job!r} is {kind}, which takes gradients: for updates "
-            'that learners make, give Client optimizer={"kind": "add"} in all scripts, or start '
-            'the job with --optimizer add, or kind = "add" in its job file'
-        )

@@ -24,7 +24,7 @@ from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import GadeiError
 from gadei_ps.job.config import from_mapping
 from gadei_ps.learners import devices
-from gadei_ps.learners.device_interface import Device
+from gadei_ps.learners.devices import Device
 from gadei_ps.machine import gpus
 from gadei_ps.machine.cuda import first_line
 from gadei_ps.machine.cuda import missing as cuda_missing

@@ -11,7 +11,7 @@ from gadei_ps.cli.options import Json, argument, check_file, option, print_resul
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
 
-REPEATS = 20  # learners.plan.REPEATS, whose module imports PyTorch
+REPEATS = 20  # learners.virtual.plan.REPEATS, whose module imports PyTorch
 SYNC = "wsp:D=1,s_local=3"
 
 

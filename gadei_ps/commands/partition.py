@@ -18,11 +18,11 @@ import torch
 from gadei_ps import sync
 from gadei_ps.commands import quantities
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import plan
-from gadei_ps.learners.measure import Sample
-from gadei_ps.learners.plan import Plan
-from gadei_ps.learners.survey import problem
 from gadei_ps.learners.torch.model import Make
+from gadei_ps.learners.virtual import plan
+from gadei_ps.learners.virtual.activations import problem
+from gadei_ps.learners.virtual.plan import Plan
+from gadei_ps.learners.virtual.profiler import Sample
 
 OPTIMIZERS: dict[str, tuple[str, Make]] = {
     "sgd": ("torch.optim.SGD(p, lr=0.01)", lambda p: torch.optim.SGD(p, lr=0.01)),

@@ -114,7 +114,7 @@ class Timeline:
     """A row for each stage, and in it a block for each pass, with the mini-batch's number."""
 
     def __init__(self, devices: Sequence[str], passes: Sequence[Any], column: float) -> None:
-        """passes: as learners.timeline.Pass. column: seconds."""
+        """passes: as learners.virtual.schedule.Pass. column: seconds."""
         labels = [f"{number} {device}" for number, device in enumerate(devices)]
         width = max(map(len, labels)) + 1
         self._labels = [one.ljust(width) for one in labels]

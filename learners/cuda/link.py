@@ -36,7 +36,7 @@ Stream = Callable[[], int]
 
 
 class CudaLink:
-    """See device.Link. The device's arrays are CuPy's.
+    """See devices.Link. The device's arrays are CuPy's.
 
     Gradients may be overwritten by what is computed after push(): they are staged in the order of
     the compute stream.

@@ -1,6 +1,6 @@
 """Binding of a model's parameters to the job's weights, for an Optimizer; a file for each kind.
 
-A GPU's moves weights and gradients by a link (gadei_ps.learners.device_interface). On the CPU there
+A GPU's moves weights and gradients by a link (gadei_ps.learners.devices). On the CPU there
 is nothing to move: parameters are the weights segment, and push() copies gradients into the ring in
 the thread that trains, where a link would hand them to another one.
 """

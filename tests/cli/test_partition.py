@@ -13,7 +13,7 @@ from shell import Cli
 
 from gadei_ps.commands import partition
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.plan import Plan
+from gadei_ps.learners.virtual.plan import Plan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_model.py"
 MODULE = """

@@ -27,7 +27,7 @@ from gadei_ps.errors import (
 from gadei_ps.job.control import StopJob
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
-from gadei_ps.learners.device_interface import Device
+from gadei_ps.learners.devices import Device
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.machine.cuda import missing as cuda_missing

@@ -20,11 +20,10 @@ from torch import nn
 from gadei_ps.errors import UsageError
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Batch, Client
-from gadei_ps.learners.gradient_waves import GradientWaves
 from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.learners.torch import LocalOptimizer, Optimizer
 from gadei_ps.learners.virtual import VirtualWorker
-from gadei_ps.learners.waves import Waves
+from gadei_ps.learners.waves import GradientWaves, Waves
 
 CRITERION = nn.functional.cross_entropy
 ADDS = {"optimizer": {"kind": "add"}}

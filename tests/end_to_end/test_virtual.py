@@ -25,10 +25,9 @@ from torch.func import functional_call
 
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import stages
 from gadei_ps.learners.client import epoch_order
 from gadei_ps.learners.torch import LocalOptimizer, Optimizer
-from gadei_ps.learners.virtual import VirtualWorker
+from gadei_ps.learners.virtual import VirtualWorker, stages
 
 CRITERION = nn.functional.cross_entropy
 COUNT = 11  # mini-batches

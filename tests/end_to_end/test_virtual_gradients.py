@@ -12,10 +12,9 @@ from torch import nn
 from torch.func import functional_call
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import stages
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.gradient_waves import GradientWaves
-from gadei_ps.learners.virtual import VirtualWorker
+from gadei_ps.learners.virtual import VirtualWorker, stages
+from gadei_ps.learners.waves import GradientWaves
 
 CRITERION = nn.functional.cross_entropy
 COUNT = 11  # mini-batches

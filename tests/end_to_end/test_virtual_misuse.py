@@ -16,9 +16,8 @@ from support.torch_models import with_momentum as momentum
 from torch import nn
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import cutting
 from gadei_ps.learners.torch import LocalOptimizer
-from gadei_ps.learners.virtual import VirtualWorker
+from gadei_ps.learners.virtual import VirtualWorker, cutting
 
 CRITERION = nn.functional.cross_entropy
 HOSTS = ["host", "host"]

@@ -15,9 +15,8 @@ from torch import nn
 
 from gadei_ps.commands import change
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import measure, stage_devices, stages
-from gadei_ps.learners.plan import Plan, Sample, make
-from gadei_ps.learners.virtual import VirtualWorker
+from gadei_ps.learners.virtual import VirtualWorker, stage_devices, stages
+from gadei_ps.learners.virtual.plan import Plan, Sample, make
 
 CRITERION = nn.functional.cross_entropy
 
@@ -162,7 +161,8 @@ def test_the_learner_leaves_the_cores_to_the_stages(
 def test_what_is_brought_from_another_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage with one core has its own memory here, as a GPU has; no device holds all layers."""
     monkeypatch.setattr(stages.StageDevice, "has_own_memory", property(lambda one: one.cores == 1))
-    monkeypatch.setattr(measure, "kind", lambda one: f"{one.cores} cores")
+    kind = property(lambda one: f"{one.cores} cores")
+    monkeypatch.setattr(stages.StageDevice, "kind", kind)
     sample, how = Sample(*next(data()), CRITERION), {"in_flight": 2, "optimizer": sgd, "repeats": 1}
     (whole,) = make(layers(), sample, ["host:2"], **how).stages  # type: ignore[arg-type]
     assert whole.transfer_s == 0

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import balanced_stages, timeline
-from gadei_ps.learners.balanced_stages import (
+from gadei_ps.learners.virtual import partition, schedule
+from gadei_ps.learners.virtual.partition import (
+    Activation,
     Chain,
     Device,
-    Held,
     Link,
     Piece,
-    Placed,
+    PlacedStage,
     Profile,
     Times,
 )
@@ -90,7 +90,7 @@ def oracle(profile: Profile, devices: Sequence[Device], in_flight: int) -> objec
     least = min(slowest for slowest, *_ in found)
     for count in range(len(devices), 0, -1):
         those = [one for one in found if len(one[2]) == count]
-        if those and least >= min(slowest for slowest, *_ in those) * balanced_stages.WORTH:
+        if those and least >= min(slowest for slowest, *_ in those) * partition.WORTH:
             break
     slowest = min(one[0] for one in those)
     those = [one for one in those if one[0] == slowest]
@@ -103,7 +103,7 @@ def oracle(profile: Profile, devices: Sequence[Device], in_flight: int) -> objec
     return slowest, times, order, ends
 
 
-def shown(made: list[Placed]) -> object:
+def shown(made: list[PlacedStage]) -> object:
     return (
         max(one.total for one in made),
         [one.total for one in made],
@@ -124,7 +124,7 @@ def problems(draw: st.DrawFn) -> tuple[Profile, list[Device], int]:
         for n in numbers
     )
     held = st.builds(
-        Held,
+        Activation,
         small,
         st.frozensets(st.sampled_from(numbers), max_size=3),
         st.frozensets(st.sampled_from(numbers), max_size=2),
@@ -149,9 +149,9 @@ def test_it_is_the_best_of_all_plans(problem: tuple[Profile, list[Device], int])
     wanted = oracle(profile, devices, in_flight)
     if wanted is None:
         with pytest.raises(UsageError, match="no plan fits into the memory"):
-            balanced_stages.plan(*problem)
+            partition.plan(*problem)
         return
-    made = balanced_stages.plan(*problem)
+    made = partition.plan(*problem)
     assert shown(made) == wanted
     for one in made:
         needs = memory_of(profile.chain, one.first, one.end, in_flight)
@@ -177,7 +177,7 @@ def device(kind: str = "slow", memory: str = "host", limit: int = PLENTY) -> Dev
 
 def test_equal_plans_are_told_apart() -> None:
     """Prefer as many layers as possible in the stage before; the device that was named first."""
-    made = balanced_stages.plan(row([5, 1, 1, 1]), [device(), device(), device()], 4)
+    made = partition.plan(row([5, 1, 1, 1]), [device(), device(), device()], 4)
     assert [(one.device, one.first, one.end) for one in made] == [(0, 0, 1), (1, 1, 3), (2, 3, 4)]
 
 
@@ -185,10 +185,10 @@ def test_a_device_that_only_delays_is_left_out() -> None:
     """Check that transfers to it and back take longer than it computes."""
     both = [device("quick"), device("slow", "gpu 0")]
     far = row([100, 100], entering=10**6, quick=2)
-    assert [one.device for one in balanced_stages.plan(far, both, 4)] == [0]
+    assert [one.device for one in partition.plan(far, both, 4)] == [0]
     # A stage that is slower by less than a hundredth is not a reason.
     near = row([10_000, 20], entering=20)
-    assert len(balanced_stages.plan(near, [device(), device("slow", "gpu 0")], 4)) == 2
+    assert len(partition.plan(near, [device(), device("slow", "gpu 0")], 4)) == 2
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_what_is_lacking_is_said(
     chain = row([1, 1, 1], weights=10 << 20).chain  # of 90 MiB each, nine times the weights
 
     def ask(*limits: int) -> None:
-        balanced_stages.check_fits(chain, [device(limit=one << 20) for one in limits], 4)
+        partition.check_fits(chain.memory(4), [device(limit=one << 20) for one in limits])
 
     which = (
         f"device {number} (host:1) needs at least {needed}.0 MiB and may have {limits[number]}.0"
@@ -228,7 +228,7 @@ EVEN = [(10, 20)] * 3
 @pytest.mark.parametrize("stages", [EVEN, [(30, 5), (10, 20), (1, 40)], [(7, 11)]])
 def test_a_stage_prefers_a_backward_pass(stages: list[tuple[int, int]]) -> None:
     """Check that no stage waits where a forward pass begins; the last one computes both at once."""
-    passes = timeline.run(stages, 6, 0, 0, 20)
+    passes = schedule.run(stages, 6, 0, 0, 20)
     assert len(passes) == 20 * len(stages) * 2
     by = {(one.stage, one.backward, one.mini_batch): one for one in passes}
     for stage in range(len(stages)):
@@ -247,7 +247,7 @@ def test_a_stage_prefers_a_backward_pass(stages: list[tuple[int, int]]) -> None:
 
 def test_no_more_are_in_flight_than_may_be() -> None:
     for in_flight in (1, 2, 5):
-        passes = timeline.run(EVEN, in_flight, 3, 4, 20)
+        passes = schedule.run(EVEN, in_flight, 3, 4, 20)
         begin = {one.mini_batch: one.begin for one in passes if one.stage == 0 and not one.backward}
         end = {one.mini_batch: one.end for one in passes if one.stage == 0 and one.backward}
         for number in range(20 - in_flight):
@@ -255,8 +255,8 @@ def test_no_more_are_in_flight_than_may_be() -> None:
 
 
 def test_the_pace() -> None:
-    assert timeline.pace(EVEN, 1, 3, 4) == 97  # all stages in turn, and the learner's thread
-    assert timeline.pace(EVEN, 8, 3, 4) == 30  # the slowest stage
-    assert timeline.pace([(10, 20), (1, 1)], 8, 30, 40) == 70  # the learner's thread
-    assert timeline.filling(EVEN, 0, 0, 0.99) == 3
-    assert timeline.filling(EVEN, 30, 40, 0.99) is None
+    assert schedule.pace(EVEN, 1, 3, 4) == 97  # all stages in turn, and the learner's thread
+    assert schedule.pace(EVEN, 8, 3, 4) == 30  # the slowest stage
+    assert schedule.pace([(10, 20), (1, 1)], 8, 30, 40) == 70  # the learner's thread
+    assert schedule.filling(EVEN, 0, 0, 0.99) == 3
+    assert schedule.filling(EVEN, 30, 40, 0.99) is None

@@ -9,8 +9,8 @@ import torch
 from support.torch_models import one_thread as one_thread
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import stage_devices
-from gadei_ps.learners.stage_devices import StageDevice
+from gadei_ps.learners.virtual import stage_devices
+from gadei_ps.learners.virtual.stage_devices import StageDevice
 
 CPU = torch.device("cpu")
 

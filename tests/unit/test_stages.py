@@ -10,9 +10,9 @@ import pytest
 import torch
 from support import PATIENCE_S, eventually
 
-from gadei_ps.learners import stages
-from gadei_ps.learners.stage_devices import StageDevice
-from gadei_ps.learners.stages import MiniBatch, Stage
+from gadei_ps.learners.virtual import stages
+from gadei_ps.learners.virtual.stage_devices import StageDevice
+from gadei_ps.learners.virtual.stages import MiniBatch, Stage
 
 CPU = torch.device("cpu")
 

@@ -13,22 +13,22 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners import measure, stages, stopwatch
-from gadei_ps.learners.balanced_stages import Chain, Held, Piece, Times
-from gadei_ps.learners.measure import Sample
-from gadei_ps.learners.survey import survey
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.virtual import profiler, stages
+from gadei_ps.learners.virtual.activations import analyze
+from gadei_ps.learners.virtual.partition import Activation, Chain, Piece, Times
+from gadei_ps.learners.virtual.profiler import Sample
 
 ROWS = 8
 F = 4  # bytes of a float
 
 
-def surveyed(
+def analyzed(
     layers: list[nn.Module], inputs: Any = None, loss: Any = cross_entropy, **state: int
 ) -> Chain:
     given = torch.randn(100, 10)[:ROWS] if inputs is None else inputs
     trained = Trained.of(nn.Sequential(*layers))
-    return survey(trained, given, torch.zeros(ROWS, dtype=torch.int64), loss, state)
+    return analyze(trained, given, torch.zeros(ROWS, dtype=torch.int64), loss, state)
 
 
 def test_the_bytes_of_a_small_model() -> None:
@@ -36,7 +36,7 @@ def test_the_bytes_of_a_small_model() -> None:
     frozen = nn.Linear(20, 20)
     frozen.bias.requires_grad_(False)
     layers = [nn.Linear(10, 20), nn.Tanh(), frozen, nn.ReLU(), nn.Linear(20, 3)]
-    found = surveyed(
+    found = analyzed(
         layers, loss=lambda outputs, _: outputs.sum(), **{"0.weight": 800, "2.weight": 7}
     )
     wide, narrow = ROWS * 20 * F, ROWS * 10 * F
@@ -49,8 +49,8 @@ def test_the_bytes_of_a_small_model() -> None:
     )
     assert found.leaving == ROWS * 3 * F
 
-    def held(size: int, pieces: set[int], *borders: int) -> Held:
-        return Held(size, frozenset(pieces), frozenset(borders))
+    def held(size: int, pieces: set[int], *borders: int) -> Activation:
+        return Activation(size, frozenset(pieces), frozenset(borders))
 
     assert sorted(found.held, key=lambda one: (sorted(one.borders), sorted(one.pieces))) == [
         held(narrow, {0}, 0),  # and not the data set that the sample is a part of
@@ -69,10 +69,10 @@ def test_the_bytes_of_a_small_model() -> None:
 
 
 def test_what_the_loss_keeps_is_the_last_layers() -> None:
-    found = surveyed([nn.Linear(10, 3), nn.Tanh()])
+    found = analyzed([nn.Linear(10, 3), nn.Tanh()])
     log_softmax = ROWS * 3 * F
-    assert Held(log_softmax, frozenset({1}), frozenset()) in found.held
-    assert Held(ROWS * 8, frozenset({1}), frozenset()) in found.held  # the targets
+    assert Activation(log_softmax, frozenset({1}), frozenset()) in found.held
+    assert Activation(ROWS * 8, frozenset({1}), frozenset()) in found.held  # the targets
 
 
 class First(nn.Module):
@@ -94,7 +94,7 @@ def test_where_no_cut_may_be() -> None:
         ([nn.ReLU(inplace=True), nn.Linear(10, 3)], [(0, 1), (1, 2)]),
     ]
     for layers, pieces in cases:
-        found = surveyed(layers).pieces
+        found = analyzed(layers).pieces
         assert [(one.first, one.end) for one in found] == pieces
 
 
@@ -110,10 +110,10 @@ def test_what_is_no_sample() -> None:
     ]
     for why, inputs, loss in wrong:
         with pytest.raises(UsageError, match=why) as refused:
-            surveyed(layers, inputs, loss or cross_entropy)
+            analyzed(layers, inputs, loss or cross_entropy)
         assert "\n" not in str(refused.value)
     with pytest.raises(UsageError, match="layer 1 \\(Linear\\), given a tuple: linear\\(\\)"):
-        surveyed([nn.LSTM(10, 4), nn.Linear(4, 3)])
+        analyzed([nn.LSTM(10, 4), nn.Linear(4, 3)])
 
 
 # -- times ---------------------------------------------------------------------------------------
@@ -152,12 +152,12 @@ def test_layers_are_measured_where_they_compute(far: bool, monkeypatch: pytest.M
     layers = [nn.Linear(10, 10), slow, nn.Linear(10, 3)]
     if far:
         monkeypatch.setattr(stages.StageDevice, "has_own_memory", property(lambda one: True))
-        monkeypatch.setattr(measure, "kind", lambda one: "far")
-    chain = surveyed([*layers])
+        monkeypatch.setattr(stages.StageDevice, "kind", property(lambda one: "far"))
+    chain = analyzed([*layers])
     slow.seen.clear()
     threads = torch.get_num_threads()
     sample = Sample(torch.randn(ROWS, 10), torch.zeros(ROWS, dtype=torch.int64), cross_entropy)
-    found = measure.times(layers, chain, sample, stages.StageDevice(torch.device("cpu"), 2), 2, 3)
+    found = profiler.times(layers, chain, sample, stages.StageDevice(torch.device("cpu"), 2), 2, 3)
     assert slow.seen == {("gadei-measure_0", 2)}
     assert found.forward[1] > 7_000_000 > found.stage_forward > 0
     assert found.backward[1] > 3_000_000 > found.stage_backward > 0
@@ -169,11 +169,11 @@ def test_layers_are_measured_where_they_compute(far: bool, monkeypatch: pytest.M
 def test_what_a_stage_takes_besides_its_layers_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure by a clock that is one second later each time that it is read."""
     clock = itertools.count()
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: next(clock))
     layers: list[nn.Module] = [nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3)]
     sample = Sample(torch.randn(ROWS, 10), torch.zeros(ROWS, dtype=torch.int64), cross_entropy)
     place = stages.StageDevice(torch.device("cpu"), 1)
-    found = measure.times(layers, surveyed(layers), sample, place, 4, 2)
+    found = profiler.times(layers, analyzed(layers), sample, place, 4, 2)
     assert found == Times((0, 0, 0), (0, 0, 0), 10**9, 10**9)
 
 
@@ -181,9 +181,9 @@ def test_the_learners_thread_is_measured_on_copies() -> None:
     model = nn.Linear(10, 3)
     before = model.weight.clone()
     trained = Trained.of(model)
-    found = measure.learner(trained, lambda p: torch.optim.Adam(p, lr=1.0), 1)
+    found = profiler.learner(trained, lambda p: torch.optim.Adam(p, lr=1.0), 1)
     assert found.state == {"weight": 2 * 30 * F + F, "bias": 2 * 3 * F + F}  # and counts of steps
     assert found.copy > 0 < found.step
-    assert measure.learner(trained, None, 1).state == {"weight": 30 * F, "bias": 3 * F}
+    assert profiler.learner(trained, None, 1).state == {"weight": 30 * F, "bias": 3 * F}
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.stage_devices import StageDevice
-from gadei_ps.learners.stages import Layers, Stage
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.virtual.stage_devices import StageDevice
+from gadei_ps.learners.virtual.stages import Layers, Stage
 from gadei_ps.show.counts import counted
 
 
@@ -39,6 +39,8 @@ def cut(model: Trained, where: Sequence[StageDevice], cuts: Sequence[int] | None
         part = Layers(*layers[first:end])
         part.first = first
         made.append(Stage(len(made), part, place))
+    for before, after in itertools.pairwise(made):
+        before.after, after.before = after, before
     check_model(model)
     _check_shared(model, made)
     return made

@@ -15,12 +15,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gadei_ps.errors import UsageError, invalid
-from gadei_ps.learners import balanced_stages, cutting, measure, stage_devices, timeline
-from gadei_ps.learners.balanced_stages import Device, Placed, Profile
-from gadei_ps.learners.measure import Sample
-from gadei_ps.learners.stage_devices import StageDevice
-from gadei_ps.learners.survey import survey
 from gadei_ps.learners.torch.model import Make, Trained
+from gadei_ps.learners.virtual import cutting, partition, profiler, schedule, stage_devices
+from gadei_ps.learners.virtual.activations import analyze
+from gadei_ps.learners.virtual.partition import Device, PlacedStage, Profile
+from gadei_ps.learners.virtual.profiler import Sample
+from gadei_ps.learners.virtual.stage_devices import StageDevice
 from gadei_ps.machine import cgroups, user_files
 from gadei_ps.show.counts import counted
 
@@ -143,14 +143,14 @@ class Plan(_Part):
                 "again with gadei-ps partition --sync, or lower the job's s_local"
             )
 
-    def passes(self, mini_batches: int) -> list[timeline.Pass]:
+    def passes(self, mini_batches: int) -> list[schedule.Pass]:
         """Return the passes of the stages for the first mini-batches, with their times."""
         passes = [
             _halves(one.forward_s * 1e9, one.backward_s * 1e9, one.transfer_s * 1e9)
             for one in self.stages
         ]
         own = round(self.copy_s * 1e9), round(self.step_s * 1e9)
-        return timeline.run(passes, self.in_flight, *own, mini_batches)
+        return schedule.run(passes, self.in_flight, *own, mini_batches)
 
 
 def make(
@@ -178,22 +178,22 @@ def make(
         raise UsageError(f"in_flight={in_flight}, repeats={repeats}: give numbers from 1 on")
     trained = Trained.of(torch.nn.Sequential(*layers))
     cutting.check_model(trained)
-    own = measure.learner(trained, optimizer, stage_devices.remaining_threads(where))
-    chain = survey(trained, sample.inputs, sample.targets, sample.loss_function, own.state)
+    own = profiler.learner(trained, optimizer, stage_devices.remaining_threads(where))
+    chain = analyze(trained, sample.inputs, sample.targets, sample.loss_function, own.state)
     weights = sum(one.weights for one in chain.pieces)
     most = free(where, own.on_host * weights) if limits is None else limits
     there = [
-        Device(one.name, measure.kind(one), measure.memory(one), limit)
+        Device(one.name, one.kind, one.memory, limit)
         for one, limit in zip(where, most, strict=True)
     ]
-    balanced_stages.check_fits(chain, there, in_flight)
-    by_kind = {measure.kind(one): one for one in reversed(where)}
+    partition.check_fits(chain.memory(in_flight), there)
+    by_kind = {one.kind: one for one in reversed(where)}
     times = {
-        kind: measure.times(layers, chain, sample, place, in_flight, repeats)
+        kind: profiler.times(layers, chain, sample, place, in_flight, repeats)
         for kind, place in by_kind.items()
     }
-    profile = Profile(chain, times, measure.links(where))
-    placed = balanced_stages.plan(profile, there, in_flight)
+    profile = Profile(chain, times, profiler.links(where))
+    placed = partition.plan(profile, there, in_flight)
     return _plan_of(layers, profile, there, placed, own, in_flight)
 
 
@@ -201,9 +201,9 @@ def check(
     layers: Sequence[torch.nn.Module], where: Sequence[StageDevice], limits: Sequence[int] | None
 ) -> None:
     """Raise UsageError for numbers that do not go together."""
-    if len(where) > balanced_stages.MOST_DEVICES:
+    if len(where) > partition.MOST_DEVICES:
         raise UsageError(
-            f"devices: {len(where)}, and a plan is for at most {balanced_stages.MOST_DEVICES}: "
+            f"devices: {len(where)}, and a plan is for at most {partition.MOST_DEVICES}: "
             "name the best ones"
         )
     cutting.check_count(layers, where)
@@ -225,7 +225,7 @@ def free(where: Sequence[StageDevice], besides: int) -> list[int]:
     limit = cgroups.tightest()
     host = psutil.virtual_memory().available
     host = (host if limit is None else min(host, limit.free)) - besides
-    shared = [measure.memory(one) for one in where]
+    shared = [one.memory for one in where]
     found = {
         name: torch.cuda.mem_get_info(one.device)[0] if one.has_own_memory else host
         for name, one in zip(shared, where, strict=True)
@@ -237,8 +237,8 @@ def _plan_of(
     layers: Sequence[torch.nn.Module],
     profile: Profile,
     devices: Sequence[Device],
-    placed: Sequence[Placed],
-    own: measure.LearnerTimes,
+    placed: Sequence[PlacedStage],
+    own: profiler.LearnerTimes,
     in_flight: int,
 ) -> Plan:
     pieces = profile.chain.pieces
@@ -249,8 +249,8 @@ def _plan_of(
         if devices[one.device].memory == "host"
     )
     copy, step = (round(ns * on_host / weights) for ns in (own.copy, own.step))
-    passes = [_halves(one.forward, one.backward, one.bringing) for one in placed]
-    pace = timeline.pace(passes, in_flight, copy, step)
+    passes = [_halves(one.forward, one.backward, one.transfer) for one in placed]
+    pace = schedule.pace(passes, in_flight, copy, step)
     slowest = max(one.total for one in placed)
     sizes = cutting.sizes(layers)
     return Plan(
@@ -264,7 +264,7 @@ def _plan_of(
                 parameters=sum(sizes[first:end]),
                 forward_s=one.forward / 1e9,
                 backward_s=one.backward / 1e9,
-                transfer_s=one.bringing / 1e9,
+                transfer_s=one.transfer / 1e9,
                 total_s=one.total / 1e9,
                 idle_share=max(0.0, 1 - one.total / pace),
                 memory_bytes=one.memory,
@@ -299,10 +299,10 @@ def _plan_of(
         learner_bytes=own.on_host * weights - own.in_stages * on_host,
         mini_batches_per_s=1e9 / pace,
         bubble_share=max(0.0, 1 - slowest / pace),
-        full_in_flight=timeline.filling(passes, copy, step, FULL),
+        full_in_flight=schedule.filling(passes, copy, step, FULL),
     )
 
 
-def _halves(forward: float, backward: float, bringing: float) -> tuple[int, int]:
+def _halves(forward: float, backward: float, transfer: float) -> tuple[int, int]:
     """Return a stage's forward and backward pass, with its transfers (ns)."""
-    return round(forward + bringing / 2), round(backward + bringing / 2)
+    return round(forward + transfer / 2), round(backward + transfer / 2)

@@ -21,17 +21,17 @@ from typing import Any, TypeVar
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.balanced_stages import Chain, Link, Piece, Times
-from gadei_ps.learners.stage_devices import StageDevice
-from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
-from gadei_ps.learners.survey import label, problem
 from gadei_ps.learners.torch.model import Make, Trained, own_optimizer
+from gadei_ps.learners.virtual.activations import label, problem
+from gadei_ps.learners.virtual.partition import Chain, Link, Piece, Times
+from gadei_ps.learners.virtual.stage_devices import StageDevice
+from gadei_ps.learners.virtual.stages import LossFunction, MiniBatch, Stage, Weights
 
 WARM_UP = 3  # passes that do not count
 LEAST, MOST_S = 3, 20.0  # after this time no more passes than these
 MOST_COPIES = 4  # of the weights, by turns, as mini-batches in flight have them
 SIZES = 4 << 10, 16 << 20  # bytes, of copies between devices
-STEPS = 9
+STEPS = 8
 T = TypeVar("T")
 
 
@@ -60,16 +60,6 @@ class LearnerTimes:
     """Part of these that a stage on the host has for its memory, weights and sums."""
 
 
-def kind(place: StageDevice) -> str:
-    """Return the kind of a place; places of one kind are equally fast."""
-    return torch.cuda.get_device_name(place.device) if place.has_own_memory else place.name
-
-
-def memory(place: StageDevice) -> str:
-    """Return the memory of a place; places with the same one pass tensors on without a copy."""
-    return str(place.device) if place.has_own_memory else "host"
-
-
 def times(
     layers: Sequence[torch.nn.Module],
     chain: Chain,
@@ -93,8 +83,14 @@ def times(
         ends = len(modules)
         width = 1 if place.has_own_memory else ends
         for a in range(0, ends, width):
-            group = _Group(modules[a : a + width], chain.pieces[a:], place, stop)
-            group.neighbours(before=a > 0, after=a + width < ends)
+            group = _Group(
+                modules[a : a + width],
+                chain.pieces[a:],
+                place,
+                stop,
+                before=a > 0,
+                after=a + width < ends,
+            )
             some, inputs = group.medians(sample, inputs, min(in_flight, MOST_COPIES), repeats)
             found += some
         forward, backward = (
@@ -102,7 +98,7 @@ def times(
         )
         return Times(forward, backward, *more)
 
-    return _there(place, measured)
+    return _at(place, measured)
 
 
 class _Edge(Stage):
@@ -126,16 +122,16 @@ class _Group:
         pieces: Sequence[Piece],
         place: StageDevice,
         stop: threading.Event,
+        *,
+        before: bool = True,
+        after: bool = True,
     ) -> None:
+        """before, after: whether the model has layers there."""
         self._modules, self._pieces, self._place, self._stop = modules, pieces, place, stop
         self._stages = [Stage(number, one, place) for number, one in enumerate(modules)]
-        for before, after in itertools.pairwise(self._stages):
-            before.after, after.before = after, before
+        for one, following in itertools.pairwise(self._stages):
+            one.after, following.before = following, one
         self._edge = _Edge(-1, torch.nn.Sequential(), place)
-        self.neighbours(before=True, after=True)
-
-    def neighbours(self, *, before: bool, after: bool) -> None:
-        """Return whether the model has layers before and after these."""
         self._stages[0].before = self._edge if before else None
         self._stages[-1].after = self._edge if after else None
 
@@ -147,7 +143,7 @@ class _Group:
         for one in self._modules:
             one.to(self._place.device)
         try:
-            weights = [[_copies(stage) for stage in self._stages] for _ in range(copies)]
+            weights = [[one.copy_weights() for one in self._stages] for _ in range(copies)]
             found: list[list[tuple[float, float]]] = []
             began = time.monotonic()
             for number in range(-WARM_UP, repeats):
@@ -165,13 +161,10 @@ class _Group:
         finally:
             for one in self._modules:
                 one.to("cpu")
-        middle = [
-            (
-                _ns(statistics.median(f for f, _ in stage)),
-                _ns(statistics.median(b for _, b in stage)),
-            )
-            for stage in zip(*found, strict=True)
-        ]
+        middle = []
+        for passes in zip(*found, strict=True):
+            forward, backward = zip(*passes, strict=True)
+            middle.append((_ns(statistics.median(forward)), _ns(statistics.median(backward))))
         if self._stages[-1].after is None:
             return middle, None
         left = self._edge.outputs
@@ -211,10 +204,6 @@ class _Group:
             raise UsageError(f"{what} on {self._place.name}: {problem(one.failure)}")
 
 
-def _copies(stage: Stage) -> Weights:
-    return {name: one.detach().clone().requires_grad_() for name, one in stage.parameters.items()}
-
-
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
@@ -230,71 +219,62 @@ def learner(trained: Trained, make: Make | None, threads: int) -> LearnerTimes:
     @torch.no_grad()
     def measured(_: threading.Event) -> LearnerTimes:
         copies = [torch.nn.Parameter(one.clone()) for one in weights]
-        for one in copies:
-            one.grad = torch.zeros_like(one)
+        sums = [torch.zeros_like(one) for one in weights]
 
         def copy() -> None:
             for one, weight in zip(copies, weights, strict=True):
                 one.copy_(weight)
 
+        def add() -> None:
+            for total, one in zip(sums, copies, strict=True):
+                total.add_(one)
+
+        copying = _median_ns(copy)
         if make is None:
-            state = [one.nbytes for one in copies]
-            steps = _adding(copies)
+            stepping, state = _median_ns(add), [one.nbytes for one in copies]
         else:
-            steps, state = _stepping(copies, make)
-        copying = [_timed(copy) for _ in range(STEPS)]
-        # The first step makes the state.
+            for one, gradient in zip(copies, sums, strict=True):
+                one.grad = gradient
+            stepping, state = _stepping(copies, make)
         return LearnerTimes(
-            _ns(statistics.median(copying[1:])),
-            _ns(statistics.median(steps[1:])),
+            copying,
+            stepping,
             dict(zip(trained.parameters, state, strict=True)),
             2 if make is None else 3,
             2 if make is None else 1,
         )
 
-    return _there(StageDevice(torch.device("cpu"), threads), measured)
+    return _at(StageDevice(torch.device("cpu"), threads), measured)
 
 
-def _stepping(copies: list[torch.nn.Parameter], make: Make) -> tuple[list[float], list[int]]:
-    """Return seconds of steps of the learner's optimizer, and bytes of its state for each
+def _stepping(copies: list[torch.nn.Parameter], make: Make) -> tuple[int, list[int]]:
+    """Return the time of a step of the learner's optimizer (ns), and bytes of its state for each
     parameter."""
     try:
         optimizer = own_optimizer(make, copies, "the optimizer")
         if isinstance(optimizer, torch.optim.SparseAdam):  # of embeddings, whose gradients are so
             for one in copies:
                 one.grad = torch.zeros_like(one).to_sparse(1)
-        steps = [_timed(optimizer.step) for _ in range(STEPS)]
+        step = _median_ns(optimizer.step)
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(f"the optimizer: {problem(error)}") from None
     kept = [optimizer.state[one].values() for one in copies]
-    return steps, [sum(one.nbytes for one in values if torch.is_tensor(one)) for values in kept]
-
-
-def _adding(copies: list[torch.nn.Parameter]) -> list[float]:
-    """Return seconds of adding gradients up."""
-    sums = [torch.zeros_like(one) for one in copies]
-
-    def add() -> None:
-        for one, copy in zip(sums, copies, strict=True):
-            one.add_(copy)
-
-    return [_timed(add) for _ in range(STEPS)]
+    return step, [sum(one.nbytes for one in values if torch.is_tensor(one)) for values in kept]
 
 
 def links(places: Sequence[StageDevice]) -> dict[tuple[str, str], Link]:
     """Measure the transfer rate from each memory to each other one."""
-    devices = {memory(one): one.device for one in places}
+    devices = {one.memory: one.device for one in places}
     found = {}
     for one, other in itertools.permutations(devices, 2):
-        seconds = [_copying(size, devices[one], devices[other]) for size in SIZES]
-        byte = max(0.0, (seconds[1] - seconds[0]) / (SIZES[1] - SIZES[0]))
-        found[one, other] = Link(_ns(seconds[0]), byte * 1e9)
+        small, large = (_copying_ns(size, devices[one], devices[other]) for size in SIZES)
+        found[one, other] = Link(small, max(0.0, (large - small) / (SIZES[1] - SIZES[0])))
     return found
 
 
-def _copying(size: int, one: torch.device, other: torch.device) -> float:
+def _copying_ns(size: int, one: torch.device, other: torch.device) -> int:
     tensor = torch.zeros(size, dtype=torch.uint8, device=one)
 
     def copy() -> None:
@@ -303,16 +283,21 @@ def _copying(size: int, one: torch.device, other: torch.device) -> float:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    return statistics.median([_timed(copy) for _ in range(STEPS)])
+    return _median_ns(copy)
 
 
-def _timed(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _median_ns(act: Callable[[], object]) -> int:
+    """Return the median time of STEPS calls, after one that does not count: it may make state."""
     act()
-    return time.perf_counter() - began
+    seconds = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - began)
+    return _ns(statistics.median(seconds))
 
 
-def _there(place: StageDevice, act: Callable[[threading.Event], T]) -> T:
+def _at(place: StageDevice, act: Callable[[threading.Event], T]) -> T:
     """Compute in a thread of its own at that place. The event is set on Control-C."""
     stop = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Cuts a chain of layers into stages for unequal devices: the slowest stage as fast as can be.
+"""Partitions a chain of layers into stages for unequal devices: the slowest as fast as can be.
 
 After Park et al. 2020 (HetPipe), whose own solver is an integer program. The order of the devices
 is chosen as well. A dynamic programme over (pieces that are placed, devices that are used, the last
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Held:
+class Activation:
     """Memory that a mini-batch holds from a forward pass to the backward pass."""
 
     size: int
@@ -64,7 +64,7 @@ class Chain:
     """Facts about the layers that need no measurement of times."""
 
     pieces: tuple[Piece, ...]
-    held: tuple[Held, ...]
+    held: tuple[Activation, ...]
     leaving: int
     """Bytes of what the last layer returns."""
 
@@ -145,7 +145,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedStage:
     """A stage of a plan. Times in ns, memory in bytes."""
 
     device: int
@@ -154,13 +154,13 @@ class Placed:
     """Facts about its pieces."""
     forward: int
     backward: int
-    bringing: int
+    transfer: int
     """Cost of transfers of activations from the stage before, and of gradients back."""
     memory: int
 
     @property
     def total(self) -> int:
-        return self.forward + self.backward + self.bringing
+        return self.forward + self.backward + self.transfer
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Profile:
     """Transfers by memories: from and to."""
 
 
-def plan(profile: Profile, devices: Sequence[Device], in_flight: int) -> list[Placed]:
+def plan(profile: Profile, devices: Sequence[Device], in_flight: int) -> list[PlacedStage]:
     """Return the stages, first to last, of the plan whose slowest stage is as fast as can be.
 
     It takes all devices, unless that is slower by more than a hundredth, or none fits then. Of
@@ -184,40 +184,36 @@ def plan(profile: Profile, devices: Sequence[Device], in_flight: int) -> list[Pl
     """
     chain, times = profile.chain, profile.times
     needs = chain.memory(in_flight)
-    _check(needs, devices)
-    brings = _bringing(profile, devices)
+    check_fits(needs, devices)
+    transfers = _transfers(profile, devices)
     costs = [np.where(needs <= one.limit, times[one.kind].stages(), _NEVER) for one in devices]
-    search = _Search(costs, brings, slowest=True)
+    search = _Search(costs, transfers, slowest=True)
     wanted = search.least()
     for count in range(min(len(devices), len(chain.pieces)), 0, -1):
         slowest = search.least(count)
         if slowest < _NEVER and wanted >= slowest * WORTH:
             break
-    search = _Search(costs, brings, slowest=False, cap=slowest)
+    search = _Search(costs, transfers, slowest=False, cap=slowest)
     search.least(count)
-    made: list[Placed] = []
+    made: list[PlacedStage] = []
     for device, a, b in search.stages(count):
         its = times[devices[device].kind]
         made.append(
-            Placed(
+            PlacedStage(
                 device=device,
                 first=a,
                 end=b,
                 forward=sum(its.forward[a:b]) + its.stage_forward,
                 backward=sum(its.backward[a:b]) + its.stage_backward,
-                bringing=int(brings[made[-1].device if made else -1][device][a]),
+                transfer=int(transfers[made[-1].device if made else -1][device][a]),
                 memory=int(needs[a, b]),
             )
         )
     return made
 
 
-def check_fits(chain: Chain, devices: Sequence[Device], in_flight: int) -> None:
-    """Raise UsageError, with the memory that would do, if no plan fits."""
-    _check(chain.memory(in_flight), devices)
-
-
-def _check(needs: Cells, devices: Sequence[Device]) -> None:
+def check_fits(needs: Cells, devices: Sequence[Device]) -> None:
+    """Raise UsageError, with the memory that would do, if no plan fits. needs: Chain.memory()."""
     nothing = [np.zeros(len(needs), np.int64)] * len(devices)
 
     def least(costs: list[Cells]) -> int:
@@ -241,26 +237,22 @@ def _check(needs: Cells, devices: Sequence[Device]) -> None:
     )
 
 
-def _bringing(profile: Profile, devices: Sequence[Device]) -> list[list[Cells]]:
+def _transfers(profile: Profile, devices: Sequence[Device]) -> list[list[Cells]]:
     """Return the time of transfers by cut (ns), for the device of the stage before (the last entry:
     there is none) and its own."""
     pieces = profile.chain.pieces
-    found = []
-    for before in (*devices, None):
-        row = []
-        for one in devices:
-            cells = np.zeros(len(pieces) + 1, np.int64)
-            if before is not None and before.memory != one.memory:
-                there = profile.links[before.memory, one.memory]
-                back = profile.links[one.memory, before.memory]
-                for number, piece in enumerate(pieces):
-                    ways = (there, back) if piece.returns else (there,)
-                    cells[number] = sum(
-                        way.latency + round(way.byte * piece.entering) for way in ways
-                    )
-            row.append(cells)
-        found.append(row)
-    return found
+
+    def cells(before: Device | None, own: Device) -> Cells:
+        found = np.zeros(len(pieces) + 1, np.int64)
+        if before is not None and before.memory != own.memory:
+            there = profile.links[before.memory, own.memory]
+            back = profile.links[own.memory, before.memory]
+            for number, piece in enumerate(pieces):
+                ways = (there, back) if piece.returns else (there,)
+                found[number] = sum(way.latency + round(way.byte * piece.entering) for way in ways)
+        return found
+
+    return [[cells(before, one) for one in devices] for before in (*devices, None)]
 
 
 class _Search:
@@ -269,13 +261,12 @@ class _Search:
     def __init__(
         self,
         costs: Sequence[Cells],
-        brings: Sequence[Sequence[Cells]],
+        transfers: Sequence[Sequence[Cells]],
         *,
         slowest: bool,
         cap: int = _NEVER - 1,
     ) -> None:
-        """Prepare the search. costs: of each device. brings: of the device before and its own. cap:
-        of a stage."""
+        """costs: of each device. transfers: of the device before and its own. cap: of a stage."""
         self._devices = len(costs)
         self._count = len(costs[0]) - 1
         self._combined = np.maximum if slowest else np.add
@@ -284,7 +275,7 @@ class _Search:
                 np.where((whole := cost + bring[:, None]) <= cap, whole, _NEVER)
                 for cost, bring in zip(costs, row, strict=True)
             ]
-            for row in brings
+            for row in transfers
         ]
         self._best: dict[tuple[int, int], Cells] = {}
 

@@ -18,31 +18,29 @@ So mini-batch p is computed, forward and backward and in all stages, from the we
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import statistics
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
 
 from gadei_ps.errors import JobStopped, UsageError
-from gadei_ps.learners import cutting, stage_devices, stages
 from gadei_ps.learners.client import REST_FIRST, Batch
-from gadei_ps.learners.gradient_waves import GradientWaves
-from gadei_ps.learners.plan import Plan
-from gadei_ps.learners.stage_devices import StageDevice
-from gadei_ps.learners.stages import LossFunction, MiniBatch, Stage, Weights
-from gadei_ps.learners.stopwatch import StageTimes
 from gadei_ps.learners.torch import assign
 from gadei_ps.learners.torch.buffers import FIRST, Buffers
 from gadei_ps.learners.torch.finite import FiniteGradients
 from gadei_ps.learners.torch.model import Make, Trained
-from gadei_ps.learners.torch.sums import DeviceParameters, Sums
-from gadei_ps.learners.waves import WaveOrder, Waves
+from gadei_ps.learners.virtual import cutting, stage_devices, stages
+from gadei_ps.learners.virtual.plan import Plan
+from gadei_ps.learners.virtual.stage_devices import StageDevice
+from gadei_ps.learners.virtual.stages import LossFunction, MiniBatch, StageTimes, Weights
+from gadei_ps.learners.waves import GradientWaves, WaveOrder, Waves
+from gadei_ps.memory.weights import FloatArray
 
 T = TypeVar("T")
 
@@ -130,8 +128,6 @@ class VirtualWorker:
             self.waves, self._use_gradients = self._begin_waves(optimizer)
             if made is not None:
                 self.waves.most = made.in_flight
-            for before, after in itertools.pairwise(self._stages):
-                before.after, after.before = after, before
             for stage in self._stages:
                 stage.begin()
             trained.own(self)
@@ -188,11 +184,8 @@ class VirtualWorker:
 
         Raises what train() raises, and has left the job then.
         """
-        losses = []
         with self._or_leave():
-            while self._flying:
-                losses.append(self._end_oldest())
-        return sum(losses) / len(losses) if losses else None
+            return self._end_while(lambda: True)
 
     def train_on(
         self,
@@ -299,10 +292,14 @@ class VirtualWorker:
         last: see Waves.begin.
         """
         self._raise_failure()
-        ended = []
-        while self._flying and not self.waves.may_begin(last):
-            ended.append(self._end_oldest())
-        return sum(ended) / len(ended) if ended else None
+        return self._end_while(lambda: not self.waves.may_begin(last))
+
+    def _end_while(self, holds: Callable[[], bool]) -> float | None:
+        """End the mini-batches in flight while this holds; return the mean of their losses."""
+        losses = []
+        while self._flying and holds():
+            losses.append(self._end_oldest())
+        return statistics.fmean(losses) if losses else None
 
     def _begin(self, last: bool | None = None, batch: int | None = None) -> None:
         if self.waves.begin(last=last, batch=batch):
@@ -310,11 +307,8 @@ class VirtualWorker:
 
     def _enter(self, inputs: torch.Tensor, targets: object, loss_function: LossFunction) -> None:
         """Copy the weights for a mini-batch that has begun, and send it to the first stage."""
-        weights = self._free.pop() if self._free else [_empty(stage) for stage in self._stages]
-        with torch.no_grad():
-            for stage, copies in zip(self._stages, weights, strict=True):
-                for inner, parameter in stage.parameters.items():
-                    copies[inner].copy_(parameter)
+        free = self._free.pop() if self._free else [None] * len(self._stages)
+        weights = [stage.copy_weights(one) for stage, one in zip(self._stages, free, strict=True)]
         one = MiniBatch(targets, loss_function, len(inputs), weights)
         self._flying.append(one)
         self._stages[0].forward(one, inputs)
@@ -353,8 +347,7 @@ class VirtualWorker:
         after the view that it follows."""
         own = {name: torch.from_numpy(one) for name, one in waves.weights.items()}
         for stage in self._stages:
-            if stage.place.has_own_memory:
-                stage.module.to(stage.place.device)
+            stage.module.to(stage.place.device)
         far = {
             id(one)
             for stage in self._stages
@@ -438,8 +431,6 @@ class VirtualWorker:
             self._end_stages()
             self._flying.clear()
             self._free.clear()
-            for stage in self._stages:
-                stage.forget()
             self._trained.disown(self)
             for parameter in self._trained.parameters.values():
                 parameter.data = parameter.data.to("cpu", copy=True)
@@ -447,12 +438,61 @@ class VirtualWorker:
             self.model.to("cpu")
 
 
-def _empty(stage: Stage) -> Weights:
-    """Return memory for a mini-batch's copy of the weights; leaves."""
-    return {
-        inner: torch.empty_like(parameter, requires_grad=True)
-        for inner, parameter in stage.parameters.items()
-    }
+# -- weights on devices of the learner ------------------------------------------------------------
+
+
+class DeviceParameters:
+    """Parameters on devices with a memory of their own, and the arrays of the host that they
+    follow."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
+        """Follow parameters. pairs: of each its array on the host, and itself."""
+        self._pairs = pairs
+        self.ids = {id(parameter) for _, parameter in pairs}
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Copy from the devices to the host."""
+        for own, parameter in self._pairs:
+            own.copy_(parameter)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Copy from the host to the devices."""
+        for own, parameter in self._pairs:
+            parameter.copy_(own)
+
+
+class Sums:
+    """The sums of a wave's gradients. Those of `elsewhere` (ids) stay on their device until
+    gather() adds them to `gradients`, by name on the host."""
+
+    def __init__(
+        self,
+        gradients: Mapping[str, FloatArray],
+        parameters: Mapping[str, torch.nn.Parameter],
+        elsewhere: Collection[int],
+    ) -> None:
+        self._sums: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._far: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, parameter in parameters.items():
+            total = torch.from_numpy(gradients[name])
+            if id(parameter) in elsewhere:
+                wanted, total = total, torch.zeros_like(parameter, requires_grad=False)
+                self._far.append((wanted, total))
+            self._sums.append((parameter, total))
+
+    def add(self) -> None:
+        """Add the gradients that the parameters have now."""
+        for parameter, total in self._sums:
+            if parameter.grad is not None:
+                total += parameter.grad
+
+    def gather(self) -> None:
+        """Move sums from devices to the host."""
+        for wanted, total in self._far:
+            wanted += total.to(wanted.device)
+            total.zero_()
 
 
 # -- arguments ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ import torch
 from torch.func import functional_call
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.stage_devices import StageDevice
-from gadei_ps.learners.stopwatch import BACKWARD, FORWARD, Stopwatch
+from gadei_ps.learners.virtual.stage_devices import StageDevice
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Weights = dict[str, torch.Tensor]
 """Weights of a stage, by their names in it."""
+FORWARD, BACKWARD = 0, 1
 
 
 @dataclass
@@ -57,6 +58,70 @@ class Layers(torch.nn.Sequential):
                 error.add_note(f"in layer {number}, {type(layer).__name__}")
                 raise
         return inputs
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Passes that a stage has computed since its start, and how long it was busy with them.
+
+    Seconds of wall time on the host, and of the device's events on a GPU. Transfers from one device
+    to another are not in them.
+    """
+
+    forward: int
+    forward_s: float
+    backward: int
+    backward_s: float
+
+
+class Stopwatch:
+    """Adds up the passes of a stage, by the clock of its device. Started and stopped by the stage's
+    thread, read by any."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._counts = [0, 0]
+        self._seconds = [0.0, 0.0]
+        self._lock = threading.Lock()
+        # A GPU computes on while its thread continues: its events are read once they have come.
+        self._pending: deque[tuple[int, Any, Any]] = deque()
+
+    def start(self) -> Any:
+        """Return the time before a pass, for stop()."""
+        return self._event() if self._cuda else time.perf_counter()
+
+    def stop(self, kind: int, begun: Any) -> None:
+        """Record the end of a pass. kind: FORWARD or BACKWARD."""
+        ended = self._event() if self._cuda else time.perf_counter()
+        with self._lock:
+            if not self._cuda:
+                self._add(kind, ended - begun)
+                return
+            self._pending.append((kind, begun, ended))
+            while self._pending and self._pending[0][2].query():
+                self._settle()
+
+    def times(self) -> StageTimes:
+        """Return the times so far; waits for what a GPU still computes."""
+        with self._lock:
+            while self._pending:
+                self._pending[0][2].synchronize()
+                self._settle()
+            forward, backward = zip(self._counts, self._seconds, strict=True)
+            return StageTimes(*forward, *backward)
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _settle(self) -> None:
+        kind, begun, ended = self._pending.popleft()
+        self._add(kind, begun.elapsed_time(ended) / 1e3)  # of ms
+
+    def _add(self, kind: int, seconds: float) -> None:
+        self._counts[kind] += 1
+        self._seconds[kind] += seconds
 
 
 class Stage:
@@ -111,15 +176,24 @@ class Stage:
             self._ready.notify()
 
     def join(self) -> None:
-        """Wait until the thread has ended, if there is one."""
+        """Wait until the thread has ended, if there is one, and drop the passes that wait."""
         # This thread may be it, if it collects garbage.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+            self._forward.clear()
+            self._backward.clear()
 
-    def forget(self) -> None:
-        """Drop the passes that wait, once the thread has ended."""
-        self._forward.clear()
-        self._backward.clear()
+    def copy_weights(self, copies: Weights | None = None) -> Weights:
+        """Copy the parameters for a mini-batch, into these leaves or new ones."""
+        if copies is None:
+            copies = {
+                name: torch.empty_like(one, requires_grad=True)
+                for name, one in self.parameters.items()
+            }
+        with torch.no_grad():
+            for name, one in self.parameters.items():
+                copies[name].copy_(one)
+        return copies
 
     def _run(self) -> None:
         try:
@@ -140,10 +214,10 @@ class Stage:
         """Compute one pass that waits, in the calling thread: a backward pass if there is one."""
         if self._backward:
             one, given = self._backward.popleft()
-            compute: Callable[..., None] = self._go_back
+            compute: Callable[..., None] = self._backward_pass
         else:
             one, given = self._forward.popleft()
-            compute = self._go_on
+            compute = self._forward_pass
         try:
             compute(one, given)
         except BaseException as error:
@@ -151,7 +225,7 @@ class Stage:
             one.failure = error
             one.done.set()
 
-    def _go_on(self, one: MiniBatch, inputs: torch.Tensor) -> None:
+    def _forward_pass(self, one: MiniBatch, inputs: torch.Tensor) -> None:
         if self.before is not None:
             needed = inputs.requires_grad
             inputs = inputs.detach()
@@ -172,7 +246,7 @@ class Stage:
             one.loss = float(loss.detach())
             self.watch.stop(FORWARD, begun)
             one.outputs.append(loss)
-            self._go_back(one, None)
+            self._backward_pass(one, None)
         elif isinstance(outputs, torch.Tensor):
             self.watch.stop(FORWARD, begun)
             one.outputs.append(outputs)
@@ -183,7 +257,7 @@ class Stage:
                 "one tensor; move the cut (cuts=), or let the layer return one"
             )
 
-    def _go_back(self, one: MiniBatch, gradient: torch.Tensor | None) -> None:
+    def _backward_pass(self, one: MiniBatch, gradient: torch.Tensor | None) -> None:
         outputs, inputs = one.outputs.pop(), one.inputs.pop()
         # Without a gradient nothing before it is trained, as a frozen embedding.
         if self.after is None or gradient is not None:

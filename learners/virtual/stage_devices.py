@@ -34,6 +34,16 @@ class StageDevice:
         """Name as parse() takes it, with the number of cores or of the GPU."""
         return str(self.device) if self.has_own_memory else f"host:{self.cores}"
 
+    @property
+    def kind(self) -> str:
+        """Devices of one kind are equally fast."""
+        return torch.cuda.get_device_name(self.device) if self.has_own_memory else self.name
+
+    @property
+    def memory(self) -> str:
+        """Devices with the same memory pass tensors on without a copy."""
+        return str(self.device) if self.has_own_memory else "host"
+
     def use(self) -> None:
         """Have the calling thread compute here from now on."""
         if self.device.type == "cpu":

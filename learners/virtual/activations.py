@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.balanced_stages import Chain, Held, Piece
-from gadei_ps.learners.stages import LossFunction, check_loss
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.virtual.partition import Activation, Chain, Piece
+from gadei_ps.learners.virtual.stages import LossFunction, check_loss
 
 
-def survey(
+def analyze(
     trained: Trained,
     inputs: torch.Tensor,
     targets: Any,
@@ -35,7 +35,7 @@ def survey(
     """
     if not isinstance(inputs, torch.Tensor) or not inputs.dim() or not len(inputs):
         raise UsageError("the sample's inputs: give a tensor with the samples along its first axis")
-    layers = _layers(trained)
+    layers = list(cast(torch.nn.Sequential, trained.module))  # one that comes twice, twice
     run = _Pass(trained, layers)
     outputs = run.forward(inputs)
     run.loss(outputs, targets, loss_function)
@@ -60,12 +60,6 @@ def survey(
             )
         )
     return Chain(tuple(pieces), run.held(firsts), _bytes(outputs))
-
-
-def _layers(trained: Trained) -> list[torch.nn.Module]:
-    """Return the layers in their order; one that comes twice is there twice."""
-    assert isinstance(trained.module, torch.nn.Sequential)
-    return list(trained.module)
 
 
 class _Pass:
@@ -135,7 +129,7 @@ class _Pass:
         self._alive.append(tensor.untyped_storage())
         return at
 
-    def held(self, firsts: Sequence[int]) -> tuple[Held, ...]:
+    def held(self, firsts: Sequence[int]) -> tuple[Activation, ...]:
         """Return all storages. firsts: the first layer of each piece."""
         pieces: dict[int, set[int]] = {}
         borders: dict[int, set[int]] = {}
@@ -147,7 +141,7 @@ class _Pass:
             if at not in self._lasting:
                 borders.setdefault(at, set()).add(piece)
         return tuple(
-            Held(size, frozenset(pieces.get(at, ())), frozenset(borders.get(at, ())))
+            Activation(size, frozenset(pieces.get(at, ())), frozenset(borders.get(at, ())))
             for at, size in self._sizes.items()
             if size and (at in pieces or at in borders)
         )
