@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
 from gadei_ps import _native
-from gadei_ps.errors import GadeiError, JobStopped, ModelMismatch, UsageError
+from gadei_ps.errors import GadeiError, JobStopped, UsageError
 from gadei_ps.learners.attach import to_the_script
-from gadei_ps.learners.client import DETACHED, Client, Where, rows_at, whole_at
-from gadei_ps.learners.torch import casts
+from gadei_ps.learners.client import DETACHED, NONE, UNTOUCHED, Client
+from gadei_ps.learners.torch import casts, products
 from gadei_ps.learners.torch.model import Trained
+from gadei_ps.learners.torch.products import Products, gradient_at
 
 LAST_GRADIENT_S = 10.0  # for the last gradient of a learner that closes its optimizer
 
@@ -37,16 +39,42 @@ SENT = (
 )
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """One model's weights and gradients, where the model computes.
 
     Making a backend points the model's parameters to the job's weights. All calls are made by the
-    thread that trains.
+    thread that trains. wait, skip_unused: see Optimizer.
     """
 
+    def __init__(self, client: Client, trained: Trained, *, wait: bool, skip_unused: bool) -> None:
+        self._client, self._trained, self._wait = client, trained, wait
+        self._absent = UNTOUCHED if skip_unused else NONE
+        self._ordered = trained.in_order_of(client.model)
+        self._products: list[Products] = [[] for _ in self._ordered]
+
+    def _addresses(self, kept: list[Any]) -> list[int]:
+        """Return the gradients for push_from(). kept: takes the copies that are made.
+
+        Between backward() and this the caches hold the model, not the interpreter: each call of
+        torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
+        """
+        where: list[int] = []
+        for tensor, of_tensor in zip(self._ordered, self._products, strict=True):
+            if tensor is None:
+                where += NONE
+            elif of_tensor:
+                where += products.product_of(tensor, of_tensor, kept)
+            elif tensor.grad is not None:
+                where += gradient_at(tensor.grad, kept)
+            else:
+                where += self._absent
+        return where
+
+    @abstractmethod
     def loss(self, loss: torch.Tensor) -> float | torch.Tensor:
         """Return a reported loss in the form that push() takes. Does not wait for a GPU."""
 
+    @abstractmethod
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
         """Publish what backward() has left.
 
@@ -55,23 +83,31 @@ class Backend(Protocol):
 
     def forget(self) -> None:
         """Drop what backward() has left outside of `parameter.grad`."""
+        for of_tensor in self._products:
+            of_tensor.clear()
 
+    @abstractmethod
     def refresh(self) -> None:
         """Pull weights for the next step."""
 
+    @abstractmethod
     def assigned(self) -> None:
         """Pull what was assigned to the job."""
 
+    @abstractmethod
     def own(self) -> None:
         """Let the script write to the parameters, until follow(). Raises UsageError."""
 
+    @abstractmethod
     def follow(self) -> None:
         """Make the parameters the job's weights again, as these are now."""
 
+    @abstractmethod
     def written(self) -> dict[str, torch.Tensor]:
         """Return the values that the script has written to parameters, or given them, by name;
         follow() ends it. Raises UsageError for what cannot be followed."""
 
+    @abstractmethod
     def close(self, *, keep: bool) -> None:
         """Publish what was pushed; give the model its own memory, with the job's current weights
         or, if `keep`, with what it has."""
@@ -90,30 +126,6 @@ def wait_for_last(client: Client) -> None:
     """
     with contextlib.suppress(GadeiError):
         client.wait_applied(timeout_s=LAST_GRADIENT_S)
-
-
-def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
-    """Return the gradient's addresses for Client.push_from, valid as long as it and `kept` live.
-
-    kept: takes the copies that are made. Raises ModelMismatch for complex numbers.
-    """
-    if gradient.dtype is not torch.float32:
-        if not gradient.is_floating_point():
-            raise ModelMismatch(f"a gradient is {gradient.dtype}, not of real numbers")
-        gradient = gradient.to(torch.float32)
-        kept.append(gradient)
-    if gradient.is_sparse and gradient.sparse_dim() == 1:
-        # Not coalesced: rows that a batch names twice are added up by the push.
-        indices, values = gradient._indices().contiguous(), gradient._values().contiguous()
-        kept += (indices, values)
-        return rows_at(indices.data_ptr(), values.data_ptr(), indices.shape[1])
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-        kept.append(gradient)
-    elif not gradient.is_contiguous():
-        gradient = gradient.contiguous()
-        kept.append(gradient)
-    return whole_at(gradient.data_ptr())
 
 
 class Places:
@@ -171,7 +183,6 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return values in memory of their own, which can be trained even if inference_mode() is on
-    here."""
+    """Return a copy of the values that can be trained even if inference_mode() is on here."""
     with torch.inference_mode(False):
         return tensor.data.clone()

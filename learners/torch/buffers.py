@@ -11,8 +11,7 @@ import atexit
 import contextlib
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from multiprocessing import util
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from gadei_ps.errors import GadeiError, UsageError
 from gadei_ps.learners.attach import to_the_script
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.torch import casts
+from gadei_ps.learners.torch import casts, hooks
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.memory.layout import Role
 from gadei_ps.memory.weights import F32
@@ -75,7 +74,7 @@ class Buffers:
             if not torch.equal(parameter, values.to(parameter.device, parameter.dtype)):
                 parameter.data.copy_(values)
         self.load()
-        self._exit = _leaving(weakref.ref(self))
+        self._exit = hooks.weakly(self.close)
         atexit.register(self._exit)  # before the client's own, which leaves the job
         # A process of multiprocessing ends by these, and not by those of atexit. This comes before
         # HostBackend's own, which writes to memory that other processes see.
@@ -106,8 +105,7 @@ class Buffers:
                 put(self._trained, name, own, casts.tensor(shared[name], tensor.dtype))
 
     def _own(self, name: str) -> torch.Tensor | None:
-        """Return the model's buffer as it is now; None, with one warning, if it has another
-        shape."""
+        """Return the model's buffer; None, with one warning, if it has another shape now."""
         own = self._trained.buffer(name)
         if own is not None and own.shape == self._tensors[name].shape:
             return own
@@ -170,14 +168,6 @@ class Buffers:
                 self._client.check_publisher()
                 self.write(LAST_WRITE_S)
         self._tensors = {}
-
-
-def _leaving(buffers: Callable[[], Buffers | None]) -> Callable[[], None]:
-    def leave() -> None:
-        if (here := buffers()) is not None:
-            here.close()
-
-    return leave
 
 
 def toward(own: np.ndarray, copy: np.ndarray, learners: int) -> np.ndarray | None:

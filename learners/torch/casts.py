@@ -55,8 +55,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """Return the values of a tensor that no gradient moves, as NumPy has them; mostly the same
-    memory."""
+    """Return the values of a buffer or frozen tensor for NumPy, mostly in the same memory."""
     own = tensor.detach().to("cpu")
     if own.dtype is torch.bfloat16:
         return own.view(torch.int16).numpy().view(np.uint16)

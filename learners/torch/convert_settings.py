@@ -196,8 +196,7 @@ def _of_object(like: torch.optim.Optimizer, trained: Trained) -> OptimizerSettin
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Return whether a parameter has state of a step. Adagrad makes its state before the first
-    step."""
+    """Return whether a step has left state. Adagrad makes its state before the first step."""
     return bool(float(state.get("step", 1)) and state)
 
 

@@ -28,8 +28,7 @@ class FiniteGradients:
         self._printed = False
 
     def are_good(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return whether the gradients that these have now may be used. Prints a line once if
-        not."""
+        """Return whether the gradients of these may be used. Prints a line once if not."""
         if not self._refuses or _finite(parameters):
             return True
         if not self._printed:

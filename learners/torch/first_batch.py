@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from gadei_ps.learners.attach import LEARNER_VARIABLE, to_the_script
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.torch.hooks import Hooks
+from gadei_ps.learners.torch import hooks
 
 SAME = (
     "another learner has the same seed as this one, {seed}, and has begun with the same "
@@ -30,15 +31,11 @@ class FirstBatch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._digest: int | None = None
-        self._hook: Any = None
+        self.remove: Callable[[], None] = lambda: None
+        """Removes the hook."""
         if not isinstance(model, torch.jit.ScriptModule):
-            self._kept = vars(model)
-            if isinstance(own := self._kept[PRE_FORWARD], Hooks):  # of one that did not end it
-                own = own.before()
-            # A file of the model must not need gadei-ps.
-            self._hooks = self._kept[PRE_FORWARD] = Hooks(own, weakref.ref(self))
-            self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
-            self._hooks.ours.add(self._hook.id)
+            look = functools.partial(model.register_forward_pre_hook, self._look, with_kwargs=True)
+            self.remove = hooks.add(model, weakref.ref(self), PRE_FORWARD, look)
 
     def _look(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -52,14 +49,6 @@ class FirstBatch:
         if self._digest is not None and client.shares_first_batch(self._digest):
             text = SAME.format(seed=torch.initial_seed(), variable=LEARNER_VARIABLE)
             warnings.warn(text, stacklevel=to_the_script())
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-            if self._kept[PRE_FORWARD] is self._hooks:
-                self._kept[PRE_FORWARD] = self._hooks.before()
 
 
 def _digest(value: Any, digest: int) -> int:

@@ -18,11 +18,11 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError
-from gadei_ps.learners.client import NONE, UNTOUCHED, Client
+from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import casts, lookup
 from gadei_ps.learners.torch.backend import (
+    Backend,
     Places,
-    gradient_at,
     own_copy,
     wait_for_last,
     wait_for_own,
@@ -40,11 +40,8 @@ def current_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-class GpuBackend:
-    """See backend.Backend. wait, skip_unused: see Optimizer.
-
-    Raises DeviceError if the GPU cannot be used.
-    """
+class GpuBackend(Backend):
+    """See Backend. Raises DeviceError if the GPU cannot be used."""
 
     def __init__(
         self, client: Client, trained: Trained, *, wait: bool = False, skip_unused: bool = True
@@ -53,10 +50,7 @@ class GpuBackend:
             raise DeviceError(f"the model is on {trained.device}: {why}")
         from gadei_ps.learners.cuda import Cuda
 
-        self._client = client
-        self._wait = wait
-        self._absent = UNTOUCHED if skip_unused else NONE
-        self._trained = trained
+        super().__init__(client, trained, wait=wait, skip_unused=skip_unused)
         stream = functools.partial(current_stream, trained.device.index)
         self._link = Cuda(trained.device.index).link(client, stream)
         self._front, self._back = self._link.buffer(), self._link.buffer()
@@ -68,7 +62,6 @@ class GpuBackend:
         self._link.fill(self._front)
         self.version = self._link.version
         """Version of the weights that the model computes with."""
-        self._ordered = trained.in_order_of(client.model)
         self._tensors = self._torch_views()
         self._undo = contextlib.ExitStack()
         for layer in trained.module.modules():
@@ -132,19 +125,6 @@ class GpuBackend:
         if self._client.waits_for_others or self._wait:
             self._link.flush()
 
-    def _addresses(self, kept: list[Any]) -> list[int]:
-        """Return the gradients for Client.push_from, on the device. kept: takes the copies that are
-        made."""
-        where: list[int] = []
-        for tensor in self._ordered:
-            if tensor is None:
-                where += NONE
-            elif tensor.grad is not None:
-                where += gradient_at(tensor.grad, kept)
-            else:
-                where += self._absent
-        return where
-
     def _find_whole(self, where: Sequence[int]) -> None:
         """Include tied weights in pulls: gathered tensors whose gradient is not one of rows."""
         for number, tensor in enumerate(self._client.model.tensors):
@@ -153,9 +133,6 @@ class GpuBackend:
                 self._gathered.remove(tensor.name)
                 self._whole.add(tensor.name)
                 self._link.leave_out(self._gathered)
-
-    def forget(self) -> None:
-        """Do nothing: backward() leaves nothing outside of `parameter.grad`."""
 
     # -- pull -----------------------------------------------------------------------------------
 

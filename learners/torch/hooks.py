@@ -1,4 +1,4 @@
-"""Hooks of ours in a torch module, which its copies and its files do not have.
+"""Hooks of ours: they keep no object alive, and a module's copies and files do not have them.
 
 torch.save(model) writes all that a module's attributes hold. With hooks as torch registers them,
 the file would need gadei-ps where it is loaded, and torch.load with weights_only=True would refuse
@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,6 +16,20 @@ import torch
 
 PRE, POST = "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 """Attributes in which torch keeps them, by the number of the handle that removes one."""
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a bound method as long as its object lives, without holding it.
+
+    For hooks of autograd, through which no collector finds a circle, and for the end of Python.
+    """
+    method_of = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> None:
+        if (bound := method_of()) is not None:
+            bound(*arguments)
+
+    return call
 
 
 class Hooks(OrderedDict[int, Any]):
@@ -31,8 +46,7 @@ class Hooks(OrderedDict[int, Any]):
         self._had = frozenset(own)
 
     def values(self) -> Any:
-        """Return the hooks without those that were removed since, by handles that know the dict
-        before."""
+        """Return the hooks without those removed since, by handles that know the dict before."""
         self._own.values()  # which may be of this class
         for number in self._had - self._own.keys():
             self.pop(number, None)
@@ -58,31 +72,21 @@ class Hooks(OrderedDict[int, Any]):
 def add(
     module: torch.nn.Module,
     owner: Callable[[], Any],
-    before: Callable[..., None],
-    after: Callable[..., None],
+    name: str,
+    register: Callable[[], torch.utils.hooks.RemovableHandle],
 ) -> Callable[[], None]:
-    """Call before and after around each load_state_dict() of the module; return a function that
-    ends this.
-
-    before has the arguments of torch's register_load_state_dict_pre_hook, after those of its
-    register_load_state_dict_post_hook.
-    """
+    """Register a hook that torch keeps in the attribute `name`; return a function that ends it."""
     kept = vars(module)  # setattr() of a compiled module sets those of the one within it
-    for name in (PRE, POST):
-        if isinstance(own := kept[name], Hooks):  # of an owner that did not end it
-            own = own.before()
-        kept[name] = Hooks(own, owner)
-    handles = {
-        PRE: module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
-        POST: module.register_load_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
-    }
-    for name, handle in handles.items():
-        kept[name].ours.add(handle.id)
+    if isinstance(own := kept[name], Hooks):  # of an owner that did not end it
+        own = own.before()
+    hooks = kept[name] = Hooks(own, owner)
+    handle = register()
+    hooks.ours.add(handle.id)
 
     def end() -> None:
-        for name in (PRE, POST):
-            if isinstance(hooks := kept[name], Hooks):
-                kept[name] = hooks.before()
+        handle.remove()
+        if kept[name] is hooks:
+            kept[name] = hooks.before()
 
     return end
 

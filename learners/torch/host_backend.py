@@ -11,8 +11,6 @@ import faulthandler
 import functools
 import sys
 import warnings
-import weakref
-from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
 
@@ -22,17 +20,18 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.attach import to_the_script
-from gadei_ps.learners.client import NONE, UNTOUCHED, Client
+from gadei_ps.learners.client import UNTOUCHED, Client
 from gadei_ps.learners.torch import casts, products
 from gadei_ps.learners.torch.backend import (
+    Backend,
     Places,
-    gradient_at,
     own_copy,
     wait_for_last,
     wait_for_own,
 )
+from gadei_ps.learners.torch.hooks import weakly
 from gadei_ps.learners.torch.model import Trained
-from gadei_ps.learners.torch.products import PRODUCTS, Products
+from gadei_ps.learners.torch.products import PRODUCTS, gradient_at
 from gadei_ps.learners.torch.writes import Writes
 from gadei_ps.memory import layout
 
@@ -68,8 +67,8 @@ def check(module: torch.nn.Module, *, view: bool) -> None:
         )
 
 
-class HostBackend:
-    """See backend.Backend. view, wait, free_gradients, skip_unused: see Optimizer.
+class HostBackend(Backend):
+    """See Backend. view, free_gradients: see Optimizer.
 
     view: not for a model with parameters of other types than float32.
     """
@@ -84,9 +83,7 @@ class HostBackend:
         free_gradients: bool,
         skip_unused: bool,
     ) -> None:
-        self._wait = wait
-        self._client = client
-        self._trained = trained
+        super().__init__(client, trained, wait=wait, skip_unused=skip_unused)
         self._view = view
         self._closed = False
         self._loaded = False  # the parameters have other values than the job
@@ -113,12 +110,9 @@ class HostBackend:
                 faulthandler.enable()
             _native.tell_of_stores(client.place.weights.address, client.place.weights.size)
             self._undo.callback(_native.tell_of_stores, client.place.weights.address, 0)
-        self._ordered = trained.in_order_of(client.model)
-        self._products: list[Products] = [[] for _ in self._ordered]
         for tensor, of_tensor in zip(self._ordered, self._products, strict=True):
             if tensor is not None:
                 setattr(tensor, PRODUCTS, of_tensor)
-        self._absent = UNTOUCHED if skip_unused else NONE
         self._payload = 0  # where freed gradients are written; 0 before the first of a step
         self._written: set[int] = set()  # numbers of the freed gradients
         self._frees = free_gradients
@@ -180,28 +174,9 @@ class HostBackend:
                 self._client.append(self._payload, number, (one[0], one[1], one[2], one[3]))
         self._client.publish(loss=loss, samples=samples, rate_scale=rate_scale)
 
-    def _addresses(self, kept: list[Any]) -> list[int]:
-        """Return the gradients for Client.push_from. kept: takes the copies that are made.
-
-        Between backward() and this the caches hold the model, not the interpreter: each call of
-        torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
-        """
-        where: list[int] = []
-        for number, tensor in enumerate(self._ordered):
-            if tensor is None:
-                where += NONE
-            elif of_tensor := self._products[number]:
-                where += products.product_of(tensor, of_tensor, kept)
-            elif tensor.grad is not None:
-                where += gradient_at(tensor.grad, kept)
-            else:
-                where += self._absent
-        return where
-
     def forget(self) -> None:
         self._payload = 0
-        for of_tensor in self._products:
-            of_tensor.clear()
+        super().forget()
 
     # -- free_gradients -------------------------------------------------------------------------
 
@@ -213,25 +188,12 @@ class HostBackend:
                 self._undo.callback(delattr, module, "forward")
         for number, tensor in enumerate(self._ordered):
             if tensor is not None:
-                hook = tensor.register_post_accumulate_grad_hook(self._writer(number))  # type: ignore[no-untyped-call]
+                write = functools.partial(weakly(self._write), number)
+                hook = tensor.register_post_accumulate_grad_hook(write)  # type: ignore[no-untyped-call]
                 self._undo.callback(hook.remove)
 
-    def _writer(self, number: int) -> Callable[[torch.Tensor], None]:
-        """Return the function that autograd calls when the gradient of parameter `number` is
-        complete.
-
-        No collector finds a circle through autograd's hooks, so it does not hold this object.
-        """
-        me = weakref.ref(self)
-
-        def write(parameter: torch.Tensor) -> None:
-            here = me()
-            if here is not None:
-                here._write(number, parameter)
-
-        return write
-
     def _write(self, number: int, parameter: torch.Tensor) -> None:
+        """Write the gradient of parameter `number`, which is complete."""
         if parameter.grad is None or self._products[number]:
             return  # products are complete by now; step() adds the two
         if not self._payload:

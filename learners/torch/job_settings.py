@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
-from gadei_ps.job.parameter_groups import Group as GroupSettings
 from gadei_ps.kernels.optimizers import OptimizerSpec
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.optimizer_settings import OptimizerSettings
@@ -78,35 +76,29 @@ class _GroupSettings:
 
     def scale(self, group: Group) -> float:
         """Return the learner's learning rate relative to the job's. Raises UsageError."""
-        rate = group["lr"]
-        where = f"param_groups[{self._number}]['lr']"
+        given: Any = group["lr"]
         try:
-            rate = float(rate)
-            if rate == self._scaled[0]:
-                return self._scaled[1]
-            most = min(self._most_lr, self.lr * MOST_SCALE) if self.lr else self._most_lr
-            if 0 <= rate <= most and self.lr:
-                self._scaled = rate, rate / self.lr
-                return rate / self.lr
+            rate = given = float(given)
         except (TypeError, ValueError, OverflowError):
-            pass
-        else:
-            if 0 < rate <= most:
-                raise UsageError(
-                    f"{where} is {rate:g}, and the job's rate is 0: give Optimizer, or the job "
-                    "file, a rate above 0"
-                )
-            if rate > most:
-                raise UsageError(
-                    f"{where} is {rate:g}: set a number from 0 to {most:.3g}; float32 holds no "
-                    f"larger one, beside the job's rate of {self.lr:g}"
-                )
-        raise UsageError(f"{where} is {rate!r}: set a number from 0 on")
-
-
-def _place(group: GroupSettings, names: dict[int, str], parameter: torch.nn.Parameter) -> int:
-    """Return where a group of a script names a parameter."""
-    return group.place(names[id(parameter)])
+            rate = -1.0
+        if rate == self._scaled[0]:
+            return self._scaled[1]
+        what = f"param_groups[{self._number}]['lr'] is"
+        if not rate >= 0:
+            raise UsageError(f"{what} {given!r}: set a number from 0 on")
+        most = min(self._most_lr, self.lr * MOST_SCALE) if self.lr else self._most_lr
+        if rate > most:
+            raise UsageError(
+                f"{what} {rate:g}: set a number from 0 to {most:.3g}; float32 holds no larger one, "
+                f"beside the job's rate of {self.lr:g}"
+            )
+        if not self.lr:
+            raise UsageError(
+                f"{what} {rate:g}, and the job's rate is 0: give Optimizer, or the job file, a "
+                "rate above 0"
+            )
+        self._scaled = rate, rate / self.lr
+        return rate / self.lr
 
 
 class JobSettings:
@@ -135,8 +127,7 @@ class JobSettings:
         if settings.groups and len(settings.groups) + 1 == len(rows):
             names = {id(one): name for name, one in trained.parameters.items()}
             for own, group in zip(members, settings.groups, strict=False):
-                place = functools.partial(_place, group, names)
-                own.sort(key=place)
+                own.sort(key=lambda one, group=group: group.place(names[id(one)]))  # type: ignore[misc]
         if len(rows) > 1 and not members[-1]:
             members.pop()
         self._settings = [

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.client import DRAIN_TIMEOUT_S, Batch, not_copied
+from gadei_ps.learners.client import DRAIN_TIMEOUT_S, Batch
 from gadei_ps.learners.torch import assign, gpu_backend
 from gadei_ps.learners.torch.backend import own_copy
 from gadei_ps.learners.torch.buffers import OWN, Buffers, check
 from gadei_ps.learners.torch.finite import FiniteGradients
+from gadei_ps.learners.torch.hooks import weakly
 from gadei_ps.learners.torch.model import Make, Trained
+from gadei_ps.learners.torch.optimizer import JobOptimizer
 from gadei_ps.learners.waves import Waves
 
-# Without torch's wrapper, as in optimizer.py.
-_ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
-
-def _beginning(me: Callable[[], LocalOptimizer | None]) -> Callable[..., None]:
-    """Return the hook before the model's forward pass, which does not hold the optimizer."""
-
-    def begin(*_: object) -> None:
-        here = me()
-        if here is not None:
-            here._begin_if_it_trains()
-
-    return begin
-
-
-class LocalOptimizer(torch.optim.Optimizer):
+class LocalOptimizer(JobOptimizer):
     """Steps an optimizer of torch's on this learner's own weights, and pushes what it changes.
 
         optimizer = LocalOptimizer(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
@@ -56,8 +42,6 @@ class LocalOptimizer(torch.optim.Optimizer):
     The optimizer of the job is "add", which this class sets. Raises UsageError if the job has
     another one, and what Client raises.
     """
-
-    _made = False
 
     def __init__(
         self,
@@ -103,7 +87,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             trained.disown(self)
             self.client.detach()
             raise
-        self._hook = model.register_forward_pre_hook(_beginning(weakref.ref(self)))
+        self._hook = model.register_forward_pre_hook(weakly(self._before_forward))
         self._loss = math.nan
         self._samples = 0
 
@@ -111,17 +95,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         """Make the attributes of this optimizer those of the one that was made."""
         self.param_groups, self.state = self.local.param_groups, self.local.state
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group for torch's own constructor only. Raises UsageError: a job's model is
-        fixed."""
-        if self._made:
-            raise UsageError("a job's model is fixed: parameters cannot be added to it")
-        _ADD_PARAM_GROUP(self, param_group)
-
-    def __reduce__(self) -> NoReturn:
-        raise not_copied(self)
-
-    def _begin_if_it_trains(self) -> None:
+    def _before_forward(self, *_: object) -> None:
         if self._trained.module.training and torch.is_grad_enabled():
             self._begin()
 

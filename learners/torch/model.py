@@ -156,7 +156,8 @@ class Trained:
         Raises what Client raises, and UsageError if another model of this process has joined the
         job.
         """
-        values = _initial(_ordered(self.module, self.parameters))
+        ordered = _ordered(self.module, self.parameters)
+        values = {name: casts.host(one) for name, one in ordered.items()}
         client = Client(
             job,
             tensors=values,
@@ -229,8 +230,7 @@ class Trained:
                 )
 
     def aliases(self) -> dict[str, str]:
-        """Return further names of tied weights, as state_dict() has them, each with the first
-        name."""
+        """Return further names of tied weights in state_dict(), each with the first name."""
         ours = {**self.parameters, **self.buffers, **self.fixed}
         first = {id(tensor): name for name, tensor in ours.items()}
         every: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
@@ -272,16 +272,14 @@ class Trained:
                 return
 
     def in_order_of(self, model: Model) -> list[torch.nn.Parameter | None]:
-        """Return the parameters in the order of the job's table, which the first learner has made;
-        None for its buffers."""
+        """Return the parameters in the order of the job's table; None for its buffers."""
         return [self.parameters.get(tensor.name) for tensor in model.tensors]
 
 
 def own_optimizer(
     make: Make, parameters: list[torch.nn.Parameter], argument: str
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that `make` makes for the parameters. Raises UsageError if a learner
-    cannot step with it."""
+    """Make an optimizer for the parameters. Raises UsageError if a learner cannot step with it."""
     optimizer = make(list(parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
@@ -311,11 +309,6 @@ def _device_of(parameters: Parameters) -> torch.device:
             f"the model's parameters are on {devices}: move all to one device (model.to)"
         )
     return found.pop()
-
-
-def _initial(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Return the values of tensors, for the job's model."""
-    return {name: casts.host(tensor) for name, tensor in tensors.items()}
 
 
 def _ordered(module: torch.nn.Module, parameters: Parameters) -> dict[str, torch.nn.Parameter]:

@@ -10,6 +10,7 @@ Client.load_weights). Buffers are the learner's own, and keep what is loaded int
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -89,7 +90,11 @@ class PendingLoads:
         self._undo = contextlib.ExitStack()
         for module in trained.module.modules():
             if module is trained.module or any(self._own(module)) or self._has_frozen(module):
-                self._undo.callback(hooks.add(module, weakref.ref(self), _before, _after))
+                me = weakref.ref(self)
+                before = functools.partial(module.register_load_state_dict_pre_hook, _before)
+                after = functools.partial(module.register_load_state_dict_post_hook, _after)
+                self._undo.callback(hooks.add(module, me, hooks.PRE, before))
+                self._undo.callback(hooks.add(module, me, hooks.POST, after))
 
     def _has_frozen(self, module: torch.nn.Module) -> bool:
         return any(not one.requires_grad for one in module.parameters(recurse=False))
@@ -109,8 +114,7 @@ class PendingLoads:
         return {**self.trained.parameters, **self._buffers.current()}
 
     def _own(self, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield the tensors of the job that the module itself has: its name for them, and the
-        job's."""
+        """Yield the job's tensors that the module itself has: its name for them, and the job's."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in self._names:
                 yield name, self._names[id(parameter)]
@@ -127,8 +131,7 @@ class PendingLoads:
     def begin(
         self, module: torch.nn.Module, state: Any, prefix: str, metadata: Any, errors: list[str]
     ) -> None:
-        """Prepare for the load of a module's part. errors: torch's list of them. Raises
-        UsageError."""
+        """Prepare the load of a module's part. errors: torch's list. Raises UsageError."""
         self._errors = errors
         fixed = module.named_parameters(recurse=False)
         place = self._places.get(id(module), "")

@@ -23,6 +23,7 @@ from gadei_ps.learners.torch.backend import Backend
 from gadei_ps.learners.torch.buffers import OWN, Buffers, check
 from gadei_ps.learners.torch.first_batch import FirstBatch
 from gadei_ps.learners.torch.gpu_backend import GpuBackend
+from gadei_ps.learners.torch.hooks import weakly
 from gadei_ps.learners.torch.host_backend import HostBackend
 from gadei_ps.learners.torch.job_settings import JobSettings
 from gadei_ps.learners.torch.model import Trained
@@ -83,7 +84,22 @@ class _NotWanted(Exception):
     """Raised when the synchronization model has continued without the current gradient."""
 
 
-class Optimizer(torch.optim.Optimizer):
+class JobOptimizer(torch.optim.Optimizer):
+    """An optimizer whose parameters are a job's: none can be added, and it is not copied."""
+
+    _made = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group for torch's own constructor only. Raises UsageError later."""
+        if self._made:
+            raise UsageError("a job's model is fixed: parameters cannot be added to it")
+        _ADD_PARAM_GROUP(self, param_group)
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied(self)
+
+
+class Optimizer(JobOptimizer):
     """Optimizer of a training script that pushes the model's gradients to a job.
 
     model: its parameters that require a gradient become the job's. They are all on one device; move
@@ -198,7 +214,6 @@ class Optimizer(torch.optim.Optimizer):
         )
         self._frees = free_gradients
         self._waits = wait and not on_gpu
-        self._made = False
         with contextlib.ExitStack() as undo:
             self._start(undo, buffers, earlier, view=view, wait=wait, skip_unused=skip_unused)
             self._job = JobSettings(self.client, trained, settings, from_zero)
@@ -275,16 +290,6 @@ class Optimizer(torch.optim.Optimizer):
         self._watched = False  # hooks check whether the gradient is still wanted
         self._saved: Mapping[str, int] | None = None
         """Steps in the last state_dict()."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group for torch's own constructor only. Raises UsageError: a job's model is
-        fixed."""
-        if self._made:
-            raise UsageError("a job's model is fixed: parameters cannot be added to it")
-        _ADD_PARAM_GROUP(self, param_group)
-
-    def __reduce__(self) -> NoReturn:
-        raise not_copied(self)
 
     def share_memory(self) -> None:
         """Do nothing; scripts of Hogwild call it of an optimizer whose state is to be shared."""
@@ -454,13 +459,7 @@ class Optimizer(torch.optim.Optimizer):
             self._may_drop = False
 
     def _watch(self) -> None:
-        me = weakref.ref(self)  # no collector finds a circle through autograd's hooks
-
-        def check(*_: object) -> None:
-            here = me()
-            if here is not None:
-                here._check_wanted()
-
+        check = weakly(self._check_wanted)
         for module in self._trained.module.modules():
             if not any(True for _ in module.children()):
                 hook = module.register_forward_pre_hook(check)
@@ -469,7 +468,7 @@ class Optimizer(torch.optim.Optimizer):
             made = parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
             self._undo.callback(made.remove)
 
-    def _check_wanted(self) -> None:
+    def _check_wanted(self, *_: object) -> None:
         if self._may_drop and not self.client.wanted:
             raise _NotWanted
 

@@ -1,4 +1,5 @@
-"""linear(): a weight's gradient that stays a product until step() writes it into the ring."""
+"""Gradients as addresses, and linear(): one that stays a product until step() writes it into the
+ring."""
 
 from __future__ import annotations
 
@@ -7,9 +8,8 @@ from typing import Any
 import torch
 
 from gadei_ps import _native
-from gadei_ps.errors import UsageError
-from gadei_ps.learners.client import Where, product_at
-from gadei_ps.learners.torch.backend import gradient_at
+from gadei_ps.errors import ModelMismatch, UsageError
+from gadei_ps.learners.client import Where, product_at, rows_at, whole_at
 
 PRODUCTS = "_gadei_ps_products"
 """Attribute of a weight: the products whose sum is its gradient."""
@@ -108,3 +108,27 @@ def product_of(weight: torch.Tensor, products: Products, kept: list[Any]) -> Whe
         vectors = torch.cat([two for _, two, _ in products])
         kept += (factors, vectors)
     return product_at(factors.data_ptr(), vectors.data_ptr(), len(factors))
+
+
+def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
+    """Return the gradient's addresses for Client.push_from, valid as long as it and `kept` live.
+
+    kept: takes the copies that are made. Raises ModelMismatch for complex numbers.
+    """
+    if gradient.dtype is not torch.float32:
+        if not gradient.is_floating_point():
+            raise ModelMismatch(f"a gradient is {gradient.dtype}, not of real numbers")
+        gradient = gradient.to(torch.float32)
+        kept.append(gradient)
+    if gradient.is_sparse and gradient.sparse_dim() == 1:
+        # Not coalesced: rows that a batch names twice are added up by the push.
+        indices, values = gradient._indices().contiguous(), gradient._values().contiguous()
+        kept += (indices, values)
+        return rows_at(indices.data_ptr(), values.data_ptr(), indices.shape[1])
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+        kept.append(gradient)
+    elif not gradient.is_contiguous():
+        gradient = gradient.contiguous()
+        kept.append(gradient)
+    return whole_at(gradient.data_ptr())
