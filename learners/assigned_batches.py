@@ -14,18 +14,15 @@ The job file has `owned = true`. One program at a time may assign batches to a j
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from gadei_ps.errors import ConnectionLost, JobNotFound
 from gadei_ps.job.control import Connection, Copy, LastingConnection, Own
-from gadei_ps.learners.client import Client
+from gadei_ps.learners.client import Client, copied
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import CONTROL
 from gadei_ps.memory.owned import Ranges
@@ -52,11 +49,9 @@ class AssignedBatches:
     """Batches that one job owns. For one thread at a time."""
 
     def __init__(self, client: Client) -> None:
-        """Connect to the job of a client; it must stay attached. Raises JobNotFound,
-        ControlError."""
+        """Connect to the job of a client, which must stay attached. Raises ControlError."""
         self._job = client.job
         self._control = client.place.control.view(CONTROL)
-        self._elements = client.model.elements
         self._connection = LastingConnection(client.job)
 
     def take_back(self) -> None:
@@ -97,31 +92,20 @@ class AssignedBatches:
         until = time.monotonic() + CONNECTION_LOST_S
         while True:
             try:
-                reply = self._copy(out)
+                with Connection(self._job, OWNED_COPY_TIMEOUT_S) as connection:
+                    reply, values = copied(connection, Copy(slots=False), out.size)
                 break
             except (ConnectionLost, JobNotFound):
                 if time.monotonic() > until:
                     raise
                 time.sleep(_ASK_INTERVAL_S)
+        np.copyto(out, values)
         ranges = [(int(epoch), int(begin), int(end)) for epoch, begin, end in reply["unanswered"]]
         return WeightsCopy(int(reply["version"]), int(reply["samples"]), ranges)
 
     def close(self) -> None:
         """End the connection. The job owns what it was given."""
         self._connection.close()
-
-    def _copy(self, out: FloatArray) -> dict[str, Any]:
-        """Copy into a new file each time, as a watchdog may still write into the last one."""
-        file = os.memfd_create("gadei-ps-copy", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(file, self._elements * 4)
-            with Connection(self._job, OWNED_COPY_TIMEOUT_S) as connection:
-                reply = connection.request(Copy(slots=False), [file])
-            with mmap.mmap(file, self._elements * 4, prot=mmap.PROT_READ) as memory:
-                np.copyto(out, np.frombuffer(memory, np.float32, self._elements))
-        finally:
-            os.close(file)
-        return reply
 
     @property
     def _given(self) -> int:

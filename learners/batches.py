@@ -51,12 +51,10 @@ class Unanswered:
 
     def begin(self, batch: int | None) -> int:
         """Return the same for a gradient that is being published, which no other one answers."""
-        if batch is not None:
-            return self.next(batch)
-        try:
-            return self._ids.popleft()
-        except IndexError:
-            return layout.NO_BATCH
+        answers = self.next(batch)
+        if batch is None and self._ids:
+            self._ids.popleft()
+        return answers
 
     def put_back(self, batch: int | None, answers: int) -> None:
         """Take the gradient back, which was not published.

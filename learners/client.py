@@ -50,6 +50,7 @@ from gadei_ps.errors import (
 )
 from gadei_ps.job import hyperparameters, in_process
 from gadei_ps.job.control import (
+    Connection,
     Copy,
     FirstBatch,
     LastingConnection,
@@ -82,6 +83,7 @@ from gadei_ps.learners.gradients import (
     Where,
     addresses,
     assigned,
+    check_names,
     no_gradient,
     product_at,
     row_indices,
@@ -166,6 +168,21 @@ class JobState(NamedTuple):
     """Optimizer state, each of that shape: momentum, Adagrad's sum, or exp_avg and exp_avg_sq."""
     steps: int
     """Steps of the optimizer."""
+
+
+def copied(
+    connection: Connection | LastingConnection, request: Copy, elements: int
+) -> tuple[dict[str, Any], FloatArray]:
+    """Have the watchdog copy a job; return its reply and the values, shape (elements,).
+
+    Into new memory each time, as a watchdog may still write into the last one.
+    """
+    file = memory_file(elements * 4, [])
+    try:
+        reply = connection.request(request, fds=[file])
+        return reply, np.frombuffer(mmap.mmap(file, elements * 4), np.float32, elements)
+    finally:
+        os.close(file)
 
 
 def not_copied(learner: object) -> UsageError:
@@ -414,8 +431,7 @@ class Client:
         return max(1, int(self._control["wave"]))
 
     def rows_with_buffers(self) -> list[int]:
-        """Return the rows of the attached learners that may write the job's buffers; the first
-        one does."""
+        """Return the rows of the learners that may write the job's buffers; the first one does."""
         may_write = (self._control["roster"]["wanted"] != 0) & (self._control["has_buffers"] != 0)
         return [int(row) for row in np.flatnonzero(may_write)]
 
@@ -454,8 +470,7 @@ class Client:
 
         Raises ModelMismatch.
         """
-        if tensor not in self.weights:
-            raise ModelMismatch(f"the job's model has no tensor {tensor!r}")
+        check_names([tensor], self.weights)
         wanted = row_indices(tensor, indices)
         view = self.weights[tensor]
         rows = view.shape[0] if view.shape else 1
@@ -658,8 +673,7 @@ class Client:
 
     @property
     def residue(self) -> FloatArray:
-        """Remainder of each value that rounding has not sent yet, with error feedback; pushes write
-        it."""
+        """Remainder of each value that rounding has not sent yet, with error feedback."""
         return self._residue
 
     @property
@@ -1004,18 +1018,6 @@ class Client:
         _native.beat(self._rings[0])
         self.check_job()
 
-    def stand(self, timeout_s: float | None = None) -> contextlib.AbstractContextManager[None]:
-        """Call exclusive(), by its deprecated name."""
-        warnings.warn("stand() is deprecated: use exclusive()", DeprecationWarning, stacklevel=2)
-        return self.exclusive(timeout_s)
-
-    def keep_standing(self) -> None:
-        """Call heartbeat(), by its deprecated name."""
-        warnings.warn(
-            "keep_standing() is deprecated: use heartbeat()", DeprecationWarning, stacklevel=2
-        )
-        self.heartbeat()
-
     def _check_not_exclusive(self) -> None:
         """Raise UsageError in a block of exclusive(), in which this learner must not push."""
         if self._is_exclusive:
@@ -1176,8 +1178,7 @@ class Client:
         before_wait: Callable[[], object] | None = None,
         left: Sequence[int] = (),
     ) -> Iterator[Batch]:
-        """Yield batches of the work that is set. left: ids of batches that this learner has
-        already, which come first."""
+        """Yield batches of the work. left: ids of batches taken before, which come first."""
         self.set_work(samples, batch_size, epochs, seed)
         order = np.empty(0, np.int64)
         epoch = -1
@@ -1315,21 +1316,12 @@ class Client:
         """
         self._flush_publisher()
         self.wait_applied()
-        count = slots(int(self.hyper[0, 0]))
-        elements = self.model.elements
-        size = (1 + count) * elements * 4
-        file = memory_file(size, [])
-        try:
-            # A connection of its own: large models take longer than other requests may.
-            connection = LastingConnection(str(self._connection.path), COPY_TIMEOUT_S)
-            try:
-                reply = connection.request(Copy(), fds=[file])
-            finally:
-                connection.close()
-            memory = mmap.mmap(file, size)
-        finally:
-            os.close(file)
-        arrays = np.split(np.frombuffer(memory, np.float32, (1 + count) * elements), 1 + count)
+        parts = 1 + slots(int(self.hyper[0, 0]))
+        # A connection of its own: large models take longer than other requests may.
+        own = LastingConnection(str(self._connection.path), COPY_TIMEOUT_S)
+        with contextlib.closing(own) as connection:
+            reply, values = copied(connection, Copy(), parts * self.model.elements)
+        arrays = np.split(values, parts)
         return JobState(arrays[0], tuple(arrays[1:]), int(reply["steps"]))
 
     @property

@@ -6,7 +6,7 @@ rows, address of the factors (struct ps_gradient in native/ps_learner.h).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -69,9 +69,14 @@ UNTOUCHED = rows_at(0, 0, 0)
 def row_indices(tensor: str, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Return the indices as int64. Raises ModelMismatch unless they are integers."""
     given = np.asarray(indices)
-    if given.size and given.dtype.kind not in "iu":
-        raise ModelMismatch(f"rows of {tensor!r}: indices of {given.dtype}, not integers")
+    check_integers(tensor, given)
     return np.ascontiguousarray(given, np.int64)
+
+
+def check_integers(tensor: str, indices: Any) -> None:
+    """Raise ModelMismatch unless the indices of a tensor's rows are integers."""
+    if indices.size and indices.dtype.kind not in "iu":
+        raise ModelMismatch(f"rows of {tensor!r}: indices of {indices.dtype}, not integers")
 
 
 def addresses(model: Model, gradients: Gradients | FloatArray, kept: list[object]) -> list[int]:
@@ -110,9 +115,15 @@ def addresses(model: Model, gradients: Gradients | FloatArray, kept: list[object
             kept.append(source)
             where += whole_at(_native.address(source))
     if named < len(gradients):
-        unknown = gradients.keys() - {tensor.name for tensor in model.tensors}
-        raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
+        check_names(gradients, {tensor.name for tensor in model.tensors})
     return where
+
+
+def check_names(given: Iterable[str], known: Container[str]) -> None:
+    """Raise ModelMismatch if a tensor is given that the job's model does not have."""
+    for name in given:
+        if name not in known:
+            raise ModelMismatch(f"the job's model has no tensor {name!r}")
 
 
 def no_gradient(buffer: Tensor) -> ModelMismatch:
@@ -126,12 +137,26 @@ def _rows(tensor: Tensor, given: Rows) -> tuple[npt.NDArray[np.int64], FloatArra
     """Return indices and values as C reads them. Raises ModelMismatch."""
     indices = row_indices(tensor.name, given.indices)
     values = np.ascontiguousarray(given.values, np.float32)
+    check_rows(tensor, indices, values)
+    return indices, values
+
+
+def check_rows(tensor: Tensor, indices: Any, values: Any) -> None:
+    """Raise ModelMismatch unless these arrays, of NumPy or CuPy, are rows of the tensor."""
     if indices.ndim != 1 or values.shape != (indices.size, *tensor.shape[1:]):
         raise ModelMismatch(
             f"rows of {tensor.name!r}: {list(indices.shape)} indices and values of shape "
             f"{list(values.shape)}; the tensor has shape {list(tensor.shape)}"
         )
-    return indices, values
+
+
+def check_whole(tensor: Tensor, gradient: Any) -> None:
+    """Raise ModelMismatch unless an array, of NumPy or CuPy, has the tensor's shape."""
+    if gradient.shape != tensor.shape:
+        raise ModelMismatch(
+            f"gradient of {tensor.name!r} has shape {list(gradient.shape)}, "
+            f"the tensor {list(tensor.shape)}"
+        )
 
 
 def _source(tensor: Tensor, gradient: npt.NDArray[Any]) -> FloatArray:
@@ -140,11 +165,7 @@ def _source(tensor: Tensor, gradient: npt.NDArray[Any]) -> FloatArray:
         raise ModelMismatch(
             f"gradient of {tensor.name!r} is a {type(gradient).__name__}, not an array or Rows"
         )
-    if gradient.shape != tensor.shape:
-        raise ModelMismatch(
-            f"gradient of {tensor.name!r} has shape {list(gradient.shape)}, "
-            f"the tensor {list(tensor.shape)}"
-        )
+    check_whole(tensor, gradient)
     return np.ascontiguousarray(gradient, np.float32)
 
 
@@ -164,10 +185,7 @@ def assigned(model: Model, values: Values, *, finite: bool) -> Assigned:
     """
     if not isinstance(values, Mapping):
         raise ModelMismatch(f"assign takes arrays by name, not a {type(values).__name__}")
-    known = {tensor.name for tensor in model.tensors}
-    for name in values:
-        if name not in known:
-            raise ModelMismatch(f"the job's model has no tensor {name!r}")
+    check_names(values, {tensor.name for tensor in model.tensors})
     where: list[int] = []
     arrays: list[FloatArray] = []
     for tensor in model.tensors:
@@ -204,7 +222,6 @@ def _values(tensor: Tensor, given: npt.ArrayLike, finite: bool) -> FloatArray:
 
 
 def _numbers(name: str, given: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Return the values as an array of numbers. Raises ModelMismatch."""
     try:
         found = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -23,9 +23,10 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, Self
 
-from gadei_ps.errors import JobStopped, ModelMismatch, UsageError
+from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.learners.client import REST_FIRST, Batch, Client, Rows
 from gadei_ps.learners.devices import Device
+from gadei_ps.learners.gradients import check_names
 
 
 class Pipeline:
@@ -134,8 +135,7 @@ class Pipeline:
             self._cut = False
 
     def gradients(self) -> dict[str, Any]:
-        """Return room for the next gradient, by name, valid until push(): saves a copy on the
-        device."""
+        """Return room for the next gradient, by name, until push(): saves a copy on the device."""
         if self._begin_wave() == 1:
             return self._link.gradients()
         self._room = self._room or self._link.views(self._link.buffer())
@@ -175,8 +175,7 @@ class Pipeline:
 
     def _add(self, gradients: Mapping[str, Any]) -> None:
         """Add the gradients of a mini-batch to those of its wave."""
-        if unknown := gradients.keys() - self._sum.keys():
-            raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
+        check_names(gradients, self._sum)
         for name, total in self._sum.items():
             given = gradients.get(name)
             if isinstance(given, Rows):

@@ -48,6 +48,5 @@ class Cuda:
         self.index = int(runtime.getDevice()) if index is None else index
 
     def link(self, client: Client, compute: Stream = current_stream) -> CudaLink:
-        """Connect a client. compute: returns the stream on which another library than CuPy
-        computes."""
+        """Connect a client. compute: returns the stream that another library computes on."""
         return CudaLink(client, self.index, compute)

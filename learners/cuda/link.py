@@ -20,7 +20,13 @@ from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_a
 from gadei_ps.learners.cuda.device_errors import Guard, is_full, mib
 from gadei_ps.learners.cuda.kernels import BAD, Kernels, blocks_for
 from gadei_ps.learners.cuda.staging import Outgoing, Staged, Staging
-from gadei_ps.learners.gradients import no_gradient
+from gadei_ps.learners.gradients import (
+    check_integers,
+    check_names,
+    check_rows,
+    check_whole,
+    no_gradient,
+)
 from gadei_ps.machine.cuda import first_line
 from gadei_ps.memory import layout, segment
 from gadei_ps.memory.layout import Role, SegmentKind
@@ -187,9 +193,7 @@ class CudaLink:
         return self._client.model.gradients(room)
 
     def push(self, gradients: Mapping[str, Any], version: int, **facts: Any) -> None:
-        unknown = gradients.keys() - self._tensors.keys()
-        if unknown:
-            raise ModelMismatch(f"the job's model has no tensor {sorted(unknown)[0]!r}")
+        check_names(gradients, self._tensors)
         kept: list[Any] = []
         with self._guard:
             where: list[int] = []
@@ -346,7 +350,6 @@ def _register_values(mapping: Segment, flags: int, index: int, undo: contextlib.
 
 
 def _register_slots(client: Client, index: int, undo: contextlib.ExitStack) -> None:
-    """Register the slots of the ring. Raises DeviceError."""
     ring = client.place.ring
     head = ring.view(layout.RING)
     at, size = int(head["slots_at"]), int(head["slots"]) * int(head["slot_bytes"])
@@ -398,23 +401,14 @@ def _where_is(tensor: Tensor, gradient: Any, kept: list[Any]) -> Where:
         return NONE
     if isinstance(gradient, Rows):
         given = _array(tensor, gradient.indices)
-        if given.size and given.dtype.kind not in "iu":
-            raise ModelMismatch(f"rows of {tensor.name!r}: indices of {given.dtype}, not integers")
+        check_integers(tensor.name, given)
         indices = cupy.ascontiguousarray(given, np.int64)
         values = cupy.ascontiguousarray(_array(tensor, gradient.values), np.float32)
-        if indices.ndim != 1 or values.shape != (indices.size, *tensor.shape[1:]):
-            raise ModelMismatch(
-                f"rows of {tensor.name!r}: {list(indices.shape)} indices and values of shape "
-                f"{list(values.shape)}; the tensor has shape {list(tensor.shape)}"
-            )
+        check_rows(tensor, indices, values)
         kept += (indices, values)
         return rows_at(indices.data.ptr, values.data.ptr, indices.size)
     array = _array(tensor, gradient)
-    if array.shape != tensor.shape:
-        raise ModelMismatch(
-            f"gradient of {tensor.name!r} has shape {list(array.shape)}, "
-            f"the tensor {list(tensor.shape)}"
-        )
+    check_whole(tensor, array)
     array = cupy.ascontiguousarray(array, np.float32)
     kept.append(array)
     return whole_at(array.data.ptr)

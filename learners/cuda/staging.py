@@ -170,8 +170,7 @@ class Staging:
     def _stage_whole(
         self, sources: Sequence[int], offsets: Sequence[int], stream: int, loss_at: int
     ) -> None:
-        """Stage tensors that are given whole; in a dense frame those that are not given are
-        zero."""
+        """Stage whole tensors; in a dense frame those that are not given are zero."""
         for part in self.next.parts:
             pairs = zip(sources[part.tensors], offsets[part.tensors], strict=True)
             for at, word in enumerate(itertools.chain.from_iterable(pairs)):

@@ -38,7 +38,7 @@ from support.steered import (
 from support.supervised import TIMEOUT_S, Watched, goes_on
 
 from gadei_ps.commands import change
-from gadei_ps.errors import GadeiError, UsageError
+from gadei_ps.errors import GadeiError
 from gadei_ps.job.control import StopJob, ask
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout
@@ -268,16 +268,10 @@ def test_a_stop_waits_for_a_stand(job_name: str) -> None:
         assert stopping.result()["version"] == pushed + 1
 
 
-def test_the_former_names_warn(job_name: str) -> None:
-    with daemon(job_name, tensors=TENSORS), Client(job_name) as client:
-        with (
-            pytest.warns(DeprecationWarning, match=r"use exclusive\(\)"),
-            client.stand(10.0),
-            pytest.raises(UsageError, match="paused the others already"),
-            client.exclusive(),
-        ):
-            pass
-        with client.exclusive(), pytest.warns(DeprecationWarning, match=r"use heartbeat\(\)"):
-            client.keep_standing()
-        with pytest.warns(DeprecationWarning, match=r"use abandon\(\)"):
-            client.give_up()
+def test_the_former_name_warns(job_name: str) -> None:
+    with (
+        daemon(job_name, tensors=TENSORS),
+        Client(job_name) as client,
+        pytest.warns(DeprecationWarning, match=r"use abandon\(\)"),
+    ):
+        client.give_up()
