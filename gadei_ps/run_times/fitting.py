@@ -119,14 +119,14 @@ def train(
         torch.manual_seed(seed)
         model = DeepMarkovModel(sizes, training.typical())
         best = _fit(model, training, testing, epochs, progress)
-    told = {
+    metadata = {
         "normalisation": f"divided by twice the mean of the first {LAG} supersteps",
         "iterations": len(trace.times),
         "seed": seed,
         "elbo": best.elbo,
         "held_out_elbo": best.held_out_elbo,
     }
-    _write(target, run_time_file.contents(sizes, best.weights, told))
+    _write(target, run_time_file.contents(sizes, best.weights, metadata))
     return TrainingResult(
         out=str(target),
         learners=sizes.learners,

@@ -119,8 +119,8 @@ class Descent:
         if progress >= self._next_point / self._points:
             # The small number makes up for rounding errors.
             self._next_point = int(progress * self._points + 1e-6) + 1
-            told = self._problem.loss(self.weights)
-            self.curve.append({"seconds": now, "gradients": applied * self._wave, **told})
+            losses = self._problem.loss(self.weights)
+            self.curve.append({"seconds": now, "gradients": applied * self._wave, **losses})
 
     def _taken(self, learner: int) -> _Begun:
         """Remove and return the learner's oldest gradient."""

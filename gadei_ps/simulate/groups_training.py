@@ -119,11 +119,11 @@ class GroupTraining:
         own = aggregate.copy()
         one.rule.end_round(own, arrived)
         one.weights = _finite(own)
-        told = own if one.rule.sends_result else aggregate
+        model = own if one.rule.sends_result else aggregate
         if self.wire is Wire.FLOAT32:
-            return told
-        one.between = one.between or Feedback(len(told), self.wire)
-        return self._sent(one.between, told)
+            return model
+        one.between = one.between or Feedback(len(model), self.wire)
+        return self._sent(one.between, model)
 
     def gone(self, group: int, member: Member, heirs: Sequence[Member]) -> None:
         """A replica has died: the others of its group take over what it has not answered."""
@@ -148,19 +148,21 @@ class GroupTraining:
 
     def look(self, now: float) -> None:
         """Add a point to the curve: the mean, over the groups, of loss and accuracy."""
-        told = [self.problem.loss(one.weights) for one in self._groups]
-        point = {key: float(np.mean([each[key] for each in told])) for key in told[0]}
+        losses = [self.problem.loss(one.weights) for one in self._groups]
+        point = {key: float(np.mean([each[key] for each in losses])) for key in losses[0]}
         self.curve.append({"seconds": now, "samples": float(self.samples), **point})
 
     def outcome(self) -> dict[str, float]:
         """Loss and accuracy at the end: of the groups, and of the mean of their models."""
-        told = [self.problem.loss(one.weights) for one in self._groups]
+        losses = [self.problem.loss(one.weights) for one in self._groups]
         mean = np.empty_like(self._groups[0].weights)
-        parts.aggregate([one.weights for one in self._groups], parts.shares([0] * len(told)), mean)
+        parts.aggregate(
+            [one.weights for one in self._groups], parts.shares([0] * len(losses)), mean
+        )
         of_mean = self.problem.loss(mean)
-        accuracies = [each["accuracy"] for each in told]
+        accuracies = [each["accuracy"] for each in losses]
         return {
-            "loss": float(np.mean([each["loss"] for each in told])),
+            "loss": float(np.mean([each["loss"] for each in losses])),
             "accuracy": float(np.mean(accuracies)),
             "accuracy_least": min(accuracies),
             "accuracy_most": max(accuracies),

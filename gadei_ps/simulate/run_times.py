@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,144 +26,12 @@ GOLDEN = 0.6180339887498949  # multiples of this share of the trace never repeat
 class RunTimes(ABC):
     """A source of run times."""
 
-    form: ClassVar[str]
-    """An example that `parse` reads."""
-
     learners: int | None = None
     """Number of learners that have run times. None: any number."""
 
     @abstractmethod
     def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
         """Return the time (s), above 0, of each pair of learner and iteration; arrays broadcast."""
-
-
-class Normal(RunTimes):
-    """Normally distributed, with `std` around `mean`, in seconds."""
-
-    form = "normal:mean=1,std=0.2"
-
-    def __init__(self, seed: int, mean: float = 1.0, std: float = 0.2) -> None:
-        self._seed = seed
-        self._mean = _above("mean", mean, 0)
-        self._std = _least("std", std, 0)
-
-    def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        noise = normal(self._seed, learners, iterations)
-        base = np.maximum(self._mean + self._std * noise, LEAST * self._mean)
-        return base * self._factor(learners, iterations)
-
-    def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        """The factor by which each iteration is slower."""
-        return np.ones(np.broadcast_shapes(learners.shape, iterations.shape))
-
-
-class LogNormal(RunTimes):
-    """The logarithm is normal with deviation `sigma`. `mean` is the mean run time in seconds."""
-
-    form = "lognormal:mean=1,sigma=0.5"
-
-    def __init__(self, seed: int, mean: float = 1.0, sigma: float = 0.5) -> None:
-        self._seed = seed
-        self._mean = _above("mean", mean, 0)
-        self._sigma = _least("sigma", sigma, 0)
-
-    def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        noise = normal(self._seed, learners, iterations)
-        return self._mean * np.exp(self._sigma * noise - self._sigma**2 / 2)
-
-
-class HeavyTailed(RunTimes):
-    """Pareto distributed: P(longer than t) falls as t to the power -`alpha`. mean: in seconds."""
-
-    form = "heavy:mean=1,alpha=2.5"
-
-    def __init__(self, seed: int, mean: float = 1.0, alpha: float = 2.5) -> None:
-        self._seed = seed
-        self._alpha = _above("alpha", alpha, 1)
-        self._least = _above("mean", mean, 0) * (alpha - 1) / alpha
-
-    def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        chance = uniform(self._seed, Stream.TAIL, learners, iterations)
-        return self._least * chance ** (-1 / self._alpha)
-
-
-class Groups(Normal):
-    """Nodes of `size` learners. All learners of a node are slower by `factor` at the same time.
-
-    Time is divided into spells of `length` iterations, which begin at a random place for each node.
-    A node is slow in a spell with the probability `share`.
-    """
-
-    form = "groups:size=10,factor=3,share=0.1,length=20,mean=1,std=0.1"
-
-    def __init__(
-        self,
-        seed: int,
-        size: float = 10,
-        factor: float = 3.0,
-        share: float = 0.1,
-        length: float = 20,
-        mean: float = 1.0,
-        std: float = 0.1,
-    ) -> None:
-        super().__init__(seed, mean, std)
-        self._size = _whole("size", size, 1)
-        self._slow = _above("factor", factor, 0)
-        self._share = _least("share", share, 0)
-        self._length = _whole("length", length, 1)
-
-    def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        node = learners // self._size
-        shift = uniform(self._seed, Stream.SHIFT, node, np.zeros_like(node)) * self._length
-        spell = (iterations + shift.astype(np.int64)) // self._length
-        slow = uniform(self._seed, Stream.SPELL, node, spell) < self._share
-        return np.where(slow, self._slow, 1.0)
-
-
-class Switch(Normal):
-    """Learners 0 to `slow` - 1 are slower by `factor` in their iterations below `until`.
-
-    As in figure 2 of the paper on cutoffs (Teng and Wood 2018): 40 of 158 learners share a slow
-    machine, which becomes fast at iteration 61.
-    """
-
-    form = "switch:slow=40,until=61,factor=2,mean=1,std=0.1"
-
-    def __init__(
-        self,
-        seed: int,
-        slow: float = 40,
-        until: float = 61,
-        factor: float = 2.0,
-        mean: float = 1.0,
-        std: float = 0.1,
-    ) -> None:
-        super().__init__(seed, mean, std)
-        self._slow = _whole("slow", slow, 0)
-        self._until = _whole("until", until, 0)
-        self._by = _above("factor", factor, 0)
-
-    def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        return np.where((learners < self._slow) & (iterations < self._until), self._by, 1.0)
-
-
-class Speeds(Normal):
-    """Learners of unequal speed: learner k does its k-th number of iterations in `mean` seconds.
-
-    If there are more learners than numbers, the numbers are used again in the same order.
-    """
-
-    form = "speeds:1,1.5,2,4,mean=1,std=0.05"
-
-    def __init__(self, seed: int, *speeds: float, mean: float = 1.0, std: float = 0.05) -> None:
-        super().__init__(seed, mean, std)
-        if not speeds:
-            raise ValueError("the speeds are missing")
-        self._speeds = np.array([_above("a speed", speed, 0) for speed in speeds])
-
-    def _factor(self, learners: IntArray, iterations: IntArray) -> FloatArray:
-        factor: FloatArray = 1.0 / self._speeds[learners % len(self._speeds)]
-        return factor + np.zeros(iterations.shape)
 
 
 class RecordedTimes(RunTimes):
@@ -174,8 +42,6 @@ class RecordedTimes(RunTimes):
     A time of zero, which a coarse clock may give, counts as a millionth of the mean. Raises
     ValueError if a time is negative or not finite, or if all are zero.
     """
-
-    form = "FILE.csv"
 
     def __init__(self, times: FloatArray) -> None:
         if times.ndim != 2 or not times.size:
@@ -193,17 +59,122 @@ class RecordedTimes(RunTimes):
         return drawn
 
 
-_KINDS: Mapping[str, Callable[..., RunTimes]] = {
-    "normal": Normal,
-    "lognormal": LogNormal,
-    "heavy": HeavyTailed,
-    "groups": Groups,
-    "switch": Switch,
-    "speeds": Speeds,
+# -- distributions --------------------------------------------------------------------------------
+
+Parameters = Mapping[str, Any]
+
+
+def _normal(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
+    """Normally distributed, with `std` around `mean`, in seconds."""
+    noise = normal(seed, learners, iterations)
+    return np.maximum(of["mean"] + of["std"] * noise, LEAST * of["mean"])
+
+
+def _log_normal(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
+    """The logarithm is normal with deviation `sigma`. `mean` is the mean run time in seconds."""
+    noise = normal(seed, learners, iterations)
+    drawn: FloatArray = of["mean"] * np.exp(of["sigma"] * noise - of["sigma"] ** 2 / 2)
+    return drawn
+
+
+def _heavy(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
+    """Pareto distributed: P(longer than t) falls as t to the power -`alpha`. mean: in seconds."""
+    chance = uniform(seed, Stream.TAIL, learners, iterations)
+    least = of["mean"] * (of["alpha"] - 1) / of["alpha"]
+    drawn: FloatArray = least * chance ** (-1 / of["alpha"])
+    return drawn
+
+
+def _groups(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
+    """Nodes of `size` learners. All learners of a node are slower by `factor` at the same time.
+
+    Time is divided into spells of `length` iterations, which begin at a random place for each node.
+    A node is slow in a spell with the probability `share`.
+    """
+    node = learners // of["size"]
+    shift = uniform(seed, Stream.SHIFT, node, np.zeros_like(node)) * of["length"]
+    spell = (iterations + shift.astype(np.int64)) // of["length"]
+    slow = uniform(seed, Stream.SPELL, node, spell) < of["share"]
+    return _normal(of, seed, learners, iterations) * np.where(slow, of["factor"], 1.0)
+
+
+def _switch(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
+    """Learners 0 to `slow` - 1 are slower by `factor` in their iterations below `until`.
+
+    As in figure 2 of the paper on cutoffs (Teng and Wood 2018): 40 of 158 learners share a slow
+    machine, which becomes fast at iteration 61.
+    """
+    slow = (learners < of["slow"]) & (iterations < of["until"])
+    return _normal(of, seed, learners, iterations) * np.where(slow, of["factor"], 1.0)
+
+
+def _speeds(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
+    """Learners of unequal speed: learner k does its k-th number of iterations in `mean` seconds.
+
+    If there are more learners than numbers, the numbers are used again in the same order.
+    """
+    speeds = of["speeds"]
+    factor: FloatArray = 1.0 / speeds[learners % len(speeds)]
+    return _normal(of, seed, learners, iterations) * factor
+
+
+class _Kind(NamedTuple):
+    """A distribution. form: an example that `parse` reads, with the defaults. bounds: by key."""
+
+    form: str
+    draw: Callable[[Parameters, int, IntArray, IntArray], FloatArray]
+    bounds: Mapping[str, tuple[str, int]]
+
+
+ABOVE, FROM, WHOLE = "above", "at least", "a whole number from"
+_BASE = {"mean": (ABOVE, 0), "std": (FROM, 0)}
+_KINDS = {
+    "normal": _Kind("normal:mean=1,std=0.2", _normal, _BASE),
+    "lognormal": _Kind(
+        "lognormal:mean=1,sigma=0.5", _log_normal, {"mean": (ABOVE, 0), "sigma": (FROM, 0)}
+    ),
+    "heavy": _Kind("heavy:mean=1,alpha=2.5", _heavy, {"mean": (ABOVE, 0), "alpha": (ABOVE, 1)}),
+    "groups": _Kind(
+        "groups:size=10,factor=3,share=0.1,length=20,mean=1,std=0.1",
+        _groups,
+        {"size": (WHOLE, 1), "factor": (ABOVE, 0), "share": (FROM, 0), "length": (WHOLE, 1)}
+        | _BASE,
+    ),
+    "switch": _Kind(
+        "switch:slow=40,until=61,factor=2,mean=1,std=0.1",
+        _switch,
+        {"slow": (WHOLE, 0), "until": (WHOLE, 0), "factor": (ABOVE, 0)} | _BASE,
+    ),
+    "speeds": _Kind("speeds:1,1.5,2,4,mean=1,std=0.05", _speeds, _BASE),
 }
-FORMS = tuple(
-    one.form for one in (Normal, LogNormal, HeavyTailed, Groups, Switch, Speeds, RecordedTimes)
-)
+FORMS = (*(one.form for one in _KINDS.values()), "FILE.csv")
+
+
+class DrawnTimes(RunTimes):
+    """Run times of one of _KINDS. Raises ValueError for parameters that it does not take."""
+
+    def __init__(
+        self, kind: _Kind, seed: int, given: dict[str, float], speeds: Sequence[float]
+    ) -> None:
+        values = dict(re.findall(r"(\w+)=([\d.]+)", kind.form)) | given
+        if unknown := [key for key in given if key not in kind.bounds]:
+            raise ValueError(f"there is no {_shown(unknown[0])}")
+        self._parameters: dict[str, Any] = {
+            key: _bounded(key, float(values[key]), *kind.bounds[key]) for key in kind.bounds
+        }
+        if kind.draw is _speeds:
+            if not speeds:
+                raise ValueError("the speeds are missing")
+            self._parameters["speeds"] = np.array(
+                [_bounded("a speed", one, ABOVE, 0) for one in speeds]
+            )
+        self._draw, self._seed = kind.draw, seed
+
+    def draw(self, learners: IntArray, iterations: IntArray) -> FloatArray:
+        return self._draw(self._parameters, self._seed, learners, iterations)
+
+
+# -- reading --------------------------------------------------------------------------------------
 
 
 def parse(spec: str, seed: int) -> RunTimes:
@@ -218,28 +189,23 @@ def parse(spec: str, seed: int) -> RunTimes:
         if "/" in spec or "." in name or Path(spec).exists():
             return _read(spec)
         raise UsageError(f"run times {_shown(spec)}: write one of {', '.join(FORMS)}")
-    make = _KINDS[name]
-    form: str = make.form  # type: ignore[attr-defined]
-    values: list[float] = []
-    named: dict[str, float] = {}
+    kind = _KINDS[name]
+    speeds: list[float] = []
+    given: dict[str, float] = {}
     try:
         for item in rest.split(",") if rest.strip() else []:
             key, equals, value = (part.strip() for part in item.partition("="))
             if equals:
-                if key in named:
+                if key in given:
                     raise ValueError(f"{key} is given twice")
-                named[key] = _number(key, value)
-            elif make is Speeds:
-                values.append(_number("a speed", key))
+                given[key] = _number(key, value)
+            elif name == "speeds":
+                speeds.append(_number("a speed", key))
             else:
                 raise ValueError(f"cannot read {_shown(item)}")
-        known = re.findall(r"(\w+)=", form)
-        unknown = [key for key in named if key not in known]
-        if unknown:
-            raise ValueError(f"there is no {_shown(unknown[0])}")
-        return make(seed, *values, **named)
+        return DrawnTimes(kind, seed, given, speeds)
     except ValueError as error:
-        raise UsageError(f"run times {_shown(spec)}: {error}; write it like {form}") from None
+        raise UsageError(f"run times {_shown(spec)}: {error}; write it like {kind.form}") from None
 
 
 def _read(path: str) -> RunTimes:
@@ -267,19 +233,9 @@ def _number(key: str, text: str) -> float:
     return value
 
 
-def _above(key: str, value: float, bound: float) -> float:
-    if not value > bound:
-        raise ValueError(f"{key} must be above {bound}, not {value:g}")
-    return value
-
-
-def _least(key: str, value: float, bound: float) -> float:
-    if not value >= bound:
-        raise ValueError(f"{key} must be at least {bound}, not {value:g}")
-    return value
-
-
-def _whole(key: str, value: float, bound: int) -> int:
-    if not value >= bound or value != int(value):
-        raise ValueError(f"{key} must be a whole number from {bound}, not {value:g}")
-    return int(value)
+def _bounded(key: str, value: float, word: str, least: int) -> float:
+    """Return the value, an int if it has to be whole. Raises ValueError if it is out of bounds."""
+    inside = value > least if word == ABOVE else value >= least
+    if not inside or (word == WHOLE and value != int(value)):
+        raise ValueError(f"{key} must be {word} {least}, not {value:g}")
+    return int(value) if word == WHOLE else value

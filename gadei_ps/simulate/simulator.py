@@ -177,7 +177,6 @@ class Simulator:
         self._movers[k] = None
 
     def _waited(self, learners: Sequence[int], now: float) -> float:
-        """Sum of the seconds that these learners have waited."""
         return sum(now - self._idle[k] for k in learners)
 
     def _begin(self, k: int, now: float) -> None:
@@ -222,7 +221,6 @@ class Simulator:
         return times
 
     def _end(self, k: int, now: float) -> None:
-        """Handle the end of an iteration."""
         self._due[k] = NEVER
         if not self._is_last(k):
             self._unpushed[k] = self._unpushed.get(k, 0.0) + now - self._started[k]

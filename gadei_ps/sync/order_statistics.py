@@ -83,18 +83,22 @@ def best_cutoff(expected: FloatArray) -> int:
     return len(expected) - int(np.argmax(throughput(expected)[::-1]))
 
 
-class NormalPredictor:
+class _Windowed:
+    """Has a history of the last WINDOW supersteps, and makes its random choices repeatably."""
+
+    def __init__(self) -> None:
+        self._generator = np.random.default_rng(0)
+        self._history = History(WINDOW)
+
+
+class NormalPredictor(_Windowed):
     """Run times are independent and normal, the same for all learners (the paper's 'order').
 
-    Mean and deviation are taken from the last `window` supersteps. The expected order statistics
+    Mean and deviation are taken from the last WINDOW supersteps. The expected order statistics
     follow Elfving's formula. None is below the shortest run time of the window, because a normal
     variable may be negative. A censored run time is replaced by a draw from the right tail of the
     normal distribution that was estimated before.
     """
-
-    def __init__(self, *, window: int = WINDOW, seed: int = 0) -> None:
-        self._generator = np.random.default_rng(seed)
-        self._history = History(window)
 
     def observe(self, times: FloatArray, censored: BoolArray) -> None:
         """See Predictor."""
@@ -109,9 +113,9 @@ class NormalPredictor:
         self._history.append(row)
 
     def expected(self, slots: IntArray) -> FloatArray | None:
-        """See Predictor; None until `window` supersteps have been seen."""
+        """See Predictor; None until WINDOW supersteps have been seen."""
         moments = self._moments()
-        if len(self._history) < self._history.window or moments is None:
+        if len(self._history) < WINDOW or moments is None:
             return None
         found: FloatArray = np.maximum(elfving(len(slots), *moments), np.nanmin(self._history.rows))
         return found
@@ -126,8 +130,8 @@ def _moments(times: FloatArray) -> tuple[float, float] | None:
     return (float(known.mean()), float(known.std())) if len(known) else None
 
 
-class SampledPredictor:
-    """The next superstep is one of the last `window`, each as likely: no model, no training.
+class SampledPredictor(_Windowed):
+    """The next superstep is one of the last WINDOW, each as likely: no model, no training.
 
     Learners are drawn jointly. This keeps slow-downs that several learners share, and which
     learners are slow. There are few rows, so the expectation is taken exactly, over all of them,
@@ -137,10 +141,6 @@ class SampledPredictor:
     A censored run time is replaced by a draw from those of the learner's own run times in the
     window that are above the bound. If there is none, it is replaced by the bound times BEYOND.
     """
-
-    def __init__(self, *, window: int = WINDOW, seed: int = 0) -> None:
-        self._generator = np.random.default_rng(seed)
-        self._history = History(window)
 
     def observe(self, times: FloatArray, censored: BoolArray) -> None:
         """See Predictor."""
@@ -155,8 +155,8 @@ class SampledPredictor:
         self._history.append(row)
 
     def expected(self, slots: IntArray) -> FloatArray | None:
-        """See Predictor; None until `window` supersteps have been seen."""
-        if len(self._history) < self._history.window:
+        """See Predictor; None until WINDOW supersteps have been seen."""
+        if len(self._history) < WINDOW:
             return None
         rows = self._history.widened(int(slots.max()) + 1)[:, slots]
         rows = self._without_gaps(rows[~np.isnan(rows).all(axis=1)])

@@ -104,31 +104,27 @@ def read(path: str | Path) -> tuple[Sizes, dict[str, Floats]]:
 
 def metadata(data: bytes) -> dict[str, object]:
     """The metadata of a model's file. Raises ValueError for another kind of file."""
-    size = int.from_bytes(data[:8], "little")
-    header = _object(data[8 : 8 + size]) if 8 + size <= len(data) else None
-    if header is None:
-        raise ValueError("not a safetensors file")
-    entries = header.get("__metadata__")
-    text = entries.get(_ENTRY) if isinstance(entries, dict) else None
-    told = _object(text) if isinstance(text, str) else None
-    if told is None or told.get("format") != FORMAT:
-        raise ValueError("not a model of run times")
-    return told
-
-
-def _object(text: str | bytes) -> dict[str, object] | None:
+    end = 8 + int.from_bytes(data[:8], "little")
     try:
-        value = json.loads(text)
+        header = json.loads(data[8:end]) if end <= len(data) else None
     except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError("not a safetensors file")
+    try:
+        found: dict[str, object] = json.loads(header["__metadata__"][_ENTRY])
+        if found["format"] == FORMAT:
+            return found
+    except (KeyError, TypeError, ValueError, RecursionError):
+        pass
+    raise ValueError("not a model of run times")
 
 
 def _parsed(data: bytes) -> tuple[Sizes, dict[str, Floats]]:
-    told = metadata(data)
-    if told.get("version") != VERSION:
-        raise ValueError(f"of version {told.get('version')!r}, where this release reads {VERSION}")
-    sizes = Sizes(**{name: _whole(told, name) for name in _RANGES})
+    entry = metadata(data)
+    if entry.get("version") != VERSION:
+        raise ValueError(f"of version {entry.get('version')!r}, where this release reads {VERSION}")
+    sizes = Sizes(**{name: _whole(entry, name) for name in _RANGES})
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -149,8 +145,8 @@ def _parsed(data: bytes) -> tuple[Sizes, dict[str, Floats]]:
     return sizes, weights
 
 
-def _whole(told: Mapping[str, object], name: str) -> int:
-    value = told.get(name)
+def _whole(entry: Mapping[str, object], name: str) -> int:
+    value = entry.get(name)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"its metadata has {name} {value!r}, not a whole number")
     return value
