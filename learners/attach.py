@@ -140,8 +140,7 @@ def offer(
 
 
 def dtype_of(name: str, array: npt.NDArray[Any]) -> str:
-    """Return the type of a tensor that no gradient changes. Raises UsageError if a job cannot have
-    it."""
+    """Return the type of a buffer or frozen tensor. Raises UsageError if a job cannot have it."""
     kind = np.asarray(array).dtype
     if kind not in weights.NAME_OF:
         kinds = ", ".join(weights.DTYPES)

@@ -33,8 +33,7 @@ class Link(Protocol):
     """Version of the job's weights when the last pull began."""
 
     def buffer(self) -> Any:
-        """Return room for all weights on the device, float32 zeros of shape
-        (client.model.elements,)."""
+        """Return float32 zeros on the device, shape (client.model.elements,)."""
 
     def views(self, buffer: Any) -> dict[str, Any]:
         """Return each tensor by name, as a view of a buffer."""
@@ -51,8 +50,7 @@ class Link(Protocol):
         """
 
     def pulled(self) -> bool:
-        """Return whether that pull has arrived; what is computed from now on sees it. Never
-        waits."""
+        """Return whether that pull has arrived; what is computed next sees it. Never waits."""
 
     def gradients(self) -> dict[str, Any]:
         """Return room for the next gradient, by tensor's name: what is computed into it and then

@@ -43,9 +43,6 @@ def _report(
 
 def _frames_of_script(trace: TracebackType | None) -> int:
     """Return how many frames come before the first one of gadei_ps."""
-    count = 0
-    while trace is not None:
-        if str(trace.tb_frame.f_globals.get("__name__", "")).startswith("gadei_ps."):
-            return count
-        count, trace = count + 1, trace.tb_next
-    return count
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(trace)]
+    ours = (number for number, name in enumerate(names) if name.startswith("gadei_ps."))
+    return next(ours, len(names))

@@ -69,8 +69,7 @@ class InitialLoad:
         self._write_when_asked(request, write, timeout_s)
 
     def _write_when_asked(self, request: Load, write: Write, timeout_s: float | None) -> bool:
-        """Return false if the job keeps something else. If the write fails or is interrupted, the
-        other learners do not wait for this one."""
+        """Return false if the job keeps another load. After an error nobody waits for this one."""
         until = deadline(timeout_s)
         try:
             while (answer := self._ask(request)) == "wait":

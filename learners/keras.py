@@ -102,8 +102,7 @@ class Learner(keras.callbacks.Callback):  # type: ignore[misc]
         self._reported = 0.0, 0.0  # loss and samples of the epoch that were reported
 
     def _step(self, gradients: Iterable[Any], variables: Iterable[Any], rate: Any) -> None:
-        """Push, in place of Keras's own update. Keras clears gradients, also in the middle of a
-        wave."""
+        """Push, in place of Keras's update. Keras clears gradients even within a wave."""
         for gradient, variable in zip(gradients, variables, strict=True):
             has = self._wave.get(variable.path)
             self._wave[variable.path] = gradient if has is None else has + gradient

@@ -120,7 +120,6 @@ def _check_has(kind: str, fields: dict[str, Any], where: str = "") -> None:
 
 
 def _group(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Group. Raises UsageError."""
     where = f"groups[{number}]"
     if not isinstance(given, Mapping) or "params" not in given:
         raise UsageError(f"{where}: give a dict with params, as {{'params': '*.bias', 'lr': 0.1}}")

@@ -97,16 +97,14 @@ class WaveOrder(ABC):
         return sum(wave.begun - wave.ended for wave in self._waves)
 
     def may_begin(self, last: bool | None = None) -> bool:
-        """Return whether begin(last=last) may be called. If not, end() the oldest mini-batch
-        first."""
+        """Return whether begin(last=last) may be called now, before end() of the oldest one."""
         ends, ahead = self._next_wave(last)[1:]
         return self.in_flight < self._room and not (ends and ahead)
 
     def _next_wave(
         self, last: bool | None = None, batch: int | None = None
     ) -> tuple[_Wave, bool, bool]:
-        """Return the wave of the next mini-batch, whether it ends it, and whether another is in
-        hand."""
+        """Return the next mini-batch's wave, whether it ends it, and whether another is open."""
         if not self._waves or self._waves[-1].whole:
             wave = _Wave(self.client.wave, self._pulled, batch)
         else:
@@ -321,8 +319,7 @@ class Waves(WaveOrder):
         self._update = np.zeros_like(self.flat)
 
     def _of_wave(self) -> FloatArray:
-        """Return what the mini-batches that are not pushed have changed; valid until the next
-        call."""
+        """Return the changes that are not pushed yet; valid until the next call."""
         self.before_reading()
         end = self.client.model.parameters  # buffers follow, of which nothing is pushed
         np.subtract(self.flat[:end], self._base[:end], out=self._update[:end])

@@ -122,15 +122,15 @@ class _Chaos:
         end = begin + self.options.seconds
         self._round_until = begin + ROUND_S
         due = begin + self.options.every_s
-        told = begin
+        reported = begin
         while (now := time.monotonic()) < end:
             interrupts.check()
             self.job.maintain()
             self._go_on(now)
             if now >= due and self._strike(now):
                 due = time.monotonic() + self.options.every_s * (0.5 + self._chance.random())
-            if now - told >= REPORT_S:
-                told = now
+            if now - reported >= REPORT_S:
+                reported = now
                 self.options.say(self._line(now - begin))
             time.sleep(POLL_S)
 
@@ -229,7 +229,6 @@ class _Chaos:
     # -- telling ------------------------------------------------------------------------------
 
     def _counters(self) -> Counter[str]:
-        """The counters of the job."""
         control = self._processes.control
         names = ("server_deaths", "learner_deaths", "watchdog_starts")
         return Counter(counts(control) | {name: int(control[name]) for name in names})

@@ -174,12 +174,8 @@ class Observer(threading.Thread):
 
 def spread(seconds: list[float]) -> dict[str, float | int | None]:
     """Return percentiles (ms); None if nothing was measured."""
-    told: dict[str, float | int | None] = {"p50": None, "p99": None, "max": None}
+    found: dict[str, float | int | None] = dict.fromkeys(("p50", "p99", "max"))
     if seconds:
-        ms = np.array(seconds) * 1e3
-        told = {
-            "p50": float(np.percentile(ms, 50)),
-            "p99": float(np.percentile(ms, 99)),
-            "max": float(ms.max()),
-        }
-    return told | {"samples": len(seconds)}
+        values = np.percentile(np.array(seconds) * 1e3, (50, 99, 100)).tolist()
+        found = dict(zip(found, values, strict=True))
+    return found | {"samples": len(seconds)}

@@ -92,7 +92,7 @@ class _Learner:
     """A learner of chaos's own job: its process, and its ring after it attached."""
 
     child: subprocess.Popen[bytes]
-    said: bytes = b""
+    output: bytes = b""
     target: Target | None = None
     ring: Ring | None = None
 
@@ -145,10 +145,10 @@ class CountedJob:
     def _admit(self, one: _Learner) -> None:
         assert one.child.stdout is not None
         assert one.child.stdin is not None
-        one.said += one.child.stdout.read() or b""
-        if not one.said.endswith(b"\n"):
+        one.output += one.child.stdout.read() or b""
+        if not one.output.endswith(b"\n"):
             return
-        row, generation = map(int, one.said.split())
+        row, generation = map(int, one.output.split())
         # If the ring's name is gone already, the learner is dying and has pushed nothing.
         with contextlib.suppress(FileNotFoundError, SegmentError, BrokenPipeError):
             one.ring = Ring(self.processes.job, row, generation)

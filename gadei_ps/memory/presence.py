@@ -142,28 +142,28 @@ def find(job: str | None = None, uid: int | None = None) -> list[Found]:
     Raises OSError if the directory cannot be read.
     """
     wanted = os.getuid() if uid is None else uid
-    found = []
+    looked = []
     try:
         names = sorted(path.name for path in shm.SHM.iterdir())
     except FileNotFoundError:
         return []
-    for name in names:
-        match = shm.SEGMENT_NAME.fullmatch(name)
-        if not match or (job is not None and (match["job"] != job or int(match["uid"]) != wanted)):
+    for match in filter(None, map(shm.SEGMENT_NAME.fullmatch, names)):
+        name, owner = match["job"], int(match["uid"])
+        if job is not None and (name, owner) != (job, wanted):
             continue
-        found.append(_look(name, match["job"], match["part"], int(match["uid"])))
-    looked = [one for one in found if one is not None]
+        if (found := _look(match[0], name, match["part"], owner)) is not None:
+            looked.append(found)
     alive = {key: living(*key) for key in {(one.job, one.uid) for one in looked if not one.foreign}}
-    return [one if one.foreign else _with_processes(one, alive[one.job, one.uid]) for one in looked]
-
-
-def _with_processes(one: Found, alive: Living) -> Found:
-    return replace(
-        one,
-        owned=one.owned or alive.watchdog,
-        stale=one.stale and not alive.anyone,
-        elsewhere=alive.elsewhere,
-    )
+    for number, one in enumerate(looked):
+        if not one.foreign:
+            its = alive[one.job, one.uid]
+            looked[number] = replace(
+                one,
+                owned=one.owned or its.watchdog,
+                stale=one.stale and not its.anyone,
+                elsewhere=its.elsewhere,
+            )
+    return looked
 
 
 def _look(name: str, job: str, part: str, uid: int) -> Found | None:

@@ -148,8 +148,7 @@ class Model:
         return flat
 
     def views(self, flat: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
-        """Each tensor by name as a view of `flat`, of shape (words,), or (elements,): without the
-        frozen ones."""
+        """Views of the tensors by name; `flat`: (words,), or (elements,) without frozen ones."""
         return {one.name: one.of(flat) for one in self.every if _end(one) <= flat.size}
 
     def gradients(self, flat: FloatArray) -> dict[str, FloatArray]:

@@ -280,8 +280,7 @@ class _Search:
         self._best: dict[tuple[int, int], Cells] = {}
 
     def least(self, count: int | None = None) -> int:
-        """Return the least cap with `count` stages, or with any number of them. _NEVER or more if
-        nothing fits."""
+        """Return the least cost with `count` stages, or any number; _NEVER if nothing fits."""
         everything = 1 << self._devices
         self._best = {}
         for used in sorted(range(everything), key=int.bit_count, reverse=True):

@@ -138,8 +138,7 @@ class _Group:
     def medians(
         self, sample: Sample, inputs: torch.Tensor, copies: int, repeats: int
     ) -> tuple[list[tuple[int, int]], torch.Tensor | None]:
-        """Return forward and backward of each stage, ns, and what the group hands on, on the
-        CPU."""
+        """Return the passes of each stage (ns), and what the group hands on, on the CPU."""
         for one in self._modules:
             one.to(self._place.device)
         try:

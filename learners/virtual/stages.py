@@ -30,8 +30,7 @@ FORWARD, BACKWARD = 0, 1
 
 @dataclass
 class MiniBatch:
-    """A mini-batch in flight. Its stages fill it in; `done` is set when the first one has ended
-    with it."""
+    """A mini-batch in flight. `done` is set when the first stage has ended with it."""
 
     targets: Any
     loss_function: LossFunction

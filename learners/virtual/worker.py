@@ -138,8 +138,7 @@ class VirtualWorker:
             raise
 
     def _begin_waves(self, optimizer: Make | None) -> tuple[WaveOrder, Callable[[], object]]:
-        """Return the waves, and the function that uses the gradients of a mini-batch that has
-        ended."""
+        """Return the waves, and the function that uses the gradients of an ended mini-batch."""
         if optimizer is not None:
             waves = Waves(self.client)
             self._elsewhere = DeviceParameters(self._place_weights(waves))
@@ -244,8 +243,7 @@ class VirtualWorker:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause in a block that takes long (validation); see Client.pause. Drains the pipeline
-        first."""
+        """Drain the pipeline, and pause in a block that takes long; see Client.pause."""
         self.drain()
         with self.client.pause():
             yield
@@ -442,8 +440,7 @@ class VirtualWorker:
 
 
 class DeviceParameters:
-    """Parameters on devices with a memory of their own, and the arrays of the host that they
-    follow."""
+    """Parameters on devices with their own memory, and the host arrays that they follow."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """Follow parameters. pairs: of each its array on the host, and itself."""
@@ -504,8 +501,7 @@ def _checked_plan(
     devices: object,
     cuts: object,
 ) -> Plan:
-    """Return the plan. Raises UsageError if it is for other layers, or other arguments are given
-    beside it."""
+    """Return the plan. Raises UsageError if it is for other layers, or not given alone."""
     if devices is not None or cuts is not None:
         raise UsageError("plan sets the devices and the cuts: leave out devices and cuts, or plan")
     if not isinstance(plan, Plan | str | os.PathLike):
@@ -526,7 +522,6 @@ def _places(given: Sequence[str | torch.device] | None, *, planned: bool) -> lis
 
 
 def _check_samples(what: str, given: object) -> None:
-    """Raise UsageError unless it is a tensor of samples."""
     if not isinstance(given, torch.Tensor) or not given.dim():
         raise UsageError(f"{what} must be a tensor with the samples along its first axis")
     if not len(given):
@@ -534,7 +529,6 @@ def _check_samples(what: str, given: object) -> None:
 
 
 def _check_loss(function: object) -> None:
-    """Raise UsageError unless it is a function."""
     if not callable(function):
         raise UsageError(f"loss_function is a {type(function).__name__}: give a function")
 
