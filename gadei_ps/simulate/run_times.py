@@ -67,7 +67,8 @@ Parameters = Mapping[str, Any]
 def _normal(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
     """Normally distributed, with `std` around `mean`, in seconds."""
     noise = normal(seed, learners, iterations)
-    return np.maximum(of["mean"] + of["std"] * noise, LEAST * of["mean"])
+    drawn: FloatArray = np.maximum(of["mean"] + of["std"] * noise, LEAST * of["mean"])
+    return drawn
 
 
 def _log_normal(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:

@@ -89,15 +89,13 @@ class PendingLoads:
         self._errors: list[str] = []  # of the current load
         self._undo = contextlib.ExitStack()
         for module in trained.module.modules():
-            if module is trained.module or any(self._own(module)) or self._has_frozen(module):
+            frozen = any(not one.requires_grad for one in module.parameters(recurse=False))
+            if module is trained.module or any(self._own(module)) or frozen:
                 me = weakref.ref(self)
                 before = functools.partial(module.register_load_state_dict_pre_hook, _before)
                 after = functools.partial(module.register_load_state_dict_post_hook, _after)
                 self._undo.callback(hooks.add(module, me, hooks.PRE, before))
                 self._undo.callback(hooks.add(module, me, hooks.POST, after))
-
-    def _has_frozen(self, module: torch.nn.Module) -> bool:
-        return any(not one.requires_grad for one in module.parameters(recurse=False))
 
     def resume(self, earlier: PreviousState) -> None:
         """Continue with what the Optimizer before has left."""
@@ -185,15 +183,11 @@ class PendingLoads:
                 warnings.warn(KEPT, stacklevel=to_the_script())
         elif changed := changed & self.trained.parameters.keys():
             self._client.assign({name: host(now[name]) for name in changed})
-        self.forget()
+        self._before = None
+        self._loaded, self._fresh = set(), {}
         self._backend.follow()
         if kept:
             self._buffers.load(now)
-
-    def forget(self) -> None:
-        """Keep what was loaded in the model, and do not give it to the job."""
-        self._before = None
-        self._loaded, self._fresh = set(), {}
 
     def end_optimizer(self) -> PreviousState:
         """End the Optimizer, for the model gets another one."""

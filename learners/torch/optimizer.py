@@ -341,7 +341,8 @@ class Optimizer(JobOptimizer):
         if self._wave_goes_on():
             return result
         before = self.client.published
-        samples = self._samples or self._of_sampler()
+        sampler = self._sampler
+        samples = self._samples or (0 if sampler is None else sampler.samples_in_flight())
         try:
             self.backend.push(self._loss, samples=samples, rate_scale=scale)
         except BaseException:  # such as KeyboardInterrupt
@@ -675,10 +676,6 @@ class Optimizer(JobOptimizer):
             self._begin_turn()
         elif not sampler.is_under_way:  # it has no work, and no turn before it gets some
             self._refresh()
-
-    def _of_sampler(self) -> int:
-        """Return the samples of the sampler that the next push answers; 0 if none."""
-        return 0 if self._sampler is None else self._sampler.samples_in_flight()
 
     def stop_job(self, reason: str = "", timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Stop the job for all its learners (early stopping); see Client.stop_job."""
