@@ -148,7 +148,7 @@ class Model:
         return flat
 
     def views(self, flat: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
-        """Views of the tensors by name; `flat`: (words,), or (elements,) without frozen ones."""
+        """Return views by name. flat: shape (words,), or (elements,) without frozen ones."""
         return {one.name: one.of(flat) for one in self.every if _end(one) <= flat.size}
 
     def gradients(self, flat: FloatArray) -> dict[str, FloatArray]:

@@ -65,21 +65,21 @@ Parameters = Mapping[str, Any]
 
 
 def _normal(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
-    """Normally distributed, with `std` around `mean`, in seconds."""
+    """Draw from a normal distribution, with `std` around `mean`, in seconds."""
     noise = normal(seed, learners, iterations)
     drawn: FloatArray = np.maximum(of["mean"] + of["std"] * noise, LEAST * of["mean"])
     return drawn
 
 
 def _log_normal(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
-    """The logarithm is normal with deviation `sigma`. `mean` is the mean run time in seconds."""
+    """Draw times whose logarithm is normal with deviation `sigma`. mean: in seconds."""
     noise = normal(seed, learners, iterations)
     drawn: FloatArray = of["mean"] * np.exp(of["sigma"] * noise - of["sigma"] ** 2 / 2)
     return drawn
 
 
 def _heavy(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
-    """Pareto distributed: P(longer than t) falls as t to the power -`alpha`. mean: in seconds."""
+    """Draw from Pareto's: P(longer than t) falls as t to the power -`alpha`. mean: in seconds."""
     chance = uniform(seed, Stream.TAIL, learners, iterations)
     least = of["mean"] * (of["alpha"] - 1) / of["alpha"]
     drawn: FloatArray = least * chance ** (-1 / of["alpha"])
@@ -87,7 +87,7 @@ def _heavy(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) 
 
 
 def _groups(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
-    """Nodes of `size` learners. All learners of a node are slower by `factor` at the same time.
+    """Draw for nodes of `size` learners, which are all slower by `factor` at the same time.
 
     Time is divided into spells of `length` iterations, which begin at a random place for each node.
     A node is slow in a spell with the probability `share`.
@@ -100,7 +100,7 @@ def _groups(of: Parameters, seed: int, learners: IntArray, iterations: IntArray)
 
 
 def _switch(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
-    """Learners 0 to `slow` - 1 are slower by `factor` in their iterations below `until`.
+    """Draw for learners of which 0 to `slow` - 1 are slower by `factor` below iteration `until`.
 
     As in figure 2 of the paper on cutoffs (Teng and Wood 2018): 40 of 158 learners share a slow
     machine, which becomes fast at iteration 61.
@@ -110,7 +110,7 @@ def _switch(of: Parameters, seed: int, learners: IntArray, iterations: IntArray)
 
 
 def _speeds(of: Parameters, seed: int, learners: IntArray, iterations: IntArray) -> FloatArray:
-    """Learners of unequal speed: learner k does its k-th number of iterations in `mean` seconds.
+    """Draw for unequal learners: learner k does its k-th number of iterations in `mean` seconds.
 
     If there are more learners than numbers, the numbers are used again in the same order.
     """
