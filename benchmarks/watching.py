@@ -81,7 +81,7 @@ class Watchers:
         said = {name: directory / f"{name}.said" for name in ("metrics", "dashboard")}
         children = [
             _start(stack, said["metrics"], "metrics", "--listen", "127.0.0.1:0"),
-            _start(stack, said["dashboard"], "dashboard", "--no-token", "--port", "0"),
+            _start(stack, said["dashboard"], "dashboard", "--no-token", "--listen", "127.0.0.1:0"),
         ]
         self._metrics, page = _link(said["metrics"]), _link(said["dashboard"])
         self._stream = f"{page}job/{job}/stream"

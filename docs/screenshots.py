@@ -86,7 +86,7 @@ def dashboard() -> Iterator[str]:
         mock.patch.object(live, "time", clock),
         mock.patch.object(tables, "time", clock),
         _time_zone("UTC"),
-        listening.listen("127.0.0.1", 0, "port") as there,
+        listening.listen("127.0.0.1:0")[1] as there,
     ):
         application = Dashboard(access).application()
         config = uvicorn.Config(application, lifespan="off", log_config=None, log_level="critical")

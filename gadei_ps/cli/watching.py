@@ -51,12 +51,14 @@ def top(
 
 
 def dashboard(
-    host: Annotated[
-        str, option("ADDRESS", "Address to listen at. Others than 127.0.0.1 are not encrypted.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, option("PORT", "Port to listen at; 0: a free one.", min=0, max=65535)
-    ] = 8470,
+    listen: Annotated[
+        str,
+        option(
+            "HOST:PORT",
+            "Address for browsers; port 0 takes a free one. Others than 127.0.0.1 are not "
+            "encrypted.",
+        ),
+    ] = "127.0.0.1:8470",
     read_only: Annotated[bool, switch("--read-only", "Only show; refuse all actions.")] = False,
     no_token: Annotated[
         bool,
@@ -91,7 +93,9 @@ def dashboard(
             print_text("gadei-ps: Ctrl-C ends it; jobs continue")
         sys.stdout.flush()
 
-    serving.serve(serving.Options(host, port, read_only, not no_token, allow_host or ()), started)
+    serving.serve(
+        listen, started, read_only=read_only, token=not no_token, allow_hosts=allow_host or ()
+    )
     return 0
 
 
@@ -105,6 +109,8 @@ def metrics(
 
     As root, of the jobs of all users. The metrics are read from shared memory: no job is asked.
     """
+    import asyncio
+
     from gadei_ps.machine import listening
     from gadei_ps.monitoring import web
     from gadei_ps.monitoring.exporter import Exporter
@@ -113,11 +119,10 @@ def metrics(
     if once:
         sys.stdout.buffer.write(exporter.text()[0])
         return 0
-    host, port = web.address(listen)
-    server = web.Server(exporter.text, host, port)
-    where = listening.shown(host, server.port)
+    server = web.Server(exporter.text, listen)
+    where = listening.shown(server.host, server.port)
     print_text(f"gadei-ps: metrics are at http://{where}/metrics")
-    web.run(server)
+    asyncio.run(web.until_signal(server))
     return 0
 
 
@@ -164,14 +169,14 @@ def plot(
 ) -> int:
     """Draw loss and samples/s of a job over time and versions, as SVG; needs matplotlib."""
     from gadei_ps.commands import history as saved
-    from gadei_ps.show import history_view as drawing
+    from gadei_ps.monitoring import series
 
-    drawing.check_plot()
+    series.check_plot()
     name = Path(job).name.removesuffix(".jsonl").removesuffix(".toml").removesuffix(".sock")
     file = out or Path(f"{name}-history.svg")
     check_file("--out", file, ".svg")
     result = saved.read(job)
-    write_file("--out", file, drawing.plot(result["lines"], name))
+    write_file("--out", file, series.plot(result["lines"], name))
     lines = len(result["lines"])
     print_result(as_json, {"job": job, "file": str(file), "lines": lines}, lambda: f"wrote {file}")
     return 0

@@ -21,7 +21,7 @@ PART_BYTES = 64 << 10  # of each end of a file, for a list of runs
 def find(source: str) -> Path:
     """The file of a job's history. source: its name, its socket, its job file, or the file itself.
 
-    Raises UsageError.
+    Raises JobNotFound, UsageError.
     """
     path = Path(source)
     if source.endswith(".jsonl"):
@@ -34,12 +34,11 @@ def find(source: str) -> Path:
     if path.is_dir():
         return path / "history.jsonl"
     with contextlib.suppress(JobNotFound, ControlError):
-        told = jobs.status(source)["history"]
-        if told is None:
+        if (file := jobs.status(source)["history"]) is None:
             raise UsageError(f"job {source!r} keeps no history (history = false in its job file)")
-        return Path(told)
+        return Path(file)
     if "/" in source:
-        raise UsageError(f"{source}: no job is there; give its name, or its job file")
+        raise JobNotFound(f"{source}: no job is there; give its name, or its job file")
     state, name = config.state_directory(), shm.check_job_name(source)
     there = [
         one
@@ -47,7 +46,7 @@ def find(source: str) -> Path:
         if one.is_file()
     ]
     if not there:
-        raise UsageError(
+        raise JobNotFound(
             f"job {name!r} is not running and has left no history in {state}; give its job file if "
             "that names a directory for checkpoints, or set GADEI_PS_STATE_DIR as the job has it"
         )
@@ -98,19 +97,19 @@ def _run(path: Path, running: str | None) -> Run | None:
                 raw += b"\n" + file.read(PART_BYTES)
     except OSError:
         return None
-    lines = history_file.parsed(raw)
-    if not lines:
+    found = history_file.parsed(raw)
+    if not found:
         return None
     last: dict[str, Any] = {}
-    for one in lines:
+    for one in found:
         last |= {name: value for name, value in one.items() if value is not None}
     measured = last.get("measured")
-    state = str(lines[-1].get("ended", ""))
+    state = str(found[-1].get("ended", ""))
     return Run(
         job=running or history_file.job_of(path),
         file=str(path),
-        started=lines[0]["time"],
-        changed=lines[-1]["time"],
+        started=found[0]["time"],
+        changed=found[-1]["time"],
         state="running" if running else state,
         gradients=history_view.gradients(last) or 0,
         accuracy=measured.get("accuracy") if isinstance(measured, dict) else None,
@@ -120,15 +119,23 @@ def _run(path: Path, running: str | None) -> Run | None:
 
 
 def read(source: str, last: int | None = None) -> dict[str, Any]:
-    """`job`, `file` and `lines`: the whole history, or its last lines. Raises UsageError."""
+    """`job`, `file` and `lines`: the whole history, or its last lines.
+
+    Raises JobNotFound, UsageError.
+    """
     path = find(source)
+    found = lines(path)
+    return {"job": source, "file": str(path), "lines": found if last is None else found[-last:]}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a file. Raises UsageError."""
     try:
         with user_files.open_file(path) as file:
-            lines = history_file.parsed(file.read(history_file.MOST_BYTES))
+            return history_file.parsed(file.read(history_file.MOST_BYTES))
     except FileNotFoundError:
         raise UsageError(
             f"{path}: there is no history yet; it starts a second after the job's model exists"
         ) from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    return {"job": source, "file": str(path), "lines": lines if last is None else lines[-last:]}

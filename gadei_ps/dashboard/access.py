@@ -11,11 +11,11 @@ import hmac
 import html
 import secrets
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from typing import Final
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
+from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -77,11 +77,8 @@ class Access:
 
     def has_session(self, headers: Headers) -> bool:
         """Return whether the request has the cookie."""
-        try:
-            given = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
-        except CookieError:
-            return False
-        return given is not None and _are_equal(given.value, self.session)
+        given = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
+        return _are_equal(given, self.session)
 
     def is_token(self, given: str) -> bool:
         """Return whether it is the token of the link."""

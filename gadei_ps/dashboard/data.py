@@ -154,8 +154,8 @@ class Watcher:
     def __init__(self, uid: int | None = None) -> None:
         """uid: whose jobs; by default ours, and for root those of all users."""
         self._reader = Reader(uid)
-        self._before: dict[tuple[str, int], tuple[float, Job]] = {}
-        self._last: dict[tuple[str, int], View] = {}
+        self._known: dict[tuple[str, int], tuple[float, Job, View]] = {}
+        """Time (s), state and view of each job when its rates were taken."""
         self._processes: dict[int, psutil.Process] = {}
 
     def look(self) -> list[View]:
@@ -175,21 +175,16 @@ class Watcher:
         key, now = (job.name, job.uid), time.monotonic()
         if job.state is State.UNREADABLE:
             return View(job, time.time(), "")
-        at, before = self._before.get(key, (now, job))
-        if before.job_id != job.job_id:
-            at, before = now, job
-            self._last.pop(key, None)
         counter = "samples" if job.metrics["samples"] else "gradients_applied"
-        unit = "samples/s" if counter == "samples" else "gradients/s"
-        view = View(job, time.time(), unit)
+        view = View(job, time.time(), "samples/s" if counter == "samples" else "gradients/s")
+        at, before, last = self._known.get(key, (now, job, view))
+        if before.job_id != job.job_id:
+            at, before, last = now, job, view
         if now - at >= RATE_S:
-            self._before[key] = now, job
-            view = _with_rates(view, before, now - at, counter)
-        else:
-            self._before[key] = at, before
-            if (last := self._last.get(key)) is not None:
-                view = replace(last, job=job, time=view.time)
-        self._last[key] = view
+            last = _with_rates(view, before, now - at, counter)
+            at, before = now, job
+        self._known[key] = at, before, last
+        view = replace(last, job=job, time=view.time)
         processes = [self._measured(one) for one in _processes(job)]
         return replace(view, processes=processes, is_elsewhere=_is_elsewhere(job))
 
@@ -209,8 +204,7 @@ class Watcher:
     def _forget(self, views: Iterable[View]) -> None:
         there = {(view.name, view.job.uid) for view in views}
         pids = {one.pid for view in views for one in view.processes}
-        self._before = {key: one for key, one in self._before.items() if key in there}
-        self._last = {key: one for key, one in self._last.items() if key in there}
+        self._known = {key: one for key, one in self._known.items() if key in there}
         self._processes = {pid: one for pid, one in self._processes.items() if pid in pids}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from gadei_ps.dashboard import series
 from gadei_ps.dashboard.data import View, Watcher
 from gadei_ps.job import paths
+from gadei_ps.monitoring import series
 from gadei_ps.monitoring.following import Follower
 from gadei_ps.monitoring.reading import State
 
@@ -187,11 +187,10 @@ class Live:
     def __init__(self) -> None:
         self._channels: dict[str, Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._count = 0
 
     @property
     def is_full(self) -> bool:
-        return self._count >= MOST_STREAMS
+        return sum(len(one.listeners) for one in self._channels.values()) >= MOST_STREAMS
 
     def end(self) -> None:
         """End all streams: pages keep them open."""
@@ -201,7 +200,6 @@ class Live:
 
     async def stream(self, name: str, make: Callable[[], Feed]) -> AsyncIterator[bytes]:
         """Yield the messages of a feed. name: the same for pages that share it."""
-        self._count += 1
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(WAITING)
         channel = self._channels.get(name)
         if channel is None:
@@ -219,7 +217,6 @@ class Live:
             if channel.ended:
                 yield _event("ended", {})
         finally:
-            self._count -= 1
             channel.listeners.discard(queue)
 
     async def _run(self, name: str, channel: Channel) -> None:

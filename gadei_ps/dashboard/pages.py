@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from gadei_ps.commands import history
-from gadei_ps.dashboard import actions, series
+from gadei_ps.dashboard import actions
 from gadei_ps.dashboard.access import MOST_BODY, Access, Guard
 from gadei_ps.dashboard.data import Watcher
 from gadei_ps.dashboard.live import AllJobs, Feed, Live, OneJob
@@ -31,8 +31,9 @@ from gadei_ps.errors import GadeiError, JobNotFound, UsageError
 from gadei_ps.job import paths
 from gadei_ps.job.config import state_directory
 from gadei_ps.memory import shm
+from gadei_ps.monitoring import series
 from gadei_ps.monitoring.reading import State
-from gadei_ps.show import history_view, status
+from gadei_ps.show import status
 from gadei_ps.show.tables import age, when
 
 HERE: Final = Path(__file__).parent
@@ -137,17 +138,13 @@ class Dashboard:
 
     async def _run(self, request: Request) -> Response:
         name = request.path_params["run"]
-        found = await self._known_runs()
-        if name not in found:
-            raise HTTPException(404, "there is no run of this name")
-        return self._page("run.html", name=name, run=found[name])
+        return self._page("run.html", name=name, run=await self._known_run(name))
 
     async def _compare(self, request: Request) -> Response:
         chosen = [request.query_params.get(one, "") for one in ("a", "b")]
+        for name in filter(None, chosen):
+            await self._known_run(name)
         found = await self._known_runs()
-        for name in chosen:
-            if name and name not in found:
-                raise HTTPException(404, "there is no run of this name")
         return self._page("compare.html", runs=list(found.items()), chosen=chosen)
 
     async def _known_runs(self) -> dict[str, history.Run]:
@@ -159,6 +156,12 @@ class Dashboard:
         state = f"{state_directory()}/"
         return {one.file.removeprefix(state): one for one in found}
 
+    async def _known_run(self, name: str) -> history.Run:
+        found = await self._known_runs()
+        if name not in found:
+            raise HTTPException(404, "there is no run of this name")
+        return found[name]
+
     # -- data -----------------------------------------------------------------------------------
 
     async def _lines(self, request: Request) -> tuple[str, list[dict[str, Any]]]:
@@ -166,11 +169,8 @@ class Dashboard:
         if "job" in request.query_params:
             job = shm.check_job_name(request.query_params["job"])
             return job, await run_in_threadpool(_lines_of, job)
-        name = request.query_params.get("run", "")
-        found = await self._known_runs()
-        if name not in found:
-            raise HTTPException(404, "there is no run of this name")
-        return found[name].job, await run_in_threadpool(series.read, Path(found[name].file))
+        run = await self._known_run(request.query_params.get("run", ""))
+        return run.job, await run_in_threadpool(history.lines, Path(run.file))
 
     async def _data(self, request: Request) -> Response:
         _, lines = await self._lines(request)
@@ -185,7 +185,7 @@ class Dashboard:
     async def _svg(self, request: Request) -> Response:
         name, lines = await self._lines(request)
         async with self._acting:
-            made = await run_in_threadpool(history_view.plot, lines, name)
+            made = await run_in_threadpool(series.plot, lines, name)
         return _attachment(made, "image/svg+xml", f"{name}-history.svg")
 
     async def _stream_all(self, request: Request) -> Response:
@@ -236,7 +236,7 @@ def _lines_of(job: str) -> list[dict[str, Any]]:
     if view is None:
         raise _not_found(job)
     path = view.job.history
-    return series.read(path) if path and path.exists() else []
+    return history.lines(path) if path and path.exists() else []
 
 
 def _attachment(text: str, kind: str, name: str) -> Response:

@@ -11,7 +11,6 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Final, Self
 
 from rich.console import Console, RenderableType
@@ -61,12 +60,7 @@ class Screen:
         self._write(ENTER)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError, termios.error):  # the terminal may be closed
             self._write(LEAVE)
             termios.tcsetattr(self._in, termios.TCSADRAIN, self._before)

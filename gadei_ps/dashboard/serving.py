@@ -8,8 +8,7 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import h11
@@ -91,49 +90,47 @@ class Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the command line. allow_hosts: further names in the Host header."""
+def access(
+    host: str, port: int, *, read_only: bool, token: bool, allow_hosts: Iterable[str]
+) -> Access:
+    """Return the conditions for requests. Raises UsageError if strangers would meet them.
 
-    host: str
-    port: int
-    read_only: bool = False
-    token: bool = True
-    allow_hosts: Sequence[str] = ()
-
-
-def access(options: Options, port: int) -> Access:
-    """Return the conditions for requests. Raises UsageError if strangers would meet them."""
-    is_local = listening.is_loopback(options.host)
-    if not options.token and not is_local:
+    token: whether one is needed. allow_hosts: further names in the Host header.
+    """
+    is_local = listening.is_loopback(host)
+    if not token and not is_local:
         raise UsageError(
-            f"--no-token: at {options.host} everyone who reaches this machine could see your jobs; "
+            f"--no-token: at {host} everyone who reaches this machine could see your jobs; "
             "leave out the option, or listen at 127.0.0.1"
         )
-    names = {*listening.LOCAL, options.host, *options.allow_hosts}
+    names = {*listening.LOCAL, host, *allow_hosts}
     if not is_local:
         names |= {socket.gethostname(), socket.getfqdn()}
     return Access(
         hosts=frozenset(one.lower() for one in names if one),
         any_address=not is_local,
-        token=secrets.token_urlsafe(24) if options.token else None,
+        token=secrets.token_urlsafe(24) if token else None,
         # Other users of this machine reach the loopback address, too.
-        read_only=options.read_only or not options.token,
+        read_only=read_only or not token,
         cookie=f"gadei_ps_{port}",
     )
 
 
-def link(options: Options, port: int, token: str | None) -> str:
+def link(host: str, port: int, token: str | None) -> str:
     """Return the link to the dashboard, as a browser of this machine opens it."""
-    host = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     return f"http://{listening.shown(host, port)}/" + (f"?token={token}" if token else "")
 
 
-def serve(options: Options, started: Callable[[str, Access], None]) -> None:
-    """Serve the dashboard until a signal. started: called with the link."""
-    with listening.listen(options.host, options.port, "--host or --port") as there:
+def serve(address: str, started: Callable[[str, Access], None], **how: Any) -> None:
+    """Serve the dashboard at HOST:PORT until a signal. Raises UsageError.
+
+    started: called with the link. how: see access().
+    """
+    host, there = listening.listen(address)
+    with there:
         port = int(there.getsockname()[1])
-        allowed = access(options, port)
+        allowed = access(host, port, **how)
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # no line for each bad request
         dashboard = Dashboard(allowed)
         config = uvicorn.Config(
@@ -151,5 +148,5 @@ def serve(options: Options, started: Callable[[str, Access], None]) -> None:
             timeout_graceful_shutdown=END_S,
             h11_max_incomplete_event_size=MOST_HEADER,
         )
-        started(link(options, port, allowed.token), allowed)
+        started(link(host, port, allowed.token), allowed)
         Server(config, dashboard.live).run([there])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -21,6 +20,7 @@ from gadei_ps.monitoring.reading import State
 from gadei_ps.show.counts import counted
 from gadei_ps.show.tables import FittedTable
 
+R = TypeVar("R")
 INTERVAL_S: Final = 0.5
 LEAST_JOBS: Final = 3  # lines for jobs, however many processes one has
 MOST_TYPED: Final = 40  # characters
@@ -68,7 +68,6 @@ class Top:
     message: str = ""
     asked: Asked | None = None
     ended: bool = False
-    _outcomes: queue.Queue[str] = field(default_factory=queue.Queue)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -80,9 +79,6 @@ class Top:
             self.chosen = _key(self.views[0])
         if self.pid and self.pid not in [one.pid for one in self.processes]:
             self.pid = self.processes[0].pid if self.processes else 0
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.message = self._outcomes.get_nowait()
 
     @property
     def job(self) -> View | None:
@@ -167,11 +163,11 @@ class Top:
 
         def act() -> None:
             try:
-                self._outcomes.put(actions.perform(job, action, values))
+                self.message = actions.perform(job, action, values)
             except GadeiError as error:
-                self._outcomes.put(str(error))
+                self.message = str(error)
             except Exception as error:
-                self._outcomes.put(f"{action}: {type(error).__name__}: {error}")
+                self.message = f"{action}: {type(error).__name__}: {error}"
 
         self.message = f"{action} of {job} ..."
         threading.Thread(target=act, daemon=True).start()
@@ -204,10 +200,8 @@ class Top:
             whole=("job", "state", "speed", "age"),
             dispensable=("model", "queue", "failovers", "age"),
         )
-        at = next((i for i, view in enumerate(self.views) if _key(view) == self.chosen), 0)
-        first = max(0, min(at - most // 2, len(self.views) - most))
-        for view in self.views[first : first + most]:
-            is_chosen = _key(view) == self.chosen
+        chosen = [_key(view) == self.chosen for view in self.views]
+        for view, is_chosen in _window(self.views, chosen, most):
             style = "" if not is_chosen else "bold" if self.pid else "reverse"
             cells: dict[str, str | Text] = {
                 **view.cells(),
@@ -227,15 +221,19 @@ class Top:
         )
         if self.job is None:
             return made
-        there = list(self.processes)
-        at = next((i for i, one in enumerate(there) if one.pid == self.pid), 0)
-        first = max(0, min(at - most // 2, len(there) - most))
-        for one in there[first : first + most]:
+        chosen = [one.pid == self.pid for one in self.processes]
+        for one, is_chosen in _window(self.processes, chosen, most):
             cells = self.job.process_cells(one)
-            is_chosen = one.pid == self.pid
             name = _chosen(one.name, is_chosen, "reverse" if is_chosen else "")
             made.add_row(name, *(cells.get(number, "") for number in numbers))
         return made
+
+
+def _window(rows: Sequence[R], chosen: Sequence[bool], most: int) -> list[tuple[R, bool]]:
+    """Return at most `most` rows around the chosen one, each with whether it is chosen."""
+    at = chosen.index(True) if True in chosen else 0
+    first = max(0, min(at - most // 2, len(rows) - most))
+    return list(zip(rows, chosen, strict=True))[first : first + most]
 
 
 def _chosen(name: str, is_chosen: bool, style: str) -> Text:

@@ -8,6 +8,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from gadei_ps.errors import UsageError
+from gadei_ps.machine import addresses
 
 LOCAL: Final = ("127.0.0.1", "::1", "localhost")
 """Names of this host that no other host can use."""
@@ -18,20 +19,24 @@ def shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listen(host: str, port: int, options: str) -> socket.socket:
-    """Return a socket that listens there, at `::` also for IPv4. Raises UsageError.
+def listen(address: str) -> tuple[str, socket.socket]:
+    """Listen at HOST:PORT, at `::` also for IPv4. Return the host and the socket.
 
-    options: of the command line, by which another address is given.
+    Raises UsageError, which names the option --listen.
     """
     try:
+        host, port = addresses.parse(address)
+    except ValueError as error:
+        raise UsageError(f"--listen: {error}") from None
+    try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
+        family, _, _, _, place = found[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
+        return host, socket.create_server(place, family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:  # a name such as `a..b` has no encoding
         why = str(getattr(error, "strerror", None) or error).partition(" (while ")[0]
         raise UsageError(
-            f"cannot listen at {shown(host, port)}: {why}; give another {options}"
+            f"cannot listen at {shown(host, port)}: {why}; give another --listen"
         ) from None
 
 

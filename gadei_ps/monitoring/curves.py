@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from gadei_ps.job.config import LIBRARIES
-from gadei_ps.monitoring.following import Follower, scalars
+from gadei_ps.monitoring.following import Follower
+from gadei_ps.monitoring.series import scalars
 from gadei_ps.show.history_view import event_text
 
 POLL_S: Final = 1.0
@@ -145,7 +146,6 @@ def tagged(line: Line) -> dict[str, float]:
     if not line.get("samples"):  # no learner reports them
         own.pop("samples_per_s", None)
     given = scalars(line)
-    given.pop("epoch", None)  # it counts, as the steps do
     if "learning_rate" in given:
         own.pop("learning_rate", None)
     return {TAGS.get(name, name): value for name, value in (*given.items(), *own.items())}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gadei_ps.machine.ownership import SAFELY
+from gadei_ps.show.strict_json import is_number
 from gadei_ps.storage import history_file
 
 PART_BYTES: Final = 4 << 20  # read at once
@@ -69,7 +70,7 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
             found |= {
                 key: float(value)
                 for key, value in values.items()
-                if isinstance(value, int | float) and not isinstance(value, bool)
+                if is_number(value)
                 if key.isprintable() and len(key) <= NAME_CHARACTERS
             }
     return dict(list(found.items())[:MOST_SCALARS])

@@ -250,10 +250,10 @@ class _Files:
         """buffer: for the control record, which control() returns a view of."""
         self.job, self.uid, self._buffer = job, uid, buffer
         self.problem = ""
-        self.fd = self.open("control")
+        self.fd = self._open("control")
         try:
             self.size = os.fstat(self.fd).st_size
-            self.state = self._open_state()
+            self.state = self._open_if_there("state")
         except BaseException:
             os.close(self.fd)
             raise
@@ -266,13 +266,13 @@ class _Files:
             if fd >= 0:
                 os.close(fd)
 
-    def open(self, part: str) -> int:
+    def _open(self, part: str) -> int:
         name = shm.segment_name(self.job, part, self.uid)
         return shm.open_segment(name, writable=False, owner=self.uid)
 
-    def _open_state(self) -> int:
+    def _open_if_there(self, part: str) -> int:
         try:
-            return self.open("state")
+            return self._open(part)
         except (FileNotFoundError, NotOurs):
             return -1
 
@@ -324,15 +324,7 @@ class _Files:
 
     def weights(self) -> tuple[np.void | None, int]:
         """The head of the weights segment, and the segment's size."""
-        try:
-            fd = self.open("weights")
-        except (FileNotFoundError, NotOurs):
-            return None, 0
-        try:
-            raw, size = os.pread(fd, WEIGHTS.itemsize, 0), os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-        return (np.frombuffer(raw, WEIGHTS)[0] if len(raw) == WEIGHTS.itemsize else None), size
+        return _head(self._open_if_there("weights"), WEIGHTS)
 
     def ring(self, row: int, inode: int) -> tuple[np.void | None, int]:
         """The head of a learner's ring, whose file is this inode, and the segment's size."""
@@ -341,13 +333,23 @@ class _Files:
             fd = os.open(path, os.O_RDONLY | ownership.SAFELY)
         except OSError:
             return None, 0
-        try:
-            status = os.fstat(fd)
-            raw = os.pread(fd, RING.itemsize, 0) if status.st_ino == inode else b""
-        finally:
-            os.close(fd)
-        found = np.frombuffer(raw, RING)[0] if len(raw) == RING.itemsize else None
-        return found, status.st_size if found is not None else 0
+        return _head(fd, RING, inode)
+
+
+def _head(fd: int, kind: np.dtype[Any], inode: int | None = None) -> tuple[np.void | None, int]:
+    """Copy the head of a segment and close its file; return it with the segment's size (bytes).
+
+    None without a file (-1), or of another inode than the given one.
+    """
+    if fd < 0:
+        return None, 0
+    try:
+        status, raw = os.fstat(fd), os.pread(fd, kind.itemsize, 0)
+    finally:
+        os.close(fd)
+    if len(raw) < kind.itemsize or inode not in (None, status.st_ino):
+        return None, 0
+    return np.frombuffer(raw, kind)[0], status.st_size
 
 
 def _job(files: _Files, control: np.void, record: dict[str, Any]) -> Job:
@@ -378,7 +380,9 @@ def _job(files: _Files, control: np.void, record: dict[str, Any]) -> Job:
             "shared_bytes": files.size + weights_bytes + state_bytes + rings_bytes,
         },
         learners=learners,
-        model=None if head is None else _model(head),
+        model=None
+        if head is None
+        else Model(int(head["tensors"]), int(head["values"]), 4 * int(head["elements"])),
         **_settings(control, words),
         watchdog_pid=words["watchdog_pid"] if watchdog else None,
         server_pid=lease if lease in living else None,
@@ -395,10 +399,6 @@ def _state(phase: Phase, watchdog: bool, servers: bool, has_model: bool) -> Stat
     if phase > Phase.SERVING:
         return State.STOPPING
     return State.RUNNING if has_model and phase == Phase.SERVING else State.STARTING
-
-
-def _model(head: np.void) -> Model:
-    return Model(int(head["tensors"]), int(head["values"]), 4 * int(head["elements"]))
 
 
 def _settings(control: np.void, words: Mapping[str, Any]) -> dict[str, Any]:
@@ -463,7 +463,7 @@ def _learner(row: int, entry: Mapping[str, Any], ring: np.void | None, shards: i
             **{one.name: entry[one.word] if one.word else None for one in metrics.LEARNER},
             "published": published,
             "queue": queue,
-            "outstanding": layout.AHEAD - list(entry["outstanding"]).count(layout.NO_BATCH),
+            "outstanding": layout.AHEAD - entry["outstanding"].tolist().count(layout.NO_BATCH),
             "staleness_mean": entry["staleness_sum"] / applied if applied else 0.0,
             "gradient_norm": norm,
             "loss": loss,

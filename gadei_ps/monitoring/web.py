@@ -8,13 +8,12 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Final
 
-from gadei_ps.errors import GadeiError, UsageError
-from gadei_ps.machine import addresses, listening
+from gadei_ps.errors import GadeiError
+from gadei_ps.machine import listening
 
-PORT: Final = 9469
-DEFAULT: Final = f"127.0.0.1:{PORT}"
 REQUEST_S: Final = 5.0  # for a whole request and its answer
 MOST_HEAD: Final = 8192  # bytes of a request
 MOST_CONNECTIONS: Final = 32
@@ -27,25 +26,17 @@ Text = Callable[[str], tuple[bytes, str]]
 """Makes an answer for an Accept header: its text and its content type."""
 
 
-def address(text: str) -> tuple[str, int]:
-    """Return the parts of HOST:PORT, or [HOST]:PORT. Raises UsageError."""
-    try:
-        return addresses.parse(text)
-    except ValueError as error:
-        raise UsageError(f"{error}, such as {DEFAULT}") from None
-
-
 class Server:
     """Answers GET /metrics."""
 
-    def __init__(self, text: Text, host: str, port: int) -> None:
-        """Listen. Raises UsageError if that is not possible."""
+    def __init__(self, text: Text, address: str) -> None:
+        """Listen at HOST:PORT. Raises UsageError if that is not possible."""
         self._text = text
-        is_local = listening.is_loopback(host)
-        self._hosts = {*listening.LOCAL, host.lower()} if is_local else None
         self._open = 0
-        self._socket = listening.listen(host, port, "--listen")
+        self.host, self._socket = listening.listen(address)
         self.port: int = self._socket.getsockname()[1]
+        is_local = listening.is_loopback(self.host)
+        self._hosts = {*listening.LOCAL, self.host.lower()} if is_local else None
 
     def close(self) -> None:
         """Listen no more, if serve() was not called."""
@@ -108,32 +99,17 @@ class Server:
         return _response(200, INDEX) if path == b"/" else _response(404, b"not found\n")
 
 
-_REASONS: Final = {
-    200: "OK",
-    400: "Bad Request",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-}
-
-
 def _response(code: int, text: bytes, kind: str = PLAIN, more: str = "") -> bytes:
     head = (
-        f"HTTP/1.1 {code} {_REASONS[code]}\r\nContent-Type: {kind}\r\n"
+        f"HTTP/1.1 {code} {HTTPStatus(code).phrase}\r\nContent-Type: {kind}\r\n"
         f"Content-Length: {len(text)}\r\nX-Content-Type-Options: nosniff\r\n{more}"
         "Connection: close\r\n\r\n"
     )
     return head.encode() + text
 
 
-def run(server: Server) -> None:
+async def until_signal(server: Server) -> None:
     """Serve until SIGINT or SIGTERM."""
-    asyncio.run(_until_signal(server))
-
-
-async def _until_signal(server: Server) -> None:
     # The loop's own handlers: an exception of Python's could end one request instead of all.
     over = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -161,7 +137,7 @@ def main() -> None:
 
     job, listen = sys.argv[1:]
     try:
-        server = Server(Exporter(job).text, *address(listen))
+        server = Server(Exporter(job).text, listen)
     except GadeiError as error:
         print(error, flush=True)
         sys.exit(1)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def finite(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 A line is an object with `time` (seconds since 1970) and `version`. A *point* says how training
 goes; a line with one of EVENTS is an *event*. When there are too many points, they are
-thinned out: those that stay are equally far apart in time. Imports the standard library only, for
-the process that writes it (watchdog/history_writer.py).
+thinned out: those that stay are equally far apart in time. Imports little, for the process that
+writes it (watchdog/history_writer.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
+
+from gadei_ps.show.strict_json import is_number
 
 MOST: Final = 4000  # points in a file; thinned out, there is half of that
 MOST_EVENTS: Final = 1000
@@ -50,7 +52,7 @@ def parsed(raw: bytes) -> list[dict[str, Any]]:
     for line in raw.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             one = json.loads(line, parse_int=_whole)
-            if isinstance(one, dict) and _is_time(one.get("time")):
+            if isinstance(one, dict) and is_number(time := one.get("time")) and 0 <= time < 1 << 53:
                 found.append(one)
     return found
 
@@ -61,10 +63,6 @@ def _whole(text: str) -> int:
     if abs(number) >= 1 << 64:
         raise ValueError(f"{text[:40]} is too large")
     return number
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def thinned(lines: Iterable[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:

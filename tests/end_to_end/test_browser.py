@@ -61,7 +61,7 @@ def page() -> Iterator[Any]:
 
 
 def open_dashboard(cli: Cli) -> str:
-    running = cli.start("dashboard", "--port", 0, "--json")
+    running = cli.start("dashboard", "--listen", "127.0.0.1:0", "--json")
     eventually(lambda: running.out or running.process.poll() is not None, what=lambda: running.err)
     return str(json.loads(running.out)["url"])
 

@@ -77,8 +77,8 @@ class Site:
         self.cookie = headers["set-cookie"].partition(";")[0]
 
 
-def start(cli: Cli, *arguments: object) -> Site:
-    running = cli.start("dashboard", "--port", 0, "--json", *arguments)
+def start(cli: Cli, *arguments: object, address: str = "127.0.0.1:0") -> Site:
+    running = cli.start("dashboard", "--listen", address, "--json", *arguments)
     eventually(lambda: running.out or running.process.poll() is not None, what=lambda: running.err)
     assert running.process.poll() is None, running.err
     url = urlsplit(json.loads(running.out)["url"])
@@ -265,18 +265,18 @@ def test_read_only(cli: Cli, job_name: str) -> None:
 
 def test_addresses(cli: Cli) -> None:
     """Check that it listens at the loopback address only without a token."""
-    result = cli("dashboard", "--host", "0.0.0.0", "--port", 0, "--no-token")
+    result = cli("dashboard", "--listen", "0.0.0.0:0", "--no-token")
     assert result.code == 2
     assert "--no-token" in result.error
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        result = cli("dashboard", "--port", taken.getsockname()[1])
+        result = cli("dashboard", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert result.code == 2
     assert "cannot listen" in result.error
-    result = cli("dashboard", "--host", "a..b", "--port", 0)
+    result = cli("dashboard", "--listen", "a..b:0")
     assert (result.code, "cannot listen at a..b" in result.error) == (2, True)
-    site = start(cli, "--host", "0.0.0.0", "--allow-host", "proxy.example")
+    site = start(cli, "--allow-host", "proxy.example", address="0.0.0.0:0")
     site.sign_in()
     assert site.ask("/", Host="proxy.example")[0] == 200
     assert site.ask("/", Host="other.example")[0] == 421

@@ -290,16 +290,16 @@ def test_what_cannot_be_shown(words: list[str], why: str, cli: Cli) -> None:
 
 def test_without_matplotlib(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from gadei_ps.errors import UsageError
-    from gadei_ps.show import history_view as drawing
+    from gadei_ps.monitoring import series
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"plot needs matplotlib: pip install 'gadei-ps\[plot\]'"):
-        drawing.check_plot()
+        series.check_plot()
 
 
 def test_each_named_value_has_a_panel() -> None:
-    from gadei_ps.show.history_view import plot
+    from gadei_ps.monitoring.series import plot
 
     point = {"samples": 3, "samples_per_s": 1.0, "loss": 1.0, "reported": {"f1": 0.5, "cost_$": 2}}
     points = [{"time": 1000.0 + at, "version": at} | point for at in range(3)]
@@ -311,7 +311,7 @@ def test_each_named_value_has_a_panel() -> None:
 
 
 def test_values_that_are_too_large_are_not_drawn() -> None:
-    from gadei_ps.show.history_view import plot
+    from gadei_ps.monitoring.series import plot
 
     point = {"time": 1.0, "version": 1, "samples": 3, "loss": 1e308, "reported": {"cost": -1e308}}
     assert "<!-- cost -->" in plot([point], "diverged")

@@ -210,7 +210,7 @@ def test_a_job_serves_its_own(cli: Cli, job_name: str) -> None:
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Serve a short text in a thread."""
     monkeypatch.setattr(web, "REQUEST_S", 0.5)
-    server = web.Server(lambda accept: (b"x" * 100, accept or "text/plain"), "127.0.0.1", 0)
+    server = web.Server(lambda accept: (b"x" * 100, accept or "text/plain"), "127.0.0.1:0")
     begun: Future[Callable[[], object]] = Future()
 
     async def serve() -> None:
@@ -295,7 +295,7 @@ def test_what_cannot_be_collected_is_said() -> None:
     def text(accept: str) -> tuple[bytes, str]:
         raise ValueError("a job of no size")
 
-    server = web.Server(text, "127.0.0.1", 0)
+    server = web.Server(text, "127.0.0.1:0")
     try:
         answer = server._respond(get())
         assert answer.startswith(b"HTTP/1.1 500 ") and answer.endswith(b"a job of no size\n")
@@ -310,7 +310,7 @@ def test_names_that_cannot_be_shown_are_left_out(name: str) -> None:
 
 
 def test_a_server_on_all_addresses_accepts_any_name() -> None:
-    server = web.Server(lambda accept: (b"x", "text/plain"), "0.0.0.0", 0)
+    server = web.Server(lambda accept: (b"x", "text/plain"), "0.0.0.0:0")
     try:
         head = b"GET /metrics HTTP/1.1\r\nHost: ps.example:9469\r\n\r\n"
         assert server.response(head).startswith(b"HTTP/1.1 200 ")

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from gadei_ps.dashboard import pages, series, serving
+from gadei_ps.commands import history
+from gadei_ps.dashboard import pages, serving
 from gadei_ps.dashboard.data import View
 from gadei_ps.dashboard.live import AllJobs
 from gadei_ps.errors import UsageError
+from gadei_ps.monitoring import series
 from gadei_ps.monitoring.following import Follower
 from gadei_ps.monitoring.reading import Job, State
 from gadei_ps.storage.history_file import HistoryFile, line
@@ -58,6 +60,16 @@ def test_columns() -> None:
     assert series.columns([])["series"] == {}
 
 
+def test_curves_are_interrupted_where_nothing_was_written() -> None:
+    times = [*range(10), *range(40, 50), *range(51, 300, 3)]
+    data = series.columns([point(float(at), loss=2.0) for at in times])
+    xs, ys = series.curve(data, "loss", "time")
+    assert [x for x, y in zip(xs, ys, strict=True) if y != 2.0] == [40.0]
+    assert ys.count(2.0) == len(times)
+    assert series.curve(data, "loss", "version") == (times, [2.0] * len(times))
+    assert series.curve(series.columns([point(1.0, loss=2.0)]), "loss", "time") == ([1.0], [2.0])
+
+
 def test_new_lines(tmp_path: Path) -> None:
     """Each line once, even if the file is thinned or another one meanwhile."""
     path = tmp_path / "history.jsonl"
@@ -83,8 +95,8 @@ def test_new_lines(tmp_path: Path) -> None:
     path.unlink()
     assert tail.read() == []
     assert Follower(Path("a\0b")).read() == [], "a path in another user's memory"
-    with pytest.raises(UsageError, match="No such file"):
-        series.read(path)
+    with pytest.raises(UsageError, match="there is no history yet"):
+        history.lines(path)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +115,7 @@ def test_new_lines(tmp_path: Path) -> None:
     ],
 )
 def test_hosts(host: str, asked: str, refused: bool) -> None:
-    access = serving.access(serving.Options(host, 8470), 8470)
+    access = serving.access(host, 8470, read_only=False, token=True, allow_hosts=())
     headers = Headers({"host": asked, "cookie": f"gadei_ps_8470={access.session}"})
     refusal = access.refusal("GET", headers)
     assert (refusal is not None and refusal[0] == 421) == refused
@@ -111,7 +123,7 @@ def test_hosts(host: str, asked: str, refused: bool) -> None:
 
 def test_links() -> None:
     for host, wanted in (("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("box", "box")):
-        link = serving.link(serving.Options(host, 1), 8470, "x")
+        link = serving.link(host, 8470, "x")
         assert link == f"http://{wanted}:8470/?token=x"
 
 

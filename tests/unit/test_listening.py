@@ -21,5 +21,6 @@ def has_ipv6() -> bool:
 @pytest.mark.parametrize("client", ["127.0.0.1", "::1"])
 def test_all_addresses(client: str) -> None:
     """`::` is all addresses of this host, those of IPv4 included."""
-    with listen("::", 0, "--host") as server:
+    _, server = listen("[::]:0")
+    with server:
         socket.create_connection((client, server.getsockname()[1])).close()

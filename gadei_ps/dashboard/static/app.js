@@ -87,12 +87,19 @@ class Run {
     for (const name in this.series) this.series[name] = this.series[name].filter(keep);
   }
 
+  // Longest time between two points that is not a gap: see monitoring/series.py.
+  get longest() {
+    const steps = this.time.slice(1).map((one, at) => one - this.time[at]).sort((a, b) => a - b);
+    return Math.max((this.time.at(-1) - this.time[0]) / 100, 5 * steps[steps.length >> 1]);
+  }
+
   // Points of one curve, in the order of the axis: a run that was restored goes back in versions.
   curve(name, axis, since) {
-    const xs = [], ys = [], values = this.series[name] ?? [];
+    const xs = [], ys = [], values = this.series[name] ?? [], longest = axis === "time" ? this.longest : Infinity;
     let last = -Infinity;
     values.forEach((value, at) => {
       const x = axis === "version" ? this.version[at] : this.time[at] - since;
+      if (xs.length && this.time[at] - this.time[at - 1] > longest) { last = (last + x) / 2; xs.push(last); ys.push(null); }
       if (value === null || x === null || x === undefined) return;
       while (axis === "version" && xs.length && x < last) { xs.pop(); ys.pop(); last = xs.at(-1) ?? -Infinity; }
       if (x < last) return;
@@ -106,7 +113,7 @@ class Run {
 
 function smoothed(values) {
   let mean = null;
-  return values.map((value) => (mean = mean === null ? value : 0.95 * mean + 0.05 * value));
+  return values.map((value) => (mean = mean === null || value === null ? value : 0.95 * mean + 0.05 * value));
 }
 
 // -- charts --------------------------------------------------------------------------------------
@@ -168,7 +175,7 @@ class Charts {
       series: [
         { label: this.axis, value: (_, at) => (at === null ? "" : isTime ? when(at) : shortened(at) + unit) },
         ...this.labels.map((label, at) => ({
-          label: label || named(name), stroke: colour(at ? "--b" : "--a"), width: 1.5, spanGaps: true,
+          label: label || named(name), stroke: colour(at ? "--b" : "--a"), width: 1.5,
           value: (_, value) => shortened(value),
         })),
       ],
@@ -219,7 +226,7 @@ class Charts {
       plot.setData(data);
       const [first] = data[0]; // uPlot would draw three years around a single point
       if (data[0].length === 1) plot.setScale("x", { min: first - 1, max: first + 1 });
-      const last = data.slice(1).map((values) => shortened(values.at(-1))).join(" and ");
+      const last = data.slice(1).map((values) => shortened(values.findLast((one) => one != null))).join(" and ");
       box.setAttribute("aria-label", `${named(name)}: ${data[0].length} points, last value ${last}`);
     }
     this.summarize();
