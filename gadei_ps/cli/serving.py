@@ -182,20 +182,9 @@ def set_job(
     The model changes at the next barrier. Both are kept in the job's memory and its checkpoints.
     """
     from gadei_ps.commands import change
-    from gadei_ps.job import changes
-    from gadei_ps.show.optimizer_line import changed
 
-    models = [one.removeprefix("sync=") for one in settings if one.startswith("sync=")]
-    if not models:
-        values = changes.parse(settings)
-        result = change.set_optimizer(job, values, timeout)
-        print_result(as_json, result, lambda: f"{job}: {changed(result)}")
-        return 0
-    if len(settings) > 1:
-        raise UsageError("sync is changed at a barrier, the rest at once: give sync=MODEL alone")
-    result = change.set_sync(job, models[0], timeout)
-    how = f"{result['before']} ->" if result["changed"] else "already has"
-    print_result(as_json, result, lambda: f"{job}: {how} {result['sync']}")
+    result, text = change.set_job(job, settings, timeout)
+    print_result(as_json, result, lambda: f"{job}: {text}")
     return 0
 
 

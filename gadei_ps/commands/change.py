@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gadei_ps import sync
 from gadei_ps.commands.jobs import plain, status
 from gadei_ps.errors import ControlError, UsageError
-from gadei_ps.job import control
+from gadei_ps.job import changes, control
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.control import Reload, SetOptimizer, SetSync
+from gadei_ps.show import optimizer_line
 
 CHANGE_POLL_S = 0.02
 RELOAD_TIMEOUT_S = 60.0  # until a server has the hyperparameters of a changed job file
+
+
+def set_job(job: str, settings: Sequence[str], timeout_s: float) -> tuple[dict[str, Any], str]:
+    """Change hyperparameters, or the synchronization model; return the result, and its text.
+
+    settings: `lr=0.01 momentum=0.9`, or `sync=bsp` alone. Raises as the functions below.
+    """
+    models = [one.removeprefix("sync=") for one in settings if one.startswith("sync=")]
+    if not models:
+        result = set_optimizer(job, changes.parse(settings), timeout_s)
+        return result, optimizer_line.changed(result)
+    if len(settings) > 1:
+        raise UsageError("sync is changed at a barrier, the rest at once: give sync=MODEL alone")
+    result = set_sync(job, models[0], timeout_s)
+    before = f"{result['before']} ->" if result["changed"] else "already has"
+    return result, f"{before} {result['sync']}"
 
 
 def set_sync(job: str, spec: str, timeout_s: float) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from gadei_ps.commands.served import Attached, Served, launch
 from gadei_ps.errors import (
     GadeiError,
     JobDiffers,
+    JobNotFound,
     JobStopped,
     NoAnswer,
     UsageError,
@@ -135,11 +136,13 @@ def run_learners(
         attached = Attached(job)
         wanted_numbers = launch(options.learners, command)
         if not options.join:
-            _say(joining(attached.before, wanted_numbers))
+            _print(joining(attached.before, wanted_numbers))
         compute = _one_more(attached, options)
         return _Run(attached, command, options, compute, wanted_numbers).run()
     if options.join:
-        raise UsageError(f"--join: no job {job!r} is running; gadei-ps ls shows the jobs there are")
+        raise JobNotFound(
+            f"--join: no job {job!r} is running; gadei-ps ls shows the jobs there are"
+        )
     if job.endswith(".toml"):
         wanted = with_overrides(config.load(Path(job)), options.overrides, job)
     else:
@@ -197,11 +200,11 @@ def joining(report: Mapping[str, Any], wanted: Launch) -> str:
 
 def _await_end(job: str) -> None:
     """Wait while a job starts or ends, such as one whose launcher was just killed."""
-    begin, told = time.monotonic(), False
+    begin, printed = time.monotonic(), False
     while _starts_or_ends(job) and (now := time.monotonic()) < begin + ORPHANS_END_S:
-        if not told and now > begin + AWAIT_SILENT_S:
-            told = True
-            _say(f"waiting up to {ORPHANS_END_S:g} s: job {job!r} is starting or ending")
+        if not printed and now > begin + AWAIT_SILENT_S:
+            printed = True
+            _print(f"waiting up to {ORPHANS_END_S:g} s: job {job!r} is starting or ending")
         time.sleep(LEARNERS_POLL_S)
 
 
@@ -229,7 +232,7 @@ def _check_continues(served: Daemon, options: RunOptions) -> None:
             f"--sync {wanted}: job {job!r} continues from memory with {report['sync']}; leave out "
             "the option, or start the job from zero with --fresh"
         )
-    _say(f"job {job!r} continues at version {report['version']:,}; --fresh starts it from zero")
+    _print(f"job {job!r} continues at version {report['version']:,}; --fresh starts it from zero")
 
 
 NOTHING_KEPT: Mapping[str, Any] = {"kept_version": None, "kept_in": None}
@@ -251,21 +254,21 @@ def _compute(options: RunOptions) -> Compute:
     """Choose the learners' devices. Raises UsageError or DeviceError before anything is started."""
     compute = Compute.choose(options.device, options.gpus, options.devices_per_learner)
     if shared := compute.shared(options.learners):
-        _say(shared)
+        _print(shared)
     if compute.why:
-        _say(f"warning: {compute.why}; no GPU is assigned to learners")
+        _print(f"warning: {compute.why}; no GPU is assigned to learners")
     elif compute.each is not None:
         return compute  # virtual workers need no CuPy, and print themselves where they compute
     elif why := compute.without():
         if compute.gpus or gpus.has_driver():
-            _say(f"learners compute on the host: {why}")
+            _print(f"learners compute on the host: {why}")
     elif options.device == "cuda" and compute.gpus:  # with auto, a script may not use them
         names = list(dict.fromkeys(compute.gpus))
-        _say(f"learners can use CUDA on {counted(len(names), 'GPU')}: {', '.join(names)}")
+        _print(f"learners can use CUDA on {counted(len(names), 'GPU')}: {', '.join(names)}")
     return compute
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print_text(f"gadei-ps: {text}")
 
 
@@ -363,7 +366,7 @@ class _Run:
         self.making, self.awaiting = ProgressLines(), ProgressLines()
         shows = not options.quiet and options.stdout is None and sys.stderr.isatty()
         self.progress = Training() if shows else None
-        self.told = False  # what the job does with gradients
+        self.printed = False  # what the job does with gradients
         self.end = 0.0
         self.stopped = False
         self.asked = Stop.GO
@@ -396,20 +399,20 @@ class _Run:
             if runs and not self._look_at_job():
                 runs, until = False, min(until, self._announce_end(learners))
             if runs:
-                self._tell_of_missed()
+                self._report_missed()
             if self.signal is None and (number := signalled()) is not None:
                 until = time.monotonic() + GRACE_S
                 self._pass_on(number, learners)
             self._look_at_learners(learners)
             time.sleep(LEARNERS_POLL_S)
         if learners.pids:
-            _say(f"{counted(len(learners.pids), 'learner')} did not end in time: ended")
+            _print(f"{counted(len(learners.pids), 'learner')} did not end in time: ended")
 
     def _pass_on(self, number: int, learners: Learners) -> None:
         self.signal = number
         self.job.keep(self._keeps_after_signal)
         name = signal.Signals(number).name
-        _say(f"{name}: the learners have {GRACE_S:g} s to end; once more ends them at once")
+        _print(f"{name}: the learners have {GRACE_S:g} s to end; once more ends them at once")
         learners.signal(number)
 
     @property
@@ -428,7 +431,7 @@ class _Run:
         """Take the weights once the ended learners' gradients are applied, and end the job."""
         until = time.monotonic() + APPLY_S
         while (report := self.job.report()) is not None:
-            self._hear(report)
+            self._take(report)
             self.own.look(self.pids)
             if not self.own.attached or time.monotonic() > until:
                 break
@@ -443,7 +446,7 @@ class _Run:
         self.counts = self.own.counts()
         others = self.own.others
         if report is not None and others and isinstance(self.job, Served):
-            _say(f"waiting up to {DRAIN_S:g} s for {counted(others, 'attached learner')} to end")
+            _print(f"waiting up to {DRAIN_S:g} s for {counted(others, 'attached learner')} to end")
         finished = self.signal is None and not self._has_failed
         self.last = self.job.end(ENDED if others else "", finished=finished) or self.last
         if self.own.alone:  # what was not applied in time is in the job's last counts
@@ -460,7 +463,7 @@ class _Run:
             self.unsaved = f"{out} is not written: {in_words(error)}"
             if is_over and self.held is not None:
                 self.unsaved += self._rescue()
-            _say(self.unsaved)
+            _print(self.unsaved)
 
     def _rescue(self) -> str:
         """Write the weights elsewhere: to the disk, else to the runtime directory."""
@@ -519,11 +522,11 @@ class _Run:
         if report is None:
             return False
         if report["watchdog_pid"] is None and self.last["watchdog_pid"] is not None:
-            _say("no watchdog answers; the learners continue, and the next watchdog adopts them")
-        self._hear(report)
+            _print("no watchdog answers; the learners continue, and the next watchdog adopts them")
+        self._take(report)
         if self.progress is not None:
             for line in self.progress(report, now, shutil.get_terminal_size().columns - 11):
-                self._say_beside_learners(line)
+                self._print_beside_learners(line)
         if report.get("making"):
             self.making(report["making"])
         if begins := report.get("start"):
@@ -534,7 +537,7 @@ class _Run:
             self.first_gradient = now
         return True
 
-    def _hear(self, report: dict[str, Any]) -> None:
+    def _take(self, report: dict[str, Any]) -> None:
         """A status. Says once what the job does with gradients, as soon as it has its model."""
         self.last = report
         if self.options.out is not None and self.held is None and report["model"] is not None:
@@ -542,19 +545,19 @@ class _Run:
                 self.held = saved.hold(report["job"])
         before = self.job.before["version"]  # of a continued job, its script may change settings
         settled = not before or report["learners"] or report["version"] > before
-        if not self.told and report["model"] is not None and settled:
-            self.told = True
-            self._say_beside_learners(start(report))
+        if not self.printed and report["model"] is not None and settled:
+            self.printed = True
+            self._print_beside_learners(start(report))
             against = "" if self.job.says_sync else advice(report, self.options.learners)
             if against:
-                self._say_beside_learners(against)
+                self._print_beside_learners(against)
 
-    def _say_beside_learners(self, text: str) -> None:
-        """Like _say; if a learner has the terminal, its own line, such as a bar, stays as it is."""
+    def _print_beside_learners(self, text: str) -> None:
+        """Like _print; if a learner has the terminal, its own line, such as a bar, stays."""
         if self.output is None and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             print(above(f"gadei-ps: {text}"), end="", file=sys.stderr, flush=True)
         else:
-            _say(text)
+            _print(text)
 
     def _look_at_stop(self) -> Stop:
         """Return the job's request to its learners to end; once it is Stop.NOW, it stays so."""
@@ -571,9 +574,9 @@ class _Run:
         if not learners.pids:
             return math.inf
         if self._look_at_stop() == Stop.NOW or not self.own.joined:
-            _say(f"the job has ended; its learners have {GRACE_S:g} s to finish")
+            _print(f"the job has ended; its learners have {GRACE_S:g} s to finish")
             return time.monotonic() + GRACE_S
-        _say("the job has ended; waiting for its learners to finish")
+        _print("the job has ended; waiting for its learners to finish")
         return math.inf
 
     def _look_at_learners(self, learners: Learners) -> None:
@@ -604,7 +607,7 @@ class _Run:
                 what = f"started again in {wait:g} s" if wait else "started again"
             elif why:
                 what = f"not restarted: {why}; {what}"
-            _say(f"learner {one.index} (pid {one.pid}) {one.how}; {what}")
+            _print(f"learner {one.index} (pid {one.pid}) {one.how}; {what}")
         if not restarts:
             self.due.clear()
         for index in [index for index, at in self.due.items() if at <= now]:
@@ -628,7 +631,7 @@ class _Run:
         useless = f"within {USEFUL_S:g} s of its start or without an applied gradient"
         return None, f"{POLICY.limit} deaths in a row {useless}"
 
-    def _tell_of_missed(self) -> None:
+    def _report_missed(self) -> None:
         """Report learners that have ended, while the job awaits all of them for the first step.
 
         Not yet of one that the job still takes for present: it would count twice.
@@ -645,10 +648,10 @@ class _Run:
         training = self.end - self.first_gradient if self.first_gradient else 0.0
         refused = mostly_refused(counts)
         if refused:
-            _say(refused)
+            _print(refused)
         lost = not (self.own.joined or self.signal or self.stopped or self._has_failed)
         if lost:
-            _say(NEVER_JOINED.format(self.last.get("job")))
+            _print(NEVER_JOINED.format(self.last.get("job")))
         if self.signal:
             code = 128 + self.signal
         elif self.stopped:

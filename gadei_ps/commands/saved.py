@@ -17,6 +17,7 @@ from gadei_ps.errors import (
     CheckpointError,
     CheckpointMistake,
     ControlError,
+    GadeiError,
     JobNotFound,
     OtherVersion,
     UsageError,
@@ -49,19 +50,14 @@ class Saved:
     """Newer checkpoints that cannot be used, one line each."""
 
     def job_config(self) -> JobConfig:
-        """The configuration to serve it with: that of the job file, or else of_checkpoint().
+        """The configuration to serve it with: that of the job file, or else the checkpoint's own.
 
-        Raises UsageError.
+        A checkpoint may be from anybody. It has an optimizer and a synchronization model, and names
+        no program, path, user or memory: the job has no learners, its checkpoints are written
+        beside this one, and all else has the defaults. Raises UsageError where that cannot be.
         """
-        return self.job if self.job is not None else self.of_checkpoint()
-
-    def of_checkpoint(self) -> JobConfig:
-        """The settings of model, optimizer and synchronization that the checkpoint has.
-
-        A checkpoint may be from anybody. It names no program, path, user or memory: the job has no
-        learners, its checkpoints are written beside this one, and all else has the defaults. Raises
-        UsageError where that cannot be.
-        """
+        if self.job is not None:
+            return self.job
         manifest, directory = self.path / checkpoint.MANIFEST, self.path.absolute().parent
         name = self.name or self.snapshot.job
         if self.name is None and segment.is_kept(name, paths.owner()):
@@ -108,7 +104,8 @@ def find(source: str, version: int | None = None, job_file: Path | None = None) 
     """The newest whole checkpoint of `source`, or that of a version.
 
     source: a checkpoint, a directory of them, a job file, or a job's name (in the state directory).
-    job_file: to serve it with, if `source` is not one. Raises CheckpointError, UsageError.
+    job_file: to serve it with, if `source` is not one. Raises CheckpointError, JobNotFound,
+    UsageError.
     """
     job = config.load(job_file) if job_file is not None else None
     name = None
@@ -126,10 +123,10 @@ def find(source: str, version: int | None = None, job_file: Path | None = None) 
             raise UsageError(f"{path} is one checkpoint; --version needs a directory of them")
         return Saved(path, checkpoint.read(path), job, name)
     if not path.is_dir():
-        state = "" if job or "/" in source else " or set GADEI_PS_STATE_DIR as the job has it"
-        raise CheckpointMistake(
-            f"{path}: no such directory; give a directory of checkpoints{state}"
-        )
+        why = f"{path}: no such directory; give a directory of checkpoints"
+        if name is not None:
+            raise JobNotFound(f"{why} or set GADEI_PS_STATE_DIR as the job has it")
+        raise CheckpointMistake(why)
     if version is not None:
         for one in checkpoint.found(path):
             if one.version == version:
@@ -147,7 +144,7 @@ def find(source: str, version: int | None = None, job_file: Path | None = None) 
 def export(source: str, out: Path, version: int | None = None) -> dict[str, Any]:
     """Write the weights of a job in memory, or else of a checkpoint; return what was written.
 
-    Raises CheckpointError, UsageError.
+    Raises CheckpointError, JobNotFound, UsageError.
     """
     snapshot = None
     origin = f"memory of job {source}"
@@ -188,11 +185,11 @@ def _find_named(job: str, version: int | None) -> Saved:
     """Call find(); the error names the possible owner of the job."""
     try:
         return find(job, version)
-    except CheckpointError as found:
-        error = found
+    except (CheckpointError, JobNotFound) as found:
+        error: GadeiError = found
         place, why = config.state_directory() / job, diagnose_other_users(job)
         if not place.is_dir():  # also for the shell's user who has just seen `run` end
-            error = CheckpointMistake(
+            error = JobNotFound(
                 f"job {job!r} is not in memory and has no checkpoints: {place}: no such directory; "
                 "the weights of a job that `run` makes end with its learners: keep them with run "
                 "--out FILE, or export while it runs. Else give a directory of checkpoints, or set "

@@ -8,12 +8,11 @@ import signal
 from collections.abc import Mapping
 
 from gadei_ps.commands import change, jobs
-from gadei_ps.errors import ControlError, UsageError
-from gadei_ps.job import changes, faults
+from gadei_ps.errors import UsageError
+from gadei_ps.job import faults
 from gadei_ps.job.faults import Role
 from gadei_ps.memory import shm
 from gadei_ps.show import view
-from gadei_ps.show.optimizer_line import changed
 
 CHANGE_S = 10.0  # until new settings are in force
 DRAIN_S = 30.0  # that learners have to finish their batches
@@ -49,15 +48,7 @@ def set_values(job: str, text: str) -> str:
         raise UsageError(f"{text!r}: {error}") from None
     if not settings:
         raise UsageError("no setting is given; write FIELD=VALUE, such as lr=0.01")
-    models = [one.removeprefix("sync=") for one in settings if one.startswith("sync=")]
-    if not models:
-        return changed(change.set_optimizer(job, changes.parse(settings), CHANGE_S))
-    if len(settings) > 1:
-        raise UsageError("sync is changed at a barrier, the rest at once: give sync=MODEL alone")
-    result = change.set_sync(job, models[0], CHANGE_S)
-    if not result["changed"]:
-        return f"already has {result['sync']}"
-    return f"{result['before']} -> {result['sync']}"
+    return change.set_job(job, settings, CHANGE_S)[1]
 
 
 def kill(job: str, role: str, row: str, pid: str) -> str:
@@ -65,11 +56,5 @@ def kill(job: str, role: str, row: str, pid: str) -> str:
     numbers = (pid, row) if role == Role.LEARNER else (pid,)
     if role not in list(Role) or not all(NUMBER.fullmatch(one) for one in numbers):
         raise UsageError("name a process by its role and pid, a learner also by its row")
-    processes = faults.Processes(job)
-    target = processes.find(Role(role), int(row) if role == Role.LEARNER else None)
-    if target.pid != int(pid):
-        raise ControlError(f"the {role} is another process by now (pid {target.pid}): look again")
-    sent = faults.send(target, signal.SIGKILL, owner=processes.owner)
-    if sent is None:
-        raise ControlError(f"process {pid} has already ended")
-    return view.killed({"job": processes.job} | sent.as_dict())
+    number = int(row) if role == Role.LEARNER else None
+    return view.killed(faults.kill(job, Role(role), number, signal.SIGKILL, int(pid)))

@@ -218,10 +218,18 @@ def send(
     return Sent(target, number.name, ended)
 
 
-def kill(job: str, role: Role, row: int | None, number: signal.Signals) -> dict[str, Any]:
-    """One signal to one process of a job; what `gadei-ps kill --json` prints. Raises GadeiError."""
+def kill(
+    job: str, role: Role, row: int | None, number: signal.Signals, pid: int | None = None
+) -> dict[str, Any]:
+    """One signal to one process of a job; what `gadei-ps kill --json` prints. Raises GadeiError.
+
+    pid: of the process that is meant, in case another one has the role by now.
+    """
     processes = Processes(job)
-    sent = send(processes.find(role, row), number, owner=processes.owner)
+    target = processes.find(role, row)
+    if pid not in (None, target.pid):
+        raise ControlError(f"the {role} is another process by now (pid {target.pid}): look again")
+    sent = send(target, number, owner=processes.owner)
     if sent is None:
         raise ControlError(f"the {role} of job {processes.job!r} has just ended; try again")
     return {"job": processes.job} | sent.as_dict()

@@ -132,6 +132,21 @@ def test_unknown_job(cli: Cli, job_name: str, arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        *("history", "plot", "export {} x.npz", "restore", "kill {} --server", "set {} lr=1"),
+        *("trace", "checkpoint", "chaos", "run --join {} true"),
+    ],
+)
+def test_the_exit_code_of_all_commands_without_the_job(
+    cli: Cli, job_name: str, arguments: str
+) -> None:
+    words = arguments.format(job_name).split()
+    result = cli(*words[:1], "--json", *(words[1:] or [job_name]))
+    assert (result.code, result.json["kind"]) == (1, "JobNotFound"), result.error
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("optimzer = 3", "optimzer: there is no such field: did you mean 'optimizer'?"),
