@@ -101,7 +101,7 @@ def _report(
 
     path: the command that was given.
     """
-    kind, message, code = _told(error, path)
+    kind, message, code = _described(error, path)
     if learner_file and code == 2:
         message = _with_file(learner_file, message)
     line = plain(message)
@@ -109,8 +109,8 @@ def _report(
         log.set_up(as_json=True)
         log.get(kind=kind, exit_code=code).critical(line)
     else:
-        said = f"gadei-ps: {line}"
-        print(log.prioritized("critical", said) if log.in_journal() else said, file=sys.stderr)
+        text = f"gadei-ps: {line}"
+        print(log.prioritized("critical", text) if log.in_journal() else text, file=sys.stderr)
     if as_json:
         try:
             print_json({"error": line, "kind": kind})
@@ -133,7 +133,7 @@ def _with_file(file: str, message: str) -> str:
     return f"{file}: {message.partition('; see gadei-ps')[0]}: {says}"
 
 
-def _told(error: Exception, path: str) -> tuple[str, str, int]:
+def _described(error: Exception, path: str) -> tuple[str, str, int]:
     """Kind, message and exit code. path: the command that was given."""
     if isinstance(error, JobNotFound):
         from gadei_ps.job.diagnosis import explained

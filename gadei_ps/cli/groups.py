@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import Command, Json, Quiet, argument, option, print_result
@@ -23,7 +23,7 @@ Address = Annotated[
 ]
 
 
-def _say(line: str, progress: bool) -> None:
+def _print(line: str, progress: bool) -> None:
     if not progress or sys.stderr.isatty():
         print_text(f"gadei-ps: {line}")
 
@@ -52,11 +52,11 @@ def run(
     from gadei_ps.replicas import commands
     from gadei_ps.show import groups
 
-    def heard(line: str, progress: bool) -> None:
+    def report(line: str, progress: bool) -> None:
         if not (progress and quiet):
-            _say(line, progress)
+            _print(line, progress)
 
-    summary = commands.run(file, command, address, Path(), heard)
+    summary = commands.run(file, command, address, Path(), report)
     if as_json:
         print_json(summary)
     else:
@@ -64,13 +64,18 @@ def run(
     return int(summary["exit_code"])
 
 
+def _ask(request: str, run: str, address: str | None, **more: Any) -> dict[str, Any]:
+    from gadei_ps.replicas import commands
+
+    return commands.ask(request, run, address, _print, **more)
+
+
 @app.command()
 def status(name: RunArgument, address: Address = None, as_json: Json = False) -> int:
     """Show what the replicas of a run are doing, a row for each."""
-    from gadei_ps.replicas import commands
     from gadei_ps.show import groups
 
-    report = commands.ask("status", name, address, _say)
+    report = _ask("status", name, address)
     print_result(as_json, report, lambda: groups.machines(report["machines"]))
     return 0
 
@@ -87,11 +92,9 @@ def join(
     as_json: Json = False,
 ) -> int:
     """Add a replica to a run. It begins with the weights of its group."""
-    from gadei_ps.replicas import commands
-
-    told = commands.ask("join", name, address, _say, group=group, node=node)
+    reply = _ask("join", name, address, group=group, node=node)
     print_result(
-        as_json, told, lambda: f"replica {told['machine']} of {name} starts at {told['host']}"
+        as_json, reply, lambda: f"replica {reply['machine']} of {name} starts at {reply['host']}"
     )
     return 0
 
@@ -104,22 +107,19 @@ def leave(
     as_json: Json = False,
 ) -> int:
     """Have a replica leave its group; its job ends, and the others continue."""
-    from gadei_ps.replicas import commands
-
-    told = commands.ask("leave", name, address, _say, machine=machine)
-    print_result(as_json, told, lambda: f"replica {machine} of {name} has left")
+    reply = _ask("leave", name, address, machine=machine)
+    print_result(as_json, reply, lambda: f"replica {machine} of {name} has left")
     return 0
 
 
 @app.command()
 def stop(name: RunArgument, address: Address = None, as_json: Json = False) -> int:
     """Stop all replicas of a run and wait until they are gone."""
-    from gadei_ps.replicas import commands
     from gadei_ps.show.counts import counted
 
-    told = commands.ask("stop", name, address, _say)
-    replicas = counted(len(told["machines"]), "replica")
-    print_result(as_json, told, lambda: f"run {name} has stopped: {replicas}")
+    reply = _ask("stop", name, address)
+    replicas = counted(len(reply["machines"]), "replica")
+    print_result(as_json, reply, lambda: f"run {name} has stopped: {replicas}")
     return 0
 
 
@@ -246,14 +246,14 @@ def simulate(
             return_s=None if return_after is None else _seconds("--return-after", return_after),
         ),
     )
-    told = groups_report.compare(rules, setting, learning, lambda line: print_text(line))
+    results = groups_report.compare(rules, setting, learning, lambda line: print_text(line))
     asked = {"machines": setting.machines, "groups": len(sizes), "sizes": list(sizes)}
     asked |= {"neighbours": neighbours, "k": setting.k, "batch": batch, "times": times}
     asked |= {"values": setting.values, "wire": wire, "broadcast": broadcast, "seed": seed}
     asked |= {"bandwidths": list(setting.links.bandwidths), "latency_s": setting.links.latency_s}
     asked |= {"deaths": deaths, "die": die or [], "detect_s": setting.deaths.detect_s}
     asked |= {"return_s": setting.deaths.return_s, "train": train.value if train else None}
-    result = asked | told
+    result = asked | results
     print_result(as_json, result, lambda: groups_report.shown(result))
     return 0
 

@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import (
@@ -38,6 +38,11 @@ from gadei_ps.cli.options import (
 )
 from gadei_ps.errors import ControlError, JobNotFound, UsageError
 from gadei_ps.show.plain import plain, print_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gadei_ps.show.status import Rates
 
 WATCH_INTERVAL_S = 1.0
 MOST_SILENT = 3  # --watch fails after more unanswered requests in a row
@@ -232,53 +237,54 @@ def status(
 
 def _draw(job: str | None, file: Path) -> None:
     """Write the picture of a job, or of all jobs; the file appears only when it is complete."""
-    from gadei_ps.commands import jobs
     from gadei_ps.show import picture
-    from gadei_ps.show.status import RATE_S, Rates, job_status, statuses
+    from gadei_ps.show.status import RATE_S, Rates
 
     check_file("--svg", file, ".svg")
-    if job is None:
-        shown = statuses(jobs.statuses())
-    else:
-        rates = Rates()
-        rates.update(jobs.status(job)["learners"])
+    rates = Rates()
+    shown = _look(job, rates)
+    if job is not None:
         time.sleep(RATE_S)
-        report = jobs.status(job)
-        shown = job_status(report, rates.update(report["learners"]))
-    made = picture.svg(shown, " ".join(("gadei-ps status", job or "")).rstrip())
-    write_file("--svg", file, made)
+        shown = _look(job, rates)
+    write_file("--svg", file, picture.svg(shown, f"gadei-ps status {job or ''}".rstrip()))
     print_text(f"wrote {file}", sys.stdout)
+
+
+def _look(job: str | None, rates: Rates) -> RenderableType:
+    """Return the display of a job, or of all jobs, as it is now."""
+    from gadei_ps.commands import jobs
+    from gadei_ps.show.status import job_status, statuses
+
+    if job is None:
+        return statuses(jobs.statuses())
+    report = jobs.status(job)
+    return job_status(report, rates.update(report["learners"]))
 
 
 def _watch(job: str | None) -> None:
     """Show the status every second until Ctrl-C, or until the given job has ended."""
     from rich.live import Live
 
-    from gadei_ps.commands import jobs
     from gadei_ps.show import tables
-    from gadei_ps.show.status import Rates, job_status, statuses
+    from gadei_ps.show.status import Rates
 
     console = tables.console()
     rates = Rates()
     seen, silent = False, 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            if job is None:
-                shown = statuses(jobs.statuses())
-            else:
-                try:
-                    report = jobs.status(job)
-                except JobNotFound:
-                    if not seen:
-                        raise
-                    break
-                except ControlError:  # it may be ending
-                    silent += 1
-                    if not seen or silent > MOST_SILENT:
-                        raise
-                    continue
-                shown = job_status(report, rates.update(report["learners"]))
-            seen, silent, shown = True, 0, tables.Escaped(shown)
+            try:
+                shown = tables.Escaped(_look(job, rates))
+            except JobNotFound:
+                if not seen:
+                    raise
+                break
+            except ControlError:  # it may be ending
+                silent += 1
+                if not seen or silent > MOST_SILENT:
+                    raise
+                continue
+            seen, silent = True, 0
             if console.is_terminal:
                 live.update(shown, refresh=True)
             else:

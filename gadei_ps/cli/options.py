@@ -176,7 +176,7 @@ def print_result(
         from gadei_ps.show import tables
 
         tables.show(shown())
-    sys.stdout.flush()  # where this fails, that is all that is said
+    sys.stdout.flush()  # where this fails, that is the only error
 
 
 def check_file(option: str, file: Path | None, suffix: str = "") -> None:

@@ -85,15 +85,15 @@ def partition(
     from gadei_ps.show import pipeline_plan as view
 
     made, call = planner.partition(layers, sample, devices, memory, sync, optimizer, repeats)
-    told = made.model_dump()
-    shown = view.plan(told, made.passes(view.drawn(made.in_flight)), process.cores())
+    report = made.model_dump()
+    shown = view.plan(report, made.passes(view.drawn(made.in_flight)), process.cores())
     if out is not None:
         write_file("--out", out, made.model_dump_json(indent=1) + "\n")
     if svg is not None:
         write_file(
             "--svg", svg, picture.svg(Group(shown, "", call), f"gadei-ps partition {layers}")
         )
-    print_result(as_json, told, lambda: shown)
+    print_result(as_json, report, lambda: shown)
     if not as_json:
         print_text(f"\n{call}", sys.stdout)  # in one line, however narrow the terminal is
     for file in (out, svg):

@@ -156,13 +156,13 @@ def simulate(
     if loss is not None:
         problem = compare.problem(loss.value, seed)
         learning = Learning(problem, batch, lr, lr_on_arrival)
-    told = compare.compare(models, setting, learning, lambda line: print_text(line))
+    results = compare.compare(models, setting, learning, lambda line: print_text(line))
     asked = {"learners": learners, "times": times, "seed": seed, "iterations": iterations}
     asked |= {"gradients": gradients, "time_s": setting.seconds, "server_s": setting.server_s}
     asked |= {"slots": slots, "give_up_after": give_up_after, "deaths": deaths}
     asked |= {"return_s": setting.faults.return_s, "die": die or [], "join": join or []}
     asked |= {"loss": None if loss is None else loss.value}
-    result = asked | told
+    result = asked | results
     if plot is not None:
         report.plot(result, plot)
     print_result(as_json, result, lambda: report.render(result))
@@ -276,24 +276,24 @@ def train_runtime_model(
     from gadei_ps.run_times import fitting
 
     result = fitting.train(
-        read, out=out, epochs=epochs, seed=seed, progress=None if as_json else _teller()
+        read, out=out, epochs=epochs, seed=seed, progress=None if as_json else _progress()
     )
     print_result(as_json, asdict(result), lambda: _shown(result))
     return 0
 
 
-def _teller() -> Progress:
+def _progress() -> Progress:
     """Print the progress of training on standard error, every few seconds."""
     last = time.monotonic()
 
-    def tell(epoch: int, epochs: int, held_out: float) -> None:
+    def show(epoch: int, epochs: int, held_out: float) -> None:
         nonlocal last
         if time.monotonic() - last >= EPOCH_LINE_S:
             last = time.monotonic()
             text = f"epoch {epoch} of {epochs}, held-out ELBO {held_out:.3f} nats a run time"
             print_text(text)
 
-    return tell
+    return show
 
 
 def _shown(result: TrainingResult) -> Table:

@@ -145,21 +145,21 @@ class Daemon:
         only more of these notes are: the loop in which it waits for them uses the processor, too.
         """
         channel = Lines(read)
-        said: list[bytes] = []
+        messages: list[bytes] = []
         assert self._process is not None
         watch = Watch(self.start_silent_s, START_LATE_S)
         while not channel.has_ended:
             used_s = process.cpu_s(self._process.pid)
-            sign = (len(said), 0 if said else progress(used_s, self.start_silent_s))
+            sign = (len(messages), 0 if messages else progress(used_s, self.start_silent_s))
             if watch.check(time.monotonic(), {"start": sign}):
                 break
             self._wanted()
-            said += channel.receive()
+            messages += channel.receive()
             if self.socket.exists() and self._answers():
                 return
             time.sleep(0.005)
-        if said and said[-1]:
-            error = json.loads(said[-1])
+        if messages and messages[-1]:
+            error = json.loads(messages[-1])
             raise errors.of_kind(error["kind"], error["message"], JobFailed)
         what = f"did not become ready; {self._where_why}"
         with contextlib.suppress(subprocess.TimeoutExpired):

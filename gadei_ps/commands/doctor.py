@@ -6,6 +6,7 @@ import configparser
 import contextlib
 import ctypes
 import errno
+import functools
 import importlib.metadata
 import importlib.util
 import mmap
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gadei_ps
 from gadei_ps import _native, homes
@@ -28,9 +29,6 @@ from gadei_ps.commands import service_manager
 from gadei_ps.errors import DeviceError, GadeiError
 from gadei_ps.machine import gpus
 from gadei_ps.machine.cuda import has_cupy
-
-Found = tuple["Level", str, str]
-"""Level, finding, and what to do about it (empty: nothing)."""
 
 
 class Level(StrEnum):
@@ -41,21 +39,32 @@ class Level(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing looked at; `remedy` is empty where there is nothing to do."""
+class Found(NamedTuple):
+    """Result of a check; `remedy` is empty if there is nothing to do."""
 
-    name: str
     level: Level
     finding: str
     remedy: str = ""
 
 
+ok, warning, failure = (functools.partial(Found, level) for level in Level)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check and its result."""
+
+    name: str
+    level: Level
+    finding: str
+    remedy: str
+
+
 def python() -> Found:
     found = f"Python {platform.python_version()}, gadei-ps {gadei_ps.__version__}"
     if sys.platform != "linux":
-        return Level.ERROR, f"{found} on {sys.platform}", "use Linux"
-    return Level.OK, found, ""
+        return failure(f"{found} on {sys.platform}", "use Linux")
+    return ok(found)
 
 
 def native() -> Found:
@@ -63,11 +72,11 @@ def native() -> Found:
         from gadei_ps import _native
         from gadei_ps.memory import layout
     except ImportError as error:
-        return Level.ERROR, f"cannot be loaded: {error}", "install again: pip install gadei-ps"
+        return failure(f"cannot be loaded: {error}", "install again: pip install gadei-ps")
     made = _native.layout()
     if any(made[name][0] != layout.STRUCTS[name].itemsize for name in made):
-        return Level.ERROR, "is of another version than the package", "install gadei-ps again"
-    return Level.OK, Path(_native.__file__ or "").name, ""
+        return failure("is of another version than the package", "install gadei-ps again")
+    return ok(Path(_native.__file__ or "").name)
 
 
 def numba() -> Found:
@@ -77,47 +86,43 @@ def numba() -> Found:
         from gadei_ps.server import code
         from gadei_ps.server.units import units as of_server
     except ImportError as error:
-        return Level.ERROR, f"Numba cannot be loaded: {error}", "pip install gadei-ps again"
+        return failure(f"Numba cannot be loaded: {error}", "pip install gadei-ps again")
     writable = "set NUMBA_CACHE_DIR to a directory you may write"
     if not cache.is_lasting():
-        return (
-            Level.WARNING,
+        return warning(
             f"{cache.home()} cannot be written: what is compiled is kept in {code.spare_home()}, "
             "until the end of the session or of the machine",
             writable,
         )
     where = cache.directory()
     if not os.access(where, os.W_OK | os.X_OK):
-        return (
-            Level.WARNING,
-            f"{where} cannot be written: every start compiles for up to half a minute",
-            writable,
+        return warning(
+            f"{where} cannot be written: every start compiles for up to half a minute", writable
         )
     kept = all(unit.is_kept() for unit in of_server([Kind.SGD]))
     filled = "filled" if kept else "not filled: the next start compiles for up to half a minute"
     units = ""
     if homes.of_the_system() and where.parent != homes.CACHE:  # as root sees it
         units = f"; the units use {homes.CACHE}"
-    return Level.OK, f"{where}, {filled}{units}", ""
+    return ok(f"{where}, {filled}{units}")
 
 
 def torch() -> Found:
     if importlib.util.find_spec("torch") is None:
-        return (
-            Level.WARNING,
+        return warning(
             "not installed; train, predict and gadei_ps.learners.torch need it",
             "pip install 'gadei-ps[torch]'",
         )
-    return Level.OK, importlib.metadata.version("torch"), ""
+    return ok(importlib.metadata.version("torch"))
 
 
 def systemd() -> Found:
     found = service_manager.version()
     if found is None:
-        return Level.OK, "no systemd here", ""
+        return ok("no systemd here")
     if old := service_manager.too_old():
-        return Level.WARNING, old, "start jobs with gadei-ps serve"
-    return Level.OK, f"systemd {found}", ""
+        return warning(old, "start jobs with gadei-ps serve")
+    return ok(f"systemd {found}")
 
 
 SHM = Path("/dev/shm")
@@ -128,35 +133,30 @@ SYSTEM_UID_MAX = 999  # where /etc/login.defs does not say
 
 def shm() -> Found:
     if not SHM.is_dir():
-        return Level.ERROR, f"{SHM} is missing", f"mount -t tmpfs tmpfs {SHM}"
+        return failure(f"{SHM} is missing", f"mount -t tmpfs tmpfs {SHM}")
     if not os.access(SHM, os.W_OK | os.X_OK):
-        return Level.ERROR, f"{SHM} is not writable for you", f"chmod 1777 {SHM}"
+        return failure(f"{SHM} is not writable for you", f"chmod 1777 {SHM}")
     space = os.statvfs(SHM)
     size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     found = f"{size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB free"
     if free < LITTLE_SHM:
-        return (
-            Level.WARNING,
+        return warning(
             found,
             f"enlarge it (mount -o remount,size=2G {SHM}; docker run --shm-size=2g) or free some",
         )
-    return Level.OK, found, ""
+    return ok(found)
 
 
 def large_pages() -> Found:
     try:
         found = SHMEM_ENABLED.read_text()
     except OSError:
-        return Level.OK, "the kernel has none for shared memory", ""
+        return ok("the kernel has none for shared memory")
     chosen = found.partition("[")[2].partition("]")[0]
     if chosen in ("never", "deny"):
         # A hint, not a fault: it is the kernel's default, and matters to large models only.
-        return (
-            Level.OK,
-            f"none for shared memory; large models gain: echo advise > {SHMEM_ENABLED}",
-            "",
-        )
-    return Level.OK, f"{chosen}, for shared memory", ""
+        return ok(f"none for shared memory; large models gain: echo advise > {SHMEM_ENABLED}")
+    return ok(f"{chosen}, for shared memory")
 
 
 def remove_ipc() -> Found:
@@ -166,19 +166,18 @@ def remove_ipc() -> Found:
 def logind(root: Path, uid: int) -> Found:
     """Check whether logind of the system below `root` removes this user's segments."""
     if not (root / "run/systemd/system").is_dir() or not (root / "run/systemd/seats").is_dir():
-        return Level.OK, "no logind here", ""
+        return ok("no logind here")
     try:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
         name = str(uid)
     if uid <= system_uid_max(root):
-        return Level.OK, f"logind leaves the segments of system users ({name}) alone", ""
+        return ok(f"logind leaves the segments of system users ({name}) alone")
     if not removes_ipc(root):
-        return Level.OK, "RemoveIPC=no", ""
+        return ok("RemoveIPC=no")
     if lingers(root, name):
-        return Level.OK, f"{name} lingers: logind leaves the segments alone", ""
-    return (
-        Level.WARNING,
+        return ok(f"{name} lingers: logind leaves the segments alone")
+    return warning(
         "logind removes your segments when your last session ends, also under a running job",
         f"loginctl enable-linger {name}; or RemoveIPC=no in /etc/systemd/logind.conf and "
         "systemctl restart systemd-logind; or run jobs as a system user",
@@ -196,10 +195,10 @@ def system_uid_max(root: Path) -> int:
         text = (root / "etc/login.defs").read_text(errors="replace")
     except OSError:
         return SYSTEM_UID_MAX
-    said = dict(re.findall(r"^[ \t]*(SYS_UID_MAX|UID_MIN)[ \t]+([0-9]+)", text, re.MULTILINE))
-    if "SYS_UID_MAX" in said:
-        return int(said["SYS_UID_MAX"])
-    return int(said["UID_MIN"]) - 1 if "UID_MIN" in said else SYSTEM_UID_MAX
+    limits = dict(re.findall(r"^[ \t]*(SYS_UID_MAX|UID_MIN)[ \t]+([0-9]+)", text, re.MULTILINE))
+    if "SYS_UID_MAX" in limits:
+        return int(limits["SYS_UID_MAX"])
+    return int(limits["UID_MIN"]) - 1 if "UID_MIN" in limits else SYSTEM_UID_MAX
 
 
 def removes_ipc(root: Path) -> bool:
@@ -217,7 +216,7 @@ def removes_ipc(root: Path) -> bool:
         ),
         None,
     )
-    said = "yes"
+    value = "yes"
     for path in ([main] if main else []) + [files[name] for name in sorted(files)]:
         parser = configparser.ConfigParser(strict=False, interpolation=None, allow_no_value=True)
         try:
@@ -225,8 +224,8 @@ def removes_ipc(root: Path) -> bool:
         except (configparser.Error, UnicodeDecodeError):
             continue
         # An empty value is the default again.
-        said = parser.get("Login", "RemoveIPC", fallback=said) or "yes"
-    return said.lower() not in ("no", "false", "off", "0", "n", "f")
+        value = parser.get("Login", "RemoveIPC", fallback=value) or "yes"
+    return value.lower() not in ("no", "false", "off", "0", "n", "f")
 
 
 def litter() -> Found:
@@ -234,12 +233,11 @@ def litter() -> Found:
 
     left = jobs.collect(dry_run=True)
     if not left:
-        return Level.OK, "nothing", ""
+        return ok("nothing")
     names = sorted({one.job for one in left})
     size = sum(one.bytes for one in left)
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return (
-        Level.WARNING,
+    return warning(
         f"segments, sockets and locks of dead jobs: {len(left)} ({size / 2**20:,.1f} MiB): {shown}",
         "gadei-ps gc",
     )
@@ -261,8 +259,8 @@ def cores() -> Found:
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     found = f"{usable} of {present} usable"
     if usable < 2:
-        return Level.WARNING, found, "learners and the server share one core; give two or more"
-    return Level.OK, found, ""
+        return warning(found, "learners and the server share one core; give two or more")
+    return ok(found)
 
 
 def futex_waitv() -> Found:
@@ -270,9 +268,8 @@ def futex_waitv() -> Found:
     # No futexes to wait for: a kernel that knows the call refuses that as invalid.
     libc.syscall(SYS_FUTEX_WAITV, None, 0, 0, None, 0)
     if ctypes.get_errno() == errno.EINVAL:
-        return Level.OK, f"kernel {platform.release()}", ""
-    return (
-        Level.WARNING,
+        return ok(f"kernel {platform.release()}")
+    return warning(
         f"kernel {platform.release()} lacks it or forbids it: an idle server wakes by a timer",
         "use Linux 5.16 or newer",
     )
@@ -282,12 +279,11 @@ def pidfd() -> Found:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        return (
-            Level.ERROR,
+        return failure(
             f"{error.strerror}: the death of a learner cannot be detected",
             "use Linux 5.3 or newer, and a sandbox that allows it",
         )
-    return Level.OK, "works", ""
+    return ok("works")
 
 
 def robust_mutex() -> Found:
@@ -307,9 +303,8 @@ def robust_mutex() -> Found:
     except OSError as error:
         reason = str(error.strerror)
     if not reason:
-        return Level.OK, "work", ""
-    return (
-        Level.ERROR,
+        return ok("work")
+    return failure(
         f"do not work ({reason}): the death of a server cannot be detected",
         "use an ordinary Linux kernel, and a sandbox that allows set_robust_list",
     )
@@ -318,14 +313,13 @@ def robust_mutex() -> Found:
 def files() -> Found:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return Level.OK, "unlimited", ""
+        return ok("unlimited")
     learners = max(0, (soft - FILES_OF_THE_JOB) // FILES_OF_A_LEARNER)
     if learners >= MOST_LEARNERS:
-        return Level.OK, f"{soft}", ""
+        return ok(f"{soft}")
     needed = FILES_OF_THE_JOB + FILES_OF_A_LEARNER * MOST_LEARNERS
     beyond = hard != resource.RLIM_INFINITY and hard < needed
-    return (
-        Level.WARNING,
+    return warning(
         f"{soft}, enough for {learners} of {MOST_LEARNERS} learners",
         f"ulimit -n {needed}" + (f" by root: your hard limit is {hard}" if beyond else ""),
     )
@@ -337,25 +331,22 @@ def runtime_directory() -> Found:
     path = paths.directory()
     there = next(one for one in (path, *path.parents) if one.exists())
     if not os.access(there, os.W_OK):
-        return (
-            Level.ERROR,
+        return failure(
             f"{path}: you cannot write in {there}",
             "set GADEI_PS_RUNTIME_DIR to a directory you may write",
         )
     room = LONGEST_SOCKET_PATH - len(os.fsencode(path)) - SOCKET_NAME_BYTES
     if room < 1:
-        return (
-            Level.ERROR,
+        return failure(
             f"{path}: too long for the path of a socket",
             "set GADEI_PS_RUNTIME_DIR to a shorter one",
         )
     if room < LONGEST_JOB_NAME:
-        return (
-            Level.WARNING,
+        return warning(
             f"{path}: leaves {room} characters for the name of a job",
             "set GADEI_PS_RUNTIME_DIR to a shorter one",
         )
-    return Level.OK, str(path), ""
+    return ok(str(path))
 
 
 # The first drivers that run CUDA 13 and CUDA 12 (CUDA Compatibility, minor version compatibility).
@@ -372,16 +363,16 @@ def gpu(timeout_s: float) -> Found:
     try:
         found = gpus.listed(timeout_s)
     except DeviceError as error:
-        return Level.WARNING, f"{error}; learners compute on the host", BROKEN_GPU
+        return warning(f"{error}; learners compute on the host", BROKEN_GPU)
     if not found:
-        return Level.OK, "none found; learners compute on the host", ""
+        return ok("none found; learners compute on the host")
     names = [one.name for one in found]
-    told = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    text = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     if version := gpus.driver():
-        told += f", driver {version}"
+        text += f", driver {version}"
     if (hidden := os.environ.get(gpus.VISIBLE)) is not None:
-        told += f"; {gpus.VISIBLE}={hidden}"
-    return Level.OK, told, ""
+        text += f"; {gpus.VISIBLE}={hidden}"
+    return ok(text)
 
 
 def cupy_works() -> Found:
@@ -397,12 +388,8 @@ def without_cupy(timeout_s: float) -> Found:
     except DeviceError:
         found = False  # the check of the GPU reports it
     if not found:
-        return Level.OK, "CuPy not installed; only learners on a GPU need it", ""
-    return (
-        Level.WARNING,
-        "CuPy not installed: learners compute on the host",
-        cupy_for(gpus.driver()),
-    )
+        return ok("CuPy not installed; only learners on a GPU need it")
+    return warning("CuPy not installed: learners compute on the host", cupy_for(gpus.driver()))
 
 
 def cupy_for(driver: str) -> str:
@@ -421,31 +408,30 @@ def cuda(command: Sequence[str], timeout_s: float) -> Found:
     try:
         found = gpus.probe(command, timeout_s, os.environ | gpus.order())
     except DeviceError as error:
-        return Level.WARNING, str(error), BROKEN_GPU
+        return warning(str(error), BROKEN_GPU)
     if not found["cupy"]:
-        return (
-            Level.WARNING,
+        return warning(
             f"CuPy cannot be loaded: {found['errors']['cupy']}",
             f"{cupy_for(gpus.driver())}, and no other CuPy beside it",
         )
-    told = [f"CuPy {found['cupy']}"]
+    parts = [f"CuPy {found['cupy']}"]
     if found["runtime"]:
-        told[0] += f" with CUDA {found['runtime']}"
+        parts[0] += f" with CUDA {found['runtime']}"
     if found["driver"]:
-        told[0] += f", driver for CUDA {found['driver']}"
-    told += [_transfers(one) for one in found["devices"]]
+        parts[0] += f", driver for CUDA {found['driver']}"
+    parts += [_transfers(one) for one in found["devices"]]
     if found["missing"]:
         try:
             level = Level.WARNING if gpus.listed() else Level.OK
         except DeviceError:
             level = Level.OK  # the check of the GPU reports it
         why = str(found["missing"]).removesuffix("; run gadei-ps doctor for details")
-        told.append(f"learners compute on the host: {why}")
-        return level, "; ".join(told), _remedy(found) if level != Level.OK else ""
-    told += [f"{name} fails: {why}" for name, why in found["errors"].items()]
-    told.append(_pinned())
+        parts.append(f"learners compute on the host: {why}")
+        return Found(level, "; ".join(parts), _remedy(found) if level != Level.OK else "")
+    parts += [f"{name} fails: {why}" for name, why in found["errors"].items()]
+    parts.append(_pinned())
     failed = found["errors"] or any(one["errors"] for one in found["devices"])
-    return Level.WARNING if failed else Level.OK, "; ".join(told), BROKEN_GPU if failed else ""
+    return warning("; ".join(parts), BROKEN_GPU) if failed else ok("; ".join(parts))
 
 
 def _remedy(found: Mapping[str, Any]) -> str:
@@ -527,4 +513,4 @@ def _guarded(name: str, check: Callable[[], Found]) -> Check:
     try:
         return Check(name, *check())
     except (OSError, GadeiError) as error:
-        return Check(name, Level.ERROR, str(error))
+        return Check(name, *failure(str(error)))

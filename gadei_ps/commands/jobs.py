@@ -196,7 +196,12 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
         if living.watchdog or living.elsewhere or not living.servers:
             raise
         paths.check_own()
-        return _stop_orphan(job, discard)
+        if not discard:
+            _check_saved(job)
+        if (last := drop(job)) is None:
+            again = f"job {job!r} has a watchdog again: run gadei-ps stop once more"
+            raise ControlError(again) from None
+        return last
     if discard and not report.get("newer_checkpoint"):
         raise UsageError(
             f"--discard: job {job!r} has a watchdog, so a stop loses nothing; leave out the option"
@@ -234,16 +239,6 @@ def plain(reply: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in reply.items() if key not in ("v", "ok")}
 
 
-def _stop_orphan(job: str, discard: bool) -> dict[str, Any]:
-    """End a job without a watchdog. Raises ControlError if that would lose gradients."""
-    if not discard:
-        _check_saved(job)
-    report = drop(job)
-    if report is None:
-        raise ControlError(f"job {job!r} has a watchdog again: run gadei-ps stop once more")
-    return report
-
-
 def _check_saved(job: str) -> None:
     """Raise ControlError unless the end of this job without a watchdog loses no gradients."""
     problem = f"job {job!r} has no watchdog to write its last checkpoint: serve it again"
@@ -276,17 +271,11 @@ def drop(job: str) -> dict[str, Any] | None:
     with _nobody(job, False) as lock:
         if lock is None or not presence.find(job):
             return None
-        report = _last_report(job)
+        control_ = presence.peek(job)
+        if control_ is None:  # it cannot be read
+            control_ = np.zeros(1, CONTROL)[0]
         clear_dead(job)
         paths.socket_path(job).unlink(missing_ok=True)
-    return report
-
-
-def _last_report(job: str) -> dict[str, Any]:
-    """A report from the memory of a job without a watchdog; zeros if it cannot be read."""
-    control_ = presence.peek(job)
-    if control_ is None:
-        control_ = np.zeros(1, CONTROL)[0]
     return {"job": job, "phase": "stopped", **counts(control_)}
 
 

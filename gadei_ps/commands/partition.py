@@ -40,10 +40,10 @@ SERVERS = "none"  # the worker has no optimizer, and the job's server has one
 
 @dataclass(frozen=True)
 class Found:
-    """A name of the user's: what it stands for, and how a script says that."""
+    """A name of the user's: what it stands for, and its expression in a script."""
 
     value: Any
-    said: str
+    expression: str
 
 
 def partition(
@@ -77,10 +77,10 @@ def partition(
             repeats=repeats,
         )
     shown = ", ".join(f'"{one}"' for one in made.devices)
-    said = [modules.said, f"devices=[{shown}]"]
-    said += [f"cuts={made.cuts}"] if made.cuts else []
-    said += [f"optimizer={chosen}"] if make is not None else []
-    return made, f"VirtualWorker({', '.join(said)})"
+    arguments = [modules.expression, f"devices=[{shown}]"]
+    arguments += [f"cuts={made.cuts}"] if made.cuts else []
+    arguments += [f"optimizer={chosen}"] if make is not None else []
+    return made, f"VirtualWorker({', '.join(arguments)})"
 
 
 def found(option: str, text: str, *, call: bool = True) -> Found:
@@ -101,7 +101,7 @@ def found(option: str, text: str, *, call: bool = True) -> Found:
             raise UsageError(f"{what}: {where} has no {one!r}") from None
     if not call or isinstance(value, torch.nn.Module | list | tuple) or not callable(value):
         return Found(value, name)
-    return Found(_ran(what, value), f"{name}()")
+    return Found(_called(what, value), f"{name}()")
 
 
 def _imported(what: str, name: str) -> Any:
@@ -123,7 +123,7 @@ def _imported(what: str, name: str) -> Any:
         raise UsageError(f"{what}: the import raised {_raised(error)}") from None
 
 
-def _ran(what: str, function: Callable[[], Any]) -> Any:
+def _called(what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except (Exception, SystemExit) as error:
@@ -131,8 +131,8 @@ def _ran(what: str, function: Callable[[], Any]) -> Any:
 
 
 def _raised(error: BaseException) -> str:
-    name, said = type(error).__name__, problem(error)
-    return name if name == said else f"{name}: {said}"
+    name, text = type(error).__name__, problem(error)
+    return name if name == text else f"{name}: {text}"
 
 
 def _layers(text: str, value: Any) -> Sequence[torch.nn.Module]:
@@ -177,10 +177,10 @@ def _optimizer(text: str) -> tuple[str, Make | None]:
                 f"--optimizer {text} is of type {type(name.value).__name__}: give a function that "
                 "makes the optimizer"
             )
-        return name.said, name.value
+        return name.expression, name.value
     if text not in OPTIMIZERS:
         raise UsageError(
             f"--optimizer {text!r}: give one of {', '.join(OPTIMIZERS)}, {SERVERS}, or MODULE:NAME"
         )
-    said, make = OPTIMIZERS[text]
-    return f"lambda p: {said}", make
+    expression, make = OPTIMIZERS[text]
+    return f"lambda p: {expression}", make

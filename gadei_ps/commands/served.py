@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,14 @@ def launch(count: int, command: Sequence[str]) -> Launch:
     return Launch(count=count, command=text_of_command, directory=directory)
 
 
-class _Job(ABC):
+class _Job:
     """A job in which a command starts learners."""
 
+    control: np.void
+    """The job's control segment, which is still mapped after the job's end."""
+    _ask: Callable[[Any], dict[str, Any]]
+    """Returns the watchdog's reply to a message. Raises GadeiError."""
     _launch: Launch | None = None
-
-    @abstractmethod
-    def _ask(self, message: Any) -> dict[str, Any]:
-        """The watchdog's reply. Raises GadeiError."""
-
-    @property
-    @abstractmethod
-    def control(self) -> np.void:
-        """Return the job's control segment, even after the job's end: it is still mapped."""
 
     def reserve(self, wanted: Launch) -> LearnerNumbers:
         """Reserve numbers for the command's learners, until release() or the command's end."""
@@ -84,13 +79,8 @@ class Attached(_Job):
         self.before = jobs.status(self.socket)
         self._ends_idle = self.before["when_idle"] == "stop"
         self._processes = Processes(self.socket)
-
-    def _ask(self, message: Any) -> dict[str, Any]:
-        return control.ask(self.socket, message)
-
-    @property
-    def control(self) -> np.void:
-        return self._processes.control
+        self.control = self._processes.control
+        self._ask = functools.partial(control.ask, self.socket)
 
     def report(self) -> dict[str, Any] | None:
         """The job's status; None once it has ended.
@@ -108,27 +98,26 @@ class Attached(_Job):
         return found
 
     def _goes_on(self) -> bool:
-        if int(self._processes.control["phase"]) > Phase.DRAINING:
+        if int(self.control["phase"]) > Phase.DRAINING:
             return False
         if self._processes.server() is not None or self._processes.standby() is not None:
             return True
         return (shm.SHM / self._processes.segment.name[1:]).exists()
 
     def _remembered(self) -> dict[str, Any]:
-        words = self._processes.control
-        roster = words["roster"]
+        roster = self.control["roster"]
         pids = roster["pid"][roster["retired"] != roster["generation"]]
-        told = {
-            "version": int(words["version"]),
+        now = {
+            "version": int(self.control["version"]),
             "learners": [{"pid": pid} for pid in pids.tolist()],
             "watchdog_pid": None,
         }
-        return self.before | totals.counts(words) | told
+        return self.before | totals.counts(self.control) | now
 
     def was_stopped(self) -> bool:
         """Return whether the job's stop has ended the learners, and not vice versa."""
         stopped = (Phase.DRAINING, Phase.KEPT, Phase.STOPPED)
-        return int(self._processes.control["phase"]) in stopped and not self._ends_idle
+        return int(self.control["phase"]) in stopped and not self._ends_idle
 
     def leave_out(self, number: int) -> None:
         """The job may await learners of other commands: their numbers are not known here."""
@@ -150,16 +139,10 @@ class Served(_Job):
         self._daemon = served
         self.says_sync = "sync" in served.config.model_fields_set
         """Whether its model of synchronization was chosen, and is not the default."""
-        self._control = Processes(served.config.name).control
+        self.control = Processes(served.config.name).control
+        self._ask = served.request
         # Of a job that resumes from a checkpoint it is not 0.
-        self.before: dict[str, Any] = {"version": int(self._control["version"])}
-
-    def _ask(self, message: Any) -> dict[str, Any]:
-        return self._daemon.request(message)
-
-    @property
-    def control(self) -> np.void:
-        return self._control
+        self.before: dict[str, Any] = {"version": int(self.control["version"])}
 
     def report(self) -> dict[str, Any] | None:
         """The job's status; None after the job was stopped. Raises JobFailed."""

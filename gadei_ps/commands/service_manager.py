@@ -77,19 +77,19 @@ def instances(scope: Scope) -> Instances:
     return Instances(tuple(sorted(used)), tuple(sorted(ending)))
 
 
-def wait_for_ends(scope: Scope, say: Callable[[str], None]) -> None:
-    """Wait until the units of stopped jobs have ended. say: receives their names, once.
+def wait_for_ends(scope: Scope, report: Callable[[str], None]) -> None:
+    """Wait until the units of stopped jobs have ended. report: receives their names, once.
 
     Raises UsageError after UNITS_END_S.
     """
-    until, told = time.monotonic() + UNITS_END_S, False
+    until, printed = time.monotonic() + UNITS_END_S, False
     while ending := instances(scope).ending:
         if time.monotonic() > until:
             raise UsageError(
                 f"{ending[0]} has not ended within {UNITS_END_S:.0f} s, and nothing was changed; "
                 "try again when it is inactive"
             )
-        if not told:
-            say(f"waiting for {' '.join(ending)} to end, at most {UNITS_END_S:.0f} s")
-            told = True
+        if not printed:
+            report(f"waiting for {' '.join(ending)} to end, at most {UNITS_END_S:.0f} s")
+            printed = True
         time.sleep(UNITS_POLL_S)

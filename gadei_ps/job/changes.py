@@ -8,11 +8,10 @@ field of a group of parameters is called groups.N.FIELD.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.config import JobConfig, ScheduleConfig
@@ -26,6 +25,14 @@ NAMES: Final = (*(name for name in FIELDS if name != "kind"), *OF_ALL)
 OF_GROUPS: Final = tuple(name for name in FIELDS if name != "kind")
 OF_GROUP: Final = re.compile(rf"groups\.(0|[1-9][0-9]?)\.({'|'.join(OF_GROUPS)})")
 COUNTS: Final = ("warmup_steps", "step_size", "total_steps")
+_Kind = tuple[TypeAdapter[Any], str]
+_NUMBER: Final[_Kind] = (TypeAdapter(FiniteFloat), "a finite number")
+_KINDS: Final[dict[str, _Kind]] = {
+    **dict.fromkeys(FLAGS, (TypeAdapter(bool), "true or false")),
+    **dict.fromkeys(COUNTS, (TypeAdapter(int), "a whole number")),
+    "schedule": (TypeAdapter(Literal["constant", "step", "cosine"]), "constant, step or cosine"),
+}
+"""Values of the fields that are not finite numbers, and what to give for each."""
 WORDS: Final = {"true": True, "1": True, "false": False, "0": False}
 PAIRS: Final = {"betas": ("beta1", "beta2")}
 _OWN: Final = ", ".join(("lr", "weight_decay", "momentum", "betas", "alpha", "eps", *OF_ALL))
@@ -157,21 +164,11 @@ def _checked(values: Mapping[str, Any]) -> Values:
     """Return values of the right type. OptimizerConfig.spec() checks whether they fit together."""
     found: Values = {}
     for name, value in values.items():
-        if name in FLAGS:
-            good = isinstance(value, bool)
-        elif name == "schedule":
-            good = value in ("constant", "step", "cosine")
-        elif name in COUNTS:
-            good = isinstance(value, int) and not isinstance(value, bool)
-        else:
-            good = isinstance(value, int | float) and not isinstance(value, bool)
-            good = good and abs(value) <= sys.float_info.max  # NaN is not
-        if not good:
-            what = dict.fromkeys(FLAGS, "true or false")
-            what["schedule"] = "constant, step or cosine"
-            number = "a whole number" if name in COUNTS else "a finite number"
-            raise ValueError(f"{name}={repr(value)[:40]}: give {what.get(name, number)}")
-        found[name] = value if name in COUNTS or isinstance(value, bool | str) else float(value)
+        kind, what = _KINDS.get(name, _NUMBER)
+        try:
+            found[name] = kind.validate_python(value, strict=True)
+        except ValidationError:
+            raise ValueError(f"{name}={repr(value)[:40]}: give {what}") from None
     return found
 
 

@@ -339,10 +339,6 @@ class _Kind(BaseModel):
     note: Any = None
 
 
-def _is_note(raw: bytes) -> bool:
-    return _Kind.model_validate_json(raw).note is not None
-
-
 def _reply(message: Request, raw: bytes) -> replies.Reply | replies.Refusal:
     """Parse a reply. Raises ValidationError if it is not one to the message."""
     kind = message.answer if _Kind.model_validate_json(raw).ok else replies.Refusal
@@ -416,7 +412,7 @@ class Connection:
                     data = data[sent:]
                 self._socket.sendall(data)
             raw = self._read()
-            while message.noted and _is_note(raw):
+            while message.noted and _Kind.model_validate_json(raw).note is not None:
                 note = replies.Note.model_validate_json(raw).model_dump(exclude_unset=True)
                 if on_note is not None:
                     on_note(note)

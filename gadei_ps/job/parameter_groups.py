@@ -22,10 +22,6 @@ def _several(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-def _means(name: str, tensor: str) -> bool:
-    return name == tensor or fnmatchcase(tensor, name)
-
-
 class Group(Settings):
     """Parameters by their names, and what the optimizer has for them; None: as for the rest."""
 
@@ -44,8 +40,8 @@ class Group(Settings):
 
     def place(self, tensor: str) -> int:
         """Number of the first name or pattern that means it; how many there are if none does."""
-        found = (at for at, one in enumerate(self.match) if _means(one, tensor))
-        return next(found, len(self.match))
+        found = (one == tensor or fnmatchcase(tensor, one) for one in self.match)
+        return next((at for at, means in enumerate(found) if means), len(self.match))
 
 
 def group_numbers(names: Iterable[str], groups: Sequence[Group]) -> dict[str, int]:

@@ -95,7 +95,11 @@ def texts(fd: int, size: int) -> bytes:
 def parsed(raw: bytes) -> dict[str, Any]:
     """Parse what texts() has returned: `config`, `changes` and `history`, unchecked."""
     size = len(raw) // 2
-    return _parsed(max(_read(raw[:size]), _read(raw[size:]))[1])
+    try:
+        found = json.loads(max(_read(raw[:size]), _read(raw[size:]))[1])
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _text(config: JobConfig, changed: Changes) -> bytes:
@@ -106,14 +110,6 @@ def _text(config: JobConfig, changed: Changes) -> bytes:
         "history": history,
     }
     return json.dumps(parts, separators=(",", ":")).encode()
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _place(segment_bytes: int) -> int:

@@ -115,5 +115,5 @@ class Display:
             return
         self._last_line = now
         left = "" if left_s is None else f", at most {duration(left_s)} left"
-        told = f"epoch {done:.2f} of at most {self._epochs}, {line}{left}"
-        print_text(told)
+        text = f"epoch {done:.2f} of at most {self._epochs}, {line}{left}"
+        print_text(text)

@@ -48,6 +48,7 @@ def machines(rows: Sequence[Mapping[str, Any]]) -> Group:
 def _cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
     """Return the cells of a row by column name."""
     job, exchange = row.get("job") or {}, row.get("exchange") or {}
+    since_s = exchange.get("last_round_s")
     return {
         "replica": str(row["machine"]),
         "group": str(row.get("group", "")),
@@ -55,7 +56,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
         "state": Text(row["state"], style=STATE_STYLE.get(row["state"], "")),
         "exchange": exchange.get("state", ""),
         "rounds": f"{exchange['rounds']:,}" if exchange else "",
-        "last round": _ago(exchange.get("last_round_s")),
+        "last round": "" if since_s is None else f"{duration(since_s)} ago",
         "learners": str(len(job["learners"])) if job else "",
         "gradients": f"{job['gradients_applied']:,}" if job else "",
         "samples": f"{job['samples']:,}" if job else "",
@@ -72,10 +73,6 @@ def _note(row: Mapping[str, Any]) -> str:
     return why or exchange.get("note") or ""
 
 
-def _ago(seconds: float | None) -> str:
-    return "" if seconds is None else f"{duration(seconds)} ago"
-
-
 def _loss(job: Mapping[str, Any]) -> str:
     losses = [one["loss"] for one in job.get("learners", ()) if one.get("loss") is not None]
     return f"{sum(losses) / len(losses):.4f}" if losses else ""
@@ -89,16 +86,16 @@ def ran(summary: Mapping[str, Any]) -> str:
         row["machine"] for row in rows if row["exit_code"] and not (ours and row.get("interrupted"))
     ]
     applied = sum(row.get("gradients_applied") or 0 for row in rows)
-    told = f"run {summary['run']}: {counted(len(rows), 'replica')}"
-    told += f", {counted(applied, 'gradient')} applied"
+    text = f"run {summary['run']}: {counted(len(rows), 'replica')}"
+    text += f", {counted(applied, 'gradient')} applied"
     if summary["stopped"]:
-        told, failed = f"{told}; it was stopped", []
+        text, failed = f"{text}; it was stopped", []
     elif ours:
-        told += f"; it was interrupted by {ours}"
-    told += f"; failed: {', '.join(map(str, failed))}" if failed else ""
+        text += f"; it was interrupted by {ours}"
+    text += f"; failed: {', '.join(map(str, failed))}" if failed else ""
     left = [row["machine"] for row in rows if row.get("asked") == "lost"]
     which = f"replica{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
-    return f"{told}; {which} may train on" if left else told
+    return f"{text}; {which} may train on" if left else text
 
 
 def how_ended(summary: Mapping[str, Any]) -> str:
@@ -111,7 +108,7 @@ def how_ended(summary: Mapping[str, Any]) -> str:
     if code and code < 128:
         reason = f": {summary['reason']}" if summary.get("reason") else ""
         return f"has ended with exit code {code}{reason}; see its log, {summary['log']}"
-    told = f": {counted(applied, 'gradient')} applied" if applied is not None else ""
+    text = f": {counted(applied, 'gradient')} applied" if applied is not None else ""
     if summary.get("interrupted"):
-        return f"was interrupted by {summary['interrupted']}{told}"
-    return f"has ended with exit code {code}{told}"
+        return f"was interrupted by {summary['interrupted']}{text}"
+    return f"has ended with exit code {code}{text}"

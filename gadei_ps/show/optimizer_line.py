@@ -49,16 +49,16 @@ def optimizer(settings: Mapping[str, Any]) -> str:
     return "; ".join([text, *_groups(settings)])
 
 
-def _groups(told: Mapping[str, Any]) -> list[str]:
+def _groups(settings: Mapping[str, Any]) -> list[str]:
     """`group 0 (*.bias, 4 tensors): weight decay 0`, for each: what differs from the rest."""
     found = []
-    for number, group in enumerate(told.get("groups", ())):
+    for number, group in enumerate(settings.get("groups", ())):
         tensors = counted(group["tensors"], "tensor")
         names = f"{' '.join(group['match'])}, {tensors}" if group["match"] else tensors
         own = [
             f"{WORDS.get(name, name)} {value:g}"
             for name, value in group.items()
-            if name not in ("match", "tensors") and value != told.get(name)
+            if name not in ("match", "tensors") and value != settings.get(name)
         ]
         found.append(f"group {number} ({names}): {', '.join(own) or 'as the rest'}")
     return found

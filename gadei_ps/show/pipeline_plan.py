@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from gadei_ps.show.counts import counted
-from gadei_ps.show.tables import FittedTable, facts, size, table
+from gadei_ps.show.tables import FittedTable, facts, size
 
 LEAST_WIDTH, MOST_WIDTH = 40, 110  # columns of the picture
 SLOWEST = 8  # columns of a mini-batch in the slowest stage
@@ -44,7 +44,7 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
     if not any(one["transfer_s"] for one in stages):
         times.remove("transfer")
     numbers = ("parameters", *times, "idle", "memory")
-    made = table("", "device", "layers", *numbers, right=numbers)
+    made = FittedTable(("", "device", "layers", *numbers), right=numbers)
     for number, one in enumerate(stages):
         first, last = one["first_layer"], one["end_layer"] - 1
         share = one["memory_bytes"] / one["memory_limit_bytes"]

@@ -43,7 +43,7 @@ class ProgressLines:
 
     def __init__(self) -> None:
         self._next: float | None = None
-        self._said = ""
+        self._printed = ""
 
     def __call__(self, note: Mapping[str, Any]) -> None:
         """Print the progress, unless it has just been printed."""
@@ -51,9 +51,9 @@ class ProgressLines:
         if self._next is None:
             self._next = now + PROGRESS_LINE_S
         text = making(note)
-        if now >= self._next and text != self._said:
+        if now >= self._next and text != self._printed:
             self._next = now + PROGRESS_LINE_S
-            self._said = text
+            self._printed = text
             print_text(f"gadei-ps: {text}")
 
 
@@ -72,7 +72,7 @@ class Training:
     def __init__(self) -> None:
         self._begin = 0.0
         self._before: tuple[float, int, int] | None = None  # when; samples and gradients then
-        self._told = False  # that no loss is reported
+        self._printed = False  # that no loss is reported
 
     def __call__(self, report: Mapping[str, Any], now: float, width: int = WIDTH) -> list[str]:
         """Return the lines that are due. report: a status. now: a clock (s). width: of a line."""
@@ -93,8 +93,8 @@ class Training:
         else:
             speed = f"{rate((here[2] - gradients) / (now - then))} gradients/s"
         lines = [_fitting(_parts(report, speed), width)]
-        if no_loss(report["learners"]) and not self._told:
-            self._told = True
+        if no_loss(report["learners"]) and not self._printed:
+            self._printed = True
             lines.append(NO_LOSS)
         return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from gadei_ps.metrics import Shown
 from gadei_ps.show.counts import counted, rate
 from gadei_ps.show.optimizer_line import optimizer
 from gadei_ps.show.progress import NO_LOSS, making, no_loss
-from gadei_ps.show.tables import FittedTable, age, alike, facts, size, table, when
+from gadei_ps.show.tables import FittedTable, age, alike, facts, size, when
 
 SHOWN_S = 5.0  # a learner that others wait for is named after so long
 RATE_S = 1.0  # window over which samples/s are taken
@@ -156,8 +157,8 @@ def _warnings(status: Mapping[str, Any]) -> dict[str, Text]:
             style="yellow",
         )
     if stands := [one for one in status["learners"] if one.get("others_stand_still")]:
-        told = f"learner {stands[0]['row']} (pid {stands[0]['pid']}): all others are paused"
-        rows["paused for"] = Text(told, style="yellow")
+        text = f"learner {stands[0]['row']} (pid {stands[0]['pid']}): all others are paused"
+        rows["paused for"] = Text(text, style="yellow")
     if slow := [one for one in status["learners"] if (one.get("holds_up_s") or 0) >= SHOWN_S]:
         rows["waits for"] = Text("; ".join(map(_slow, slow)), style="yellow")
     return rows
@@ -182,13 +183,13 @@ def counters(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _slow(learner: Mapping[str, Any]) -> str:
-    told = f"learner {learner['row']} (pid {learner['pid']}) for {learner['holds_up_s']:.0f} s"
+    text = f"learner {learner['row']} (pid {learner['pid']}) for {learner['holds_up_s']:.0f} s"
     if learner["paused"]:
-        return f"{told}, which has paused"
+        return f"{text}, which has paused"
     if learner["killed_in_s"] is None:
-        return told
+        return text
     left = f"{learner['killed_in_s']:.0f} s"
-    return f"{told}; killed in {left} if it neither pushes nor computes: see optimizer.pause()"
+    return f"{text}; killed in {left} if it neither pushes nor computes: see optimizer.pause()"
 
 
 def checkpoints(status: Mapping[str, Any]) -> str:
@@ -196,13 +197,13 @@ def checkpoints(status: Mapping[str, Any]) -> str:
     last, failed = status.get("last_checkpoint") or {}, status["checkpoint_failures"]
     if not status["checkpoints"] and not failed:
         return ""
-    told = (
+    text = (
         f"{status['checkpoints']:,} written; the newest is of version "
         f"{status['checkpoint_version']:,}"
     )
     if failed:
-        told += f"; {failed:,} failed" + (f": {last['error']}" if "error" in last else "")
-    return told
+        text += f"; {failed:,} failed" + (f": {last['error']}" if "error" in last else "")
+    return text
 
 
 def learner_table(
@@ -232,8 +233,10 @@ def learner_table(
 
 def histogram(counts: Sequence[int]) -> FittedTable:
     """Return gradients by staleness. counts: by bins; 0 to 15 are single, then powers of two."""
-    made = table("staleness", "gradients", "share", "", right=("staleness", "gradients", "share"))
-    bins = list(_bins(len(counts)))
+    numbers = ("staleness", "gradients", "share")
+    made = FittedTable((*numbers, ""), right=numbers)
+    firsts = [*SHOWN_BINS, *range(SINGLE_BINS + 1, len(counts))]
+    bins = list(itertools.pairwise([*firsts, len(counts)]))  # of each line, to before the second
     sums = [sum(counts[first:last]) for first, last in bins]
     total, most = sum(sums), max(sums)
     for (first, last), gradients in zip(bins, sums, strict=True):
@@ -247,12 +250,6 @@ def histogram(counts: Sequence[int]) -> FittedTable:
         if not any(counts[last:]):
             break
     return made
-
-
-def _bins(count: int) -> Sequence[tuple[int, int]]:
-    """Return the lines of the table: each is the bins from its first to before its last."""
-    firsts = [*SHOWN_BINS, *range(SINGLE_BINS + 1, count)]
-    return list(zip(firsts, [*firsts[1:], count], strict=True))
 
 
 def _staleness(first: int, last: int, bins: int) -> str:

@@ -138,11 +138,6 @@ def _shared(bounds: Sequence[tuple[int, int]], room: int) -> list[int]:
     return widths
 
 
-def table(*columns: str, right: Iterable[str] = ()) -> FittedTable:
-    """An empty table; columns named in `right` hold numbers."""
-    return FittedTable(columns, right=right)
-
-
 def formatted(
     columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], dispensable: Sequence[str] = ()
 ) -> FittedTable:

@@ -35,7 +35,10 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             Text(one["state"], style=STATE_STYLE.get(one["state"], "")),
             when(one["started"]) if one["started"] else "",
             age(one["started"]) if one["started"] else "",
-            *(_number(one[name]) for name in ("watchdog_pid", "server_pid", "learners")),
+            *(
+                "" if one[name] is None else str(one[name])
+                for name in ("watchdog_pid", "server_pid", "learners")
+            ),
             size(one["shared_bytes"]),
         )
         if one["command"]:
@@ -57,10 +60,6 @@ def jobs(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             )
         )
     return Group(*parts)
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else str(value)
 
 
 # -- doctor and gc --------------------------------------------------------------------------------
