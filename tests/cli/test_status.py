@@ -64,7 +64,7 @@ def test_no_picture(cli: Cli, arguments: str, message: str) -> None:
 
 
 def test_equal_tables_are_equal_pictures() -> None:
-    table = tables.table("job", "learners", right=("learners",))
+    table = tables.FittedTable(("job", "learners"), right=("learners",))
     table.add_row("demo", "3")
     assert picture.svg(table, "one") == picture.svg(table, "one")
 

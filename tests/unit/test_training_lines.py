@@ -110,7 +110,7 @@ def test_a_bar_of_the_only_learner_stays(learners: int, monkeypatch: pytest.Monk
                 mock.Mock(before={}), ["true"], RunOptions(learners), Compute("host"), Launch()
             )
             made.output = None if learners == 1 else mock.Mock()
-            made._say_beside_learners("so")
+            made._print_beside_learners("so")
         output = os.read(ours, 1000).decode()
     finally:
         os.close(ours)
