@@ -9,8 +9,20 @@ series of each restart.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Final
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.core import (
+    Metric as Family,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.samples import Sample
 
 import gadei_ps
 from gadei_ps import metrics
@@ -22,19 +34,11 @@ from gadei_ps.monitoring.reading import Job, Reader, State, Value
 MOST_S: Final = 2**53  # of an interval, in a job file of another user
 MOST_NAMES: Final = 1000  # of measurements of a job
 FRESH_S: Final = 0.25  # in which a second request gets the same answer
-TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
-OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+# All names are valid without escapes, and this encoder would copy them character by character.
+OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
 END: Final = b"# EOF\n"  # of a text in OpenMetrics
-ESCAPED: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})  # in the value of a label
-
-
-class Family(NamedTuple):
-    """A metric, with the labels of each value as in the text. kind: as Prometheus names it."""
-
-    name: str
-    kind: str
-    help: str
-    rows: Sequence[tuple[str, Value]]
+Labels = dict[str, str]
+Row = tuple[Labels, Value]
 
 
 def exported(one: Metric, of: str = "") -> str:
@@ -98,23 +102,16 @@ class JobCollector:
         """Read the jobs, and yield one family after the other."""
         jobs = self._reader.jobs() if self._job is None else [self._reader.job(self._job)]
         found = [
-            (_labels(gadei_job=job.name, user=paths.user(job.uid)), job)
+            ({"gadei_job": job.name, "user": paths.user(job.uid)}, job)
             for job in jobs
             if job is not None
         ]
-        states = [(f"{labels},{_labels(state=job.state.value)}", 1) for labels, job in found]
-        found = [(labels, job) for labels, job in found if job.state is not State.UNREADABLE]
-        version = gadei_ps.__version__
-        info = [
-            (f"{labels},{_labels(sync=job.sync, optimizer=job.optimizer, version=version)}", 1)
-            for labels, job in found
-        ]
-        yield Family("gadei_job", "info", "Settings of a job", info)
-        yield Family("gadei_job_state", "gauge", "1 for the state that the job is in", states)
-        of_jobs = [(labels, job.metrics) for labels, job in found]
+        yield from _states(found)
+        read = [(labels, job) for labels, job in found if job.state is not State.UNREADABLE]
+        of_jobs = [(labels, job.metrics) for labels, job in read]
         of_learners = [
-            (f'{labels},learner="{one.row}"', one.metrics)
-            for labels, job in found
+            ({**labels, "learner": str(one.row)}, one.metrics)
+            for labels, job in read
             for one in job.learners
         ]
         for table, of, rows in (
@@ -125,9 +122,12 @@ class JobCollector:
                 values = [(labels, values[one.name]) for labels, values in rows]
                 if one.values is Values.TIME:
                     values = [row for row in values if row[1]]  # 0: it has not happened
-                yield Family(exported(one, of), one.kind.value, one.help, values)
+                kind = CounterMetricFamily if one.kind is Kind.COUNTER else GaugeMetricFamily
+                yield _family(kind(exported(one, of), one.help), values)
         for name, (help_, value) in GAUGES.items():
-            yield Family(name, "gauge", help_, [(labels, value(job)) for labels, job in found])
+            yield _family(
+                GaugeMetricFamily(name, help_), [(labels, value(job)) for labels, job in read]
+            )
         for name, help_, named in (
             (
                 "gadei_hyperparameter",
@@ -137,11 +137,11 @@ class JobCollector:
             ("gadei_scalar", "Last value that was measured or reported", self._reported),
         ):
             values = [
-                (f"{labels},{_labels(name=key)}", value)
-                for labels, job in found
+                ({**labels, "name": key}, value)
+                for labels, job in read
                 for key, value in named(job).items()
             ]
-            yield Family(name, "gauge", help_, values)
+            yield _family(GaugeMetricFamily(name, help_), values)
 
     def _reported(self, job: Job) -> dict[str, float]:
         if job.history is None:
@@ -157,20 +157,24 @@ class JobCollector:
         return known[1]
 
 
-def _labels(**labels: str) -> str:
-    """Return labels as the text has them."""
-    return ",".join(f'{name}="{value.translate(ESCAPED)}"' for name, value in labels.items())
+def _states(found: list[tuple[Labels, Job]]) -> Iterator[Family]:
+    info, states = [], []
+    for labels, job in found:
+        states.append((labels | {"state": job.state.value}, 1))
+        if job.state is not State.UNREADABLE:
+            facts = {"sync": job.sync, "optimizer": job.optimizer, "version": gadei_ps.__version__}
+            info.append((labels | facts, 1))
+    yield _family(InfoMetricFamily("gadei_job", "Settings of a job"), info)
+    yield _family(
+        GaugeMetricFamily("gadei_job_state", "1 for the state that the job is in"), states
+    )
 
 
-def _text(family: Family, is_open: bool) -> str:
-    """Return the lines of a family. is_open: in OpenMetrics, which has another header."""
-    name = family.name + {"counter": "_total", "info": "_info"}.get(family.kind, "")
-    kind = family.kind if is_open else family.kind.replace("info", "gauge")
-    head = f"{family.name if is_open else name} "
-    lines = [
-        f"{name}{{{labels}}} {float(value)}\n" for labels, value in family.rows if value is not None
-    ]
-    return "".join([f"# HELP {head}{family.help}\n# TYPE {head}{kind}\n", *lines])
+def _family(family: Family, rows: Iterable[Row]) -> Family:
+    """Add the values that are known."""
+    name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+    family.samples += [Sample(name, labels, value) for labels, value in rows if value is not None]
+    return family
 
 
 class Exporter:
@@ -180,14 +184,23 @@ class Exporter:
         """job: the only one whose metrics are exported; by default all of the user."""
         self._collector = JobCollector(Reader(), job)
         self._made: dict[str, tuple[float, bytes]] = {}
+        self._parts: dict[tuple[str, str], tuple[Family, bytes]] = {}
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
         """Return the text, and its content type. accept: the client's header of that name."""
-        is_open = "application/openmetrics-text" in accept
-        kind = OPENMETRICS if is_open else TEXT
+        is_open = "openmetrics" in choose_encoder(accept)[1]
+        encode, kind = choose_encoder(OPENMETRICS if is_open else "")
         at, text = self._made.get(kind, (float("-inf"), b""))
         if time.monotonic() - at > FRESH_S:
-            parts = [_text(one, is_open) for one in self._collector.collect()]
-            text = "".join(parts).encode() + (END if is_open else b"")
+            parts = [self._encoded(one, encode, kind) for one in self._collector.collect()]
+            text = b"".join(parts) + (END if is_open else b"")
             self._made[kind] = time.monotonic(), text
         return text, kind
+
+    def _encoded(self, family: Family, encode: Callable[..., bytes], kind: str) -> bytes:
+        """Return the text of a family: the last one if no value has changed, as of most."""
+        before = self._parts.get((kind, family.name))
+        if before is None or before[0] != family:
+            text = encode(SimpleNamespace(collect=lambda: [family])).removesuffix(END)
+            before = self._parts[kind, family.name] = family, text
+        return before[1]
