@@ -48,10 +48,10 @@ def run(quick: bool = False) -> Part:
         )
     return Part(
         "Accuracy on trec6 for every model",
-        "One run of `gadei-ps train --model cnn`, the sentence classifier of GaDei, for each model, "
-        "with the defaults: Adagrad, and a stop after five epochs without improvement. There are 500 test "
-        "questions, so one question is 0.2 points. Collecting models apply the mean of two "
-        "gradients, the others apply each gradient.",
+        "One run of `gadei-ps train --model cnn`, the sentence classifier of GaDei, for each "
+        "model, with the defaults: Adagrad, and a stop after five epochs without improvement. "
+        "There are 500 test questions, so one question is 0.2 points. Collecting models apply the "
+        "mean of two gradients, the others apply each gradient.",
         rows,
         data={"one": one, "two": found},
     )

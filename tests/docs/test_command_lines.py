@@ -38,7 +38,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     # The tutorials are run by test_learn.py.
-    *sorted(one for one in ROOT.glob("docs/**/*.md") if not {"_build", "learn"} & {*one.relative_to(ROOT).parts}),
+    *sorted(
+        one
+        for one in ROOT.glob("docs/**/*.md")
+        if not {"_build", "learn"} & {*one.relative_to(ROOT).parts}
+    ),
     ROOT / "native" / "examples" / "README.md",
 ]
 FENCED = re.compile(r"^( *)(`{3,})(\w*)\n(.*?)^ *\2$", re.M | re.S)
