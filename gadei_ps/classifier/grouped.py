@@ -19,7 +19,7 @@ from typing import Any
 from gadei_ps.classifier.counting import Progress, sources
 from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
 from gadei_ps.classifier.model_directory import check_result_directory
-from gadei_ps.classifier.train import LATE_S, MAX_REFUSED, STALLED_S
+from gadei_ps.classifier.train import LATE_S, LEARNER, MAX_REFUSED, STALLED_S
 from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.errors import ClusterError, JobFailed, JobStopped, UsageError
@@ -32,7 +32,6 @@ from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 from gadei_ps.watchdog.liveness import Watch
 
-LEARNER = "gadei_ps.classifier.learner"
 RESTARTS = 10**6
 """Number of restarts of a replica's learners, as in `train`."""
 RULE = "outer:1:0"

@@ -1,6 +1,8 @@
 """A learner process of `gadei-ps train`: takes batches of sentences and pushes gradients.
 
-    python -m gadei_ps.classifier.learner DATA.npz
+    python -m gadei_ps.classifier.learner [DATA.npz]
+
+Without DATA.npz, it forks learners as its launcher requests them (machine/forks.py).
 
 The environment names the job, and the machine in a run of groups. The launcher writes DATA.npz with
 labels (int64, (n,)) and `settings`, a JSON text. For the CNN, it also has tokens (int32, all
@@ -35,7 +37,7 @@ from gadei_ps.classifier.training_settings import ENSEMBLE
 from gadei_ps.classifier.words import Encoded
 from gadei_ps.errors import GadeiError, JobNotFound, JobStopped
 from gadei_ps.learners.torch import Optimizer, embedding, linear
-from gadei_ps.machine import cuda
+from gadei_ps.machine import cuda, forks
 from gadei_ps.machine.launch import DEVICE_VARIABLE
 
 NUMBER_VARIABLE = "GADEI_PS_MACHINE"
@@ -149,8 +151,9 @@ def _brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def main() -> None:
     gc.freeze()  # what was imported stays; the collector need not look at it again and again
+    path = (sys.argv[1:] or forks.serve())[-1]
     try:
-        learn(sys.argv[1])
+        learn(path)
     except (JobNotFound, JobStopped):
         pass  # the training has ended, perhaps before this process was ready
     except GadeiError as error:

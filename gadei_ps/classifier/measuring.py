@@ -87,7 +87,7 @@ class Measuring:
         """The run whose weights are kept."""
         self._running = plan
         self._display = display
-        self._device = device
+        self.device = device
         self.best = Best()
         self.history: list[dict[str, float]] = []
         self.directory: Path | None = None
@@ -254,7 +254,7 @@ class Measuring:
             "batch_size": self._plan.batch_size,
             "lr": self._plan.lr,
             "max_epochs": self._plan.epochs,
-            "device": self._device,
+            "device": self.device,
         }
         save_result(
             directory,
@@ -333,7 +333,7 @@ class Measuring:
             "test_accuracy": test_accuracy,
             **self._measured(),
             **facts,
-            "device": self._device,
+            "device": self.device,
             "rows": len(corpus.train) + len(corpus.held_out) * self._plan.measures,
             "model_dir": str(self.directory),
             "notices": list(corpus.notices),

@@ -3,29 +3,33 @@
 The launcher reads the data and starts a job and its learners. After each epoch it measures the
 shared weights on the held-out tenth, while training continues. Of the CNN, it keeps the best
 weights, and stops when neither accuracy nor loss improves. It computes no gradients. It replaces
-learners that die.
+learners that die. Those of an ensemble on the host are forks of a process that imports PyTorch
+while the launcher reads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
 from gadei_ps.classifier.model_directory import check_result_directory
 from gadei_ps.classifier.training_plan import Plan
-from gadei_ps.classifier.training_settings import Settings
+from gadei_ps.classifier.training_settings import CNN, Settings
 from gadei_ps.commands.daemon import Daemon, kept_version
 from gadei_ps.errors import DeviceError, JobFailed, JobInUse, JobStopped
 from gadei_ps.job.config import JobConfig, check_sync, from_mapping, with_curves
 from gadei_ps.job.control import Measured, SetWork, Status, StopJob
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.foreground import suspends
+from gadei_ps.machine.forks import Loaded
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.machine.launch import Compute, Ended, Learners
 from gadei_ps.memory import layout, segment, shm, weights
@@ -36,6 +40,7 @@ from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 from gadei_ps.watchdog.liveness import Watch
 
+LEARNER = "gadei_ps.classifier.learner"
 POLL_S = 0.25
 STALLED_S = 120.0
 """Time without a gradient after which a training with joined learners has failed (s)."""
@@ -44,6 +49,7 @@ LATE_S = 10.0
 MAX_REFUSED = 20
 MAX_DEATHS = 20
 """Deaths of learners without a gradient in between after which no other one is started."""
+Start = Callable[..., Learners]
 
 
 def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
@@ -57,27 +63,40 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
     settings.check()
     begin = time.monotonic()
     compute = _compute(settings)
-    plan = Plan.read(settings)
-    config = _config(settings, plan)
-    check_result_directory(settings.out or Path("model-1"))
-    second = plan.second()
-    planned = plan.epochs * (1 if second is None else 2)
-    display = Display(planned, silent=display_silent)
-    plan.print(display, counted(settings.learners, "learner"))
-    display.event(_where(compute, settings.learners))
-    display.event(f"job {config.name}; its history is in {config.history_file()}")
-    measuring = Measuring(plan, display, compute.device or "host")
-    if (version := kept_version(config.name)) is not None:
-        raise JobInUse(_kept(config.name, version))
-    with display, interrupts.first_told() as signalled:
-        first = _run(plan, config, display, compute, measuring, signalled)
-        runs = [first]
-        if second is not None and not first.stopped and signalled() is None:
-            display.event(f"once more, on all {len(second.corpus.train):,} sentences")
-            measuring.begin_second(second)
-            config = _config(settings, second)
-            runs += [_run(second, config, display, compute, measuring, signalled, plan.epochs)]
-        return finish(runs, begin, planned)
+    with _starting(settings, compute) as start:
+        plan = Plan.read(settings)
+        config = _config(settings, plan)
+        check_result_directory(settings.out or Path("model-1"))
+        second = plan.second()
+        planned = plan.epochs * (1 if second is None else 2)
+        display = Display(planned, silent=display_silent)
+        plan.print(display, counted(settings.learners, "learner"))
+        display.event(_where(compute, settings.learners))
+        display.event(f"job {config.name}; its history is in {config.history_file()}")
+        measuring = Measuring(plan, display, compute.device or "host")
+        if (version := kept_version(config.name)) is not None:
+            raise JobInUse(_kept(config.name, version))
+        with display, interrupts.first_told() as signalled:
+            first = _run(plan, config, display, start, measuring, signalled)
+            runs = [first]
+            if second is not None and not first.stopped and signalled() is None:
+                display.event(f"once more, on all {len(second.corpus.train):,} sentences")
+                measuring.begin_second(second)
+                config = _config(settings, second)
+                runs += [_run(second, config, display, start, measuring, signalled, plan.epochs)]
+            return finish(runs, begin, planned)
+
+
+@contextlib.contextmanager
+def _starting(settings: Settings, compute: Compute) -> Iterator[Start]:
+    """Give a function that starts the learners of a run."""
+    start = partial(Learners, stdout=2, compute=compute)
+    # The threads of the CNN, and what CUDA does, cannot be forked.
+    if settings.model == CNN or compute.device != "host":
+        yield start
+        return
+    with contextlib.closing(Loaded(process.module_command(LEARNER))) as loaded:
+        yield partial(start, spawn=loaded.spawn)
 
 
 def _config(settings: Settings, plan: Plan) -> JobConfig:
@@ -98,7 +117,7 @@ def _run(
     plan: Plan,
     config: JobConfig,
     display: Display,
-    compute: Compute,
+    start: Start,
     measuring: Measuring,
     signalled: Callable[[], int | None],
     earlier: int = 0,
@@ -113,8 +132,8 @@ def _run(
     try:
         # A file in memory: it disappears with its processes, and only its owner can open it.
         with os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data, daemon:
-            plan.write(data, plan.options(compute.device or "host", threads))
-            run = _Run(plan, daemon, display, compute, measuring, signalled, earlier)
+            plan.write(data, plan.options(measuring.device, threads))
+            run = _Run(plan, daemon, display, start, measuring, signalled, earlier)
             run.run(Path(f"/proc/{os.getpid()}/fd/{data.fileno()}"))
             return run
     except BaseException as error:
@@ -175,7 +194,7 @@ class _Run:
         plan: Plan,
         daemon: Daemon,
         display: Display,
-        compute: Compute,
+        start: Start,
         measuring: Measuring,
         signalled: Callable[[], int | None],
         earlier: int,
@@ -187,7 +206,7 @@ class _Run:
         self.daemon = daemon
         self.display = display
         self.epochs = plan.epochs
-        self.compute = compute
+        self.start = start
         self.signalled = signalled
         self.measuring = measuring
         self.stopped = False  # by another process
@@ -202,10 +221,8 @@ class _Run:
         """Train until the epochs are done or the held-out accuracy no longer improves."""
         work = SetWork(batches=self.plan.batches, epochs=self.epochs, seed=self.settings.seed)
         self.daemon.request(work)
-        command = process.module_command("gadei_ps.classifier.learner", str(data))
-        learners = Learners(
-            command, self.settings.learners, str(self.daemon.socket), stdout=2, compute=self.compute
-        )
+        command = process.module_command(LEARNER, str(data))
+        learners = self.start(command, self.settings.learners, str(self.daemon.socket))
         try:
             try:
                 with suspends(learners.suspend):
@@ -312,7 +329,7 @@ class _Run:
             if one.code == 0 and (finished or self.status.get("phase") == "draining"):
                 continue
             self.deaths += 1
-            self._deaths_since_gradient += 1
+            self._deaths_since_gradient += not one.lost
             self.display.event(f"learner {one.index} (pid {one.pid}) {one.how}")
             if learners.hopeless or self._deaths_since_gradient >= MAX_DEATHS:
                 raise JobFailed("learners die again and again; read their messages above")

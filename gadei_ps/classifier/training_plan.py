@@ -90,6 +90,7 @@ class Plan:
         rows = len(self.corpus.train) + len(self.corpus.held_out)
         of_labels = np.bincount(self.corpus.train.pairs()[1], minlength=len(self.label_names))
         if self.is_cnn or (rows >= FEW_ROWS and np.median(of_labels) >= FEW_OF_LABEL):
+            self.corpus.source = None  # only a second run needs it, and it is large
             return None
         return replace(self, corpus=self.corpus.with_all_rows(), measures=False)
 

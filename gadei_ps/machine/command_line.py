@@ -19,12 +19,13 @@ HIDDEN = "..."
 def of(pid: int) -> str:
     """The command line of a process, on one line; empty if it is gone or shows none.
 
-    For a learner that gadei-ps brings, it is that of the process that has started it. Values of
+    For a learner that gadei-ps brings, it is that of the command that has started it. Values of
     options that may be secret are replaced by HIDDEN, and directories of programs are left out.
     """
     words = _words(pid)
-    if any(one.startswith("gadei_ps.") for one in words[1:4]):
-        words = _words(_parent(pid))
+    while any(one.startswith("gadei_ps.") for one in words[1:4]):
+        pid = _parent(pid)
+        words = _words(pid)
     if not words:
         return ""
     if len(words) > 1 and Path(words[1]).name == "gadei-ps":  # a script of the interpreter

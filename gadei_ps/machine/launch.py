@@ -8,14 +8,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import IO
+from typing import IO, Any
 
 from gadei_ps.errors import DeviceError, UsageError, reason_of
 from gadei_ps.machine import gpus, interrupts, process
 from gadei_ps.machine.cuda import has_cupy
 from gadei_ps.machine.foreground import Foreground
+from gadei_ps.machine.forks import Fork
 from gadei_ps.machine.output import Output
 
 LEARNER_VARIABLE = "GADEI_PS_LEARNER"
@@ -169,6 +170,8 @@ class Ended:
     """Time from its start to its end (s)."""
     typed: bool = False
     """Whether Ctrl-C has ended it that went to it alone."""
+    lost: bool = False
+    """Whether it has died with the process that had forked it."""
 
     @property
     def how(self) -> str:
@@ -182,7 +185,7 @@ class Learners:
 
     numbers: theirs, or how many they are if their job has no others. output: what they print goes
     there; else it goes where this process's does, or to `stdout`. reads: whether they have this
-    process's standard input.
+    process's standard input. spawn: instead of process.spawn.
     """
 
     def __init__(
@@ -195,6 +198,7 @@ class Learners:
         compute: Compute = NOT_SET,
         output: Output | None = None,
         reads: bool = False,
+        spawn: Callable[..., Any] | None = None,
     ) -> None:
         self._command = list(command)
         self._compute = compute
@@ -204,11 +208,12 @@ class Learners:
         self._env = os.environ | {JOB_VARIABLE: job_socket}
         self._stdout = stdout
         self._output = output
+        self._spawn = spawn or process.spawn
         self._stdin = None if reads and _is_open(0) else subprocess.DEVNULL
         self._foreground = Foreground(self.suspend)
         if output is not None:  # a pipe's lines would come in blocks, and the last ones be lost
             self._env.setdefault("PYTHONUNBUFFERED", "1")
-        self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
+        self._running: dict[int, tuple[Any, float]] = {}
         self._quick_deaths = 0
         for index in self._numbers:
             self.start(index)
@@ -220,12 +225,10 @@ class Learners:
         env = self._env | self._numbers.environment(index) | self._compute.environment(place)
         try:
             if self._output is None:
-                child = process.spawn(
-                    self._command, env=env, stdin=self._stdin, stdout=self._stdout
-                )
+                child = self._spawn(self._command, env=env, stdin=self._stdin, stdout=self._stdout)
             else:
                 with self._output.pipes(index) as (stdout, stderr):
-                    child = process.spawn(self._command, env=env, stdout=stdout, stderr=stderr)
+                    child = self._spawn(self._command, env=env, stdout=stdout, stderr=stderr)
         except OSError as error:
             self.kill()
             raise UsageError(f"cannot start {self._command[0]!r}: {reason_of(error)}") from None
@@ -248,9 +251,10 @@ class Learners:
             self._foreground.reclaim_terminal(child.pid)
             del self._running[index]
             seconds = time.monotonic() - since
-            quick = code != 0 and seconds < QUICK_S
+            lost = isinstance(child, Fork) and child.lost
+            quick = code != 0 and seconds < QUICK_S and not lost
             self._quick_deaths = self._quick_deaths + 1 if quick else 0
-            gone.append(Ended(index, child.pid, code, seconds, typed))
+            gone.append(Ended(index, child.pid, code, seconds, typed, lost))
         return gone
 
     @property

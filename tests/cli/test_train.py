@@ -14,6 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
+import psutil
 import pytest
 import support
 import torch
@@ -246,16 +247,23 @@ def test_options_of_the_cnn_are_refused_without_it(cli: Cli) -> None:
 
 
 def test_interrupted(cli: Cli, job_name: str) -> None:
-    """A killed learner is replaced, and the best model so far is kept."""
+    """Killed learners are replaced, also with what forks them, and the best model is kept."""
     training = endless(cli, job_name)
-    killed = support.status(job_name)["learners"][0]["pid"]
-    os.kill(killed, signal.SIGKILL)
-    support.eventually(
-        lambda: (
-            f"(pid {killed}) was killed by" in training.err
-            and len(support.status(job_name)["learners"]) == 2
-        )
-    )
+    loaded = psutil.Process(support.status(job_name)["learners"][0]["pid"]).ppid()
+    assert loaded != training.process.pid
+    gone: set[int] = set()
+
+    def joined() -> set[int]:
+        return {one["pid"] for one in support.status(job_name)["learners"]} - gone
+
+    for whole in (False, True):
+        support.eventually(lambda: len(joined()) == 2)
+        pids = joined()
+        killed = pids if whole else {min(pids)}
+        os.kill(loaded if whole else min(pids), signal.SIGKILL)
+        gone |= killed
+    support.eventually(lambda: len(joined()) == 2)
+    assert all(f"(pid {one}) was killed by" in training.err for one in gone)
     result = training.signal(signal.SIGINT)
     assert result.code == 128 + signal.SIGINT, result
     assert "SIGINT: the best weights so far are kept" in result.err

@@ -42,10 +42,11 @@ def test_a_learner_that_comes_with_the_package(monkeypatch: pytest.MonkeyPatch) 
     """It shows what its user has typed: the command that has started it."""
     known = {
         7: [sys.executable, "-P", "-m", "gadei_ps.classifier.learner", "/proc/5/fd/3"],
+        8: [sys.executable, "-P", "-m", "gadei_ps.classifier.learner"],
         os.getppid(): ["/opt/bin/python3", "/opt/bin/gadei-ps", "train", "my file.csv"],
     }
     monkeypatch.setattr(command_line, "_words", lambda pid: known.get(pid, []))
-    monkeypatch.setattr(command_line, "_parent", lambda pid: {7: os.getppid()}.get(pid, 0))
+    monkeypatch.setattr(command_line, "_parent", lambda pid: {7: 8, 8: os.getppid()}.get(pid, 0))
     assert command_line.of(7) == "gadei-ps train 'my file.csv'"
     monkeypatch.undo()
     assert command_line._parent(os.getpid()) == os.getppid()

@@ -90,6 +90,14 @@ def test_learners_that_die_without_a_gradient(
     assert watched(monkeypatch, looks, ended) == 9 * deaths
 
 
+def test_learners_that_die_with_what_forked_them_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = [Ended(at, 1, -9, lost=True) for at in range(2 * MAX_DEATHS)]
+    ended = chain([lost], repeat([Ended(0, 1, 1)]))
+    assert watched(monkeypatch, repeat((2, 0)), ended) == 1 + MAX_DEATHS
+
+
 def test_learners_that_have_done_all_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their end may be seen in the look that first shows that all is done."""
     looks = chain(repeat((2, 7), 10), repeat((1, ALL)))
