@@ -6,6 +6,7 @@ of servers, is started first, so that both load at the same time.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -42,9 +43,12 @@ def main() -> None:
     if "--silent" in sys.argv:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     early = fork_server.start_early()
+    gc.disable()  # what is imported stays; the collector need not look at it
 
     from gadei_ps.watchdog import entry  # which imports all that a watchdog needs
 
+    gc.freeze()
+    gc.enable()
     sys.exit(entry.serve_command(end, early))
 
 

@@ -8,6 +8,7 @@ command imports what it needs when it runs, so that --help and completion are qu
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from typing import Annotated, Any, Final
 
@@ -105,4 +106,5 @@ def command_tree() -> Any:
 
 def main() -> None:
     """Entry point of `gadei-ps` and of `python -m gadei_ps`."""
+    gc.set_threshold(100_000)  # what a command imports stays
     process.leave(exits.execute(command_tree, sys.argv[1:]))
