@@ -45,7 +45,7 @@ class Changes(BaseModel):
     schedule: the schedule's kind; its other fields stand beside it. groups.N.FIELD: of group N.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     values: dict[str, Any] = {}
     over: dict[str, Any] = {}

@@ -38,7 +38,7 @@ LEAST_HANG_S = 0.5  # a server shows a sign of life ten times a second
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ScheduleConfig(_Table):

@@ -58,7 +58,7 @@ Index = Annotated[int, Field(ge=0, lt=2**31)]
 class Request(BaseModel):
     """reply: the model of what is answered. noted: whether notes may come before that."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
     reply: ClassVar[type[replies.Reply]] = replies.Reply
     noted: ClassVar[bool] = False
     v: Literal[1] = PROTOCOL
@@ -76,7 +76,7 @@ def _dtype(name: str) -> str:
 
 
 class TensorOffer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(max_length=NAME_BYTES)
     shape: list[Annotated[int, Field(ge=0, lt=MAX_ELEMENTS)]] = Field(max_length=MAX_DIMS)
     role: Literal[1, 2, 3] = 1
@@ -312,9 +312,7 @@ class Discard(Request):
 
 
 _EVERY: Any = functools.reduce(operator.or_, Request.__subclasses__())
-REQUEST = TypeAdapter[Request](
-    Annotated[_EVERY, Field(discriminator="op")], config=ConfigDict(defer_build=True)
-)
+REQUEST = TypeAdapter[Request](Annotated[_EVERY, Field(discriminator="op")])
 
 
 def parse_request(raw: bytes) -> Request:

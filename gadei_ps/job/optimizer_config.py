@@ -32,7 +32,7 @@ Values = dict[str, str | float | None]
 class Settings(BaseModel):
     """Settings of the optimizer from one source; None: not set. eps has a default for each kind."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: KindName | None = None
     lr: Real | None = None

@@ -34,7 +34,7 @@ Source = Literal["set", "job", "script", "checkpoint", "default"]
 class Checked(BaseModel):
     """An object of a reply."""
 
-    model_config = ConfigDict(strict=True, frozen=True, defer_build=True)
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
 class Reply(Checked):

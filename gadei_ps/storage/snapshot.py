@@ -50,7 +50,7 @@ Word = Annotated[int, Field(ge=0, lt=2**64)]
 class _Object(BaseModel):
     """An object of a manifest. A later release may add fields, which are ignored."""
 
-    model_config = ConfigDict(strict=True, frozen=True, defer_build=True)
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
 class WorkRow(_Object):

@@ -26,10 +26,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 from unittest import mock
 
-from pydantic import BaseModel
-
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.job import control
 from gadei_ps.job.config import JobConfig
 from gadei_ps.machine import process
 from gadei_ps.watchdog import fork_server as fork_server_process
@@ -261,17 +258,6 @@ def load_commands() -> None:
     command_tree()
     for name in COMMANDS:
         importlib.import_module(f"gadei_ps.{name}")
-    build_models()
-
-
-def build_models() -> None:
-    """Build the models of messages and files, which each fork would build at their first use."""
-    control.REQUEST.rebuild()
-    models = [BaseModel]
-    while models:
-        models += (model := models.pop()).__subclasses__()
-        if model.__module__.startswith("gadei_ps."):
-            model.model_rebuild()
 
 
 @contextlib.contextmanager
@@ -295,7 +281,6 @@ def fork_quickly(*, fork_server: bool = False) -> Iterator[None]:
     units.load()
     for module in (*programs().values(), *IMPORTED_LATE):
         importlib.import_module(module)
-    build_models()
     spawn = process.spawn
 
     def forked(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes] | Forked:
