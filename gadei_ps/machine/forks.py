@@ -4,13 +4,14 @@
              <--answer---
 
 Requests are JSON objects over a pair of sockets, of which the loaded process has one as its
-standard input: `command` and `environment` of a child, answered by its pid, or the `pid` of one
-that has ended, answered by its exit code, negative for a signal. Children die with the loaded
-process, which dies with its launcher.
+standard input: `command` and `environment` of a child, answered by its pid, 0 if it cannot be
+forked, or the `pid` of one that has ended, answered by its exit code, negative for a signal.
+Children die with the loaded process, which dies with its launcher.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,20 +19,24 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gadei_ps.machine import process
+from gadei_ps.machine import interrupts, process
 
-ANSWER_S = 30.0
-"""Time after which a loaded process that does not answer is killed (s)."""
+IMPORT_S, ANSWER_S = 300.0, 30.0
+"""Times after which a loaded process that does not answer is killed: at first, and later (s)."""
 MOST_BYTES = 1 << 16
+"""Size of a request (bytes)."""
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """Variables of the loaded process: no other thread may run where a process is forked."""
 
 
 class Fork:
-    """A child of a loaded process, with the part of Popen that launchers use."""
+    """A child of a loaded process, with the part of Popen that launchers use.
+
+    Unlike a Popen, poll() reaps it.
+    """
 
     def __init__(self, loaded: Loaded, pid: int) -> None:
-        """Raise OSError."""
+        """Open a child by its pid. Raises OSError."""
         self.pid = pid
         self.returncode: int | None = None
         self.lost = False
@@ -65,6 +70,7 @@ class Loaded:
             self._child = process.spawn(
                 command, env=os.environ | ENVIRONMENT, stdin=theirs.fileno(), stdout=2
             )
+        self._end.settimeout(IMPORT_S)
 
     def close(self) -> None:
         """Kill the process."""
@@ -74,16 +80,21 @@ class Loaded:
     def spawn(self, command: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Any:
         """Fork a child, or start a program as process.spawn does if that fails. Raises OSError."""
         changed = dict(env.items() - os.environ.items())
-        if (pid := self.ask(command=command, environment=changed)) is not None:
-            return Fork(self, pid)
+        if pid := self.ask(command=command, environment=changed):
+            try:
+                return Fork(self, pid)
+            except OSError:  # it has died already, or there is no descriptor left
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         return process.spawn(command, env=env, **how)
 
     def ask(self, **request: Any) -> int | None:
         """Return the answer; None if the process has ended, and its children with it."""
         try:
-            self._end.send(json.dumps(request).encode())
-            answer = self._end.recv(MOST_BYTES)
-            self._end.settimeout(ANSWER_S)  # from now on; the first one waits for imports
+            with interrupts.held():  # else a request may get the answer of the one before it
+                self._end.send(json.dumps(request).encode())
+                answer = self._end.recv(MOST_BYTES)
+            self._end.settimeout(ANSWER_S)
         except OSError:
             answer = b""
         if not answer:
@@ -107,7 +118,8 @@ def serve() -> list[str]:
             try:
                 answer = os.fork()
             except OSError:
-                break
+                end.send(b"0")
+                continue
             if not answer:
                 process.die_with_parent(parent)
                 with open(os.devnull) as nothing:

@@ -27,6 +27,15 @@ if code == "sleep":
     signal.pause()
 sys.exit(int(code) + len(sys.stdin.read()))
 """
+ONE_FORK = """
+import errno, os
+left = [os.fork]
+def fork():
+    if not left:
+        raise OSError(errno.EAGAIN, "no process left")
+    return left.pop()()
+os.fork = fork
+"""
 COMMAND = [sys.executable, "-c", PROGRAM]
 HOW: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": 2}
 
@@ -70,6 +79,16 @@ def test_the_loaded_process_is_killed(loaded: Loaded) -> None:
     second = spawn(loaded, "sleep")
     assert parent(second.pid) == os.getpid()
     assert process.end_group(second) == -signal.SIGKILL
+
+
+def test_no_second_fork_can_be_made() -> None:
+    """Check that a program takes its place, and that the first one lives."""
+    with closing(Loaded([sys.executable, "-c", ONE_FORK + PROGRAM])) as loaded:
+        first, second = spawn(loaded, "sleep"), spawn(loaded, "7")
+        assert isinstance(first, Fork)
+        assert second.wait() == 7
+        assert not isinstance(second, Fork)
+        assert first.poll() is None
 
 
 def test_the_loaded_process_hangs(loaded: Loaded) -> None:
