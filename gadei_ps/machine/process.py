@@ -120,9 +120,13 @@ def alive(pid: int, start: int) -> bool:
 
 
 def is_suspended(pid: int) -> bool:
-    """Return whether the process and its parent are stopped, as by Ctrl-Z in a terminal."""
-    both = [pid, *map(int, _status(pid, "PPid"))]
-    return len(both) == 2 and all(_status(one, "State")[:1] == ["T"] for one in both)
+    """Return whether the process and one it descends from are stopped, as by Ctrl-Z."""
+    here, *above = map(_is_stopped, ancestors(pid))
+    return here and any(above)
+
+
+def _is_stopped(pid: int) -> bool:
+    return _status(pid, "State")[:1] == ["T"]
 
 
 def namespace() -> int:

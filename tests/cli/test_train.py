@@ -26,6 +26,7 @@ from gadei_ps.classifier.dataset import Table
 from gadei_ps.classifier.predict import Prediction
 from gadei_ps.cli import training
 from gadei_ps.errors import UsageError
+from gadei_ps.machine import process
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -247,7 +248,7 @@ def test_options_of_the_cnn_are_refused_without_it(cli: Cli) -> None:
 
 
 def test_interrupted(cli: Cli, job_name: str) -> None:
-    """Killed learners are replaced, also with what forks them, and the best model is kept."""
+    """Replace killed learners, and those of a killed loaded process; keep the best model."""
     training = endless(cli, job_name)
     loaded = psutil.Process(support.status(job_name)["learners"][0]["pid"]).ppid()
     assert loaded != training.process.pid
@@ -278,8 +279,13 @@ def test_interrupted(cli: Cli, job_name: str) -> None:
 
 
 def test_stopped(cli: Cli, job_name: str) -> None:
-    """Stop from another process, before or after the first epoch: the model is written."""
+    """Suspend, and stop from another process: the model is written."""
     training = endless(cli, job_name)
+    pids = [one["pid"] for one in support.status(job_name)["learners"]]
+    training.process.send_signal(signal.SIGTSTP)  # as by Ctrl-Z
+    support.eventually(lambda: all(map(process.is_suspended, pids)))
+    training.process.send_signal(signal.SIGCONT)
+    support.eventually(lambda: not any(map(process.is_suspended, pids)))
     cli("stop", job_name)
     result = training.wait()
     assert result.code == 4, result
