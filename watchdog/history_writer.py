@@ -75,7 +75,8 @@ def main() -> None:
     writer = Writer(Path(sys.argv[1]), bool(int(sys.argv[2])))
     with open(0, "rb", closefd=False) as stdin:
         for line in stdin:
-            writer.write(line)
+            if line.endswith(b"\n"):  # else the watchdog has died within it
+                writer.write(line)
 
 
 if __name__ == "__main__":

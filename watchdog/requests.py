@@ -7,6 +7,7 @@ another synchronization model, and the end.
 from __future__ import annotations
 
 import selectors
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -81,16 +82,16 @@ class Requests:
         """Do the work between two requests. Every tick."""
         self._admission.tick(now)
         self._batches.hand_out(self.stopping.begun)
-        self._refusals.tick(now)
         self.memory.ask_for_settings()
         self._loading.tick()
 
     def expire(self, lock: NameLock | None) -> None:
-        """Drop clients that have begun a message and do not end it.
+        """Drop clients that have begun a message and do not end it; warn of refused gradients.
 
         Makes the socket and the lock file again if they were removed or replaced.
         """
         self._sockets.expire()
+        self._refusals.tick(time.monotonic())
         if lock is None or (lock.is_named() and self._sockets.is_named()):
             self._unreachable = ""
             return
