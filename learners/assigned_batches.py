@@ -52,6 +52,7 @@ class AssignedBatches:
         """Connect to the job of a client, which must stay attached. Raises ControlError."""
         self._job = client.job
         self._control = client.place.control.view(CONTROL)
+        self._elements = client.model.elements
         self._connection = LastingConnection(client.job)
 
     def take_back(self) -> None:
@@ -93,7 +94,7 @@ class AssignedBatches:
         while True:
             try:
                 with Connection(self._job, OWNED_COPY_TIMEOUT_S) as connection:
-                    reply, values = copied(connection, Copy(slots=False), out.size)
+                    reply, values = copied(connection, Copy(slots=False), self._elements)
                 break
             except (ConnectionLost, JobNotFound):
                 if time.monotonic() > until:
