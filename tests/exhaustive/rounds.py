@@ -14,7 +14,7 @@ from served import Job
 
 OFTEN = range(2, 20)  # a line that runs so often in a scene is also reached a second time
 # Beginnings are alike: only these files are looked at in each of them, all others once.
-AGAIN = ("memory.py", "stopping.py", "dead.py", "model.py", "checkpoints.py")
+AGAIN = ("job_memory.py", "stopping.py", "cleanup.py", "initial_model.py", "checkpoints.py")
 MISSED = 0.25  # of the rounds; a line need not run in each play of a scene
 
 
