@@ -89,7 +89,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _starting(settings: Settings, compute: Compute) -> Iterator[Start]:
-    """Give a function that starts the learners of a run."""
+    """Yield a function that starts the learners of a run."""
     start = partial(Learners, stdout=2, compute=compute)
     # The threads of the CNN, and what CUDA does, cannot be forked.
     if settings.model == CNN or compute.device != "host":

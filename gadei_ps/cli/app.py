@@ -106,5 +106,5 @@ def command_tree() -> Any:
 
 def main() -> None:
     """Entry point of `gadei-ps` and of `python -m gadei_ps`."""
-    gc.set_threshold(100_000)  # what a command imports stays
+    gc.set_threshold(100_000)  # what a command imports stays; garbage is looked for less often
     process.leave(exits.execute(command_tree, sys.argv[1:]))

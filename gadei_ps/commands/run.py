@@ -538,7 +538,7 @@ class _Run:
         return True
 
     def _take(self, report: dict[str, Any]) -> None:
-        """A status. Says once what the job does with gradients, as soon as it has its model."""
+        """Keep a status. Print once what the job does with gradients, when it has its model."""
         self.last = report
         if self.options.out is not None and self.held is None and report["model"] is not None:
             with contextlib.suppress(GadeiError, OSError):

@@ -27,7 +27,7 @@ def listen(address: str) -> tuple[str, socket.socket]:
     try:
         host, port = addresses.parse(address)
     except ValueError as error:
-        raise UsageError(f"--listen: {error}") from None
+        raise UsageError(f"--listen: {error}, such as 127.0.0.1:8470") from None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, place = found[0]

@@ -60,6 +60,7 @@ AHEAD = 8
 FETCHED = 512
 """Bytes of a row that are fetched ahead; the processor finds the rest by itself."""
 LINE = 64
+"""Bytes of a line of the cache."""
 WHOLE = -1  # instead of a row: the tensor is given whole
 
 
@@ -174,9 +175,9 @@ def _next_row(s: Shard, m: int, tensor: np.ndarray) -> None:
 
 @inner
 def _fetch(s: Shard, tensor: np.ndarray, row: np.uint64) -> None:
-    """Fetch a row's weights and slots into the cache. row: by its learner, so it may be any.
+    """Fetch a row's weights and slots into the cache. row: as the learner wrote it, unchecked.
 
-    The processor cannot guess where the next row lies, and would wait for each of them.
+    The processor's own prefetcher does not find rows, so it would wait for each of them.
     """
     width = integer(tensor[0].count) // rows_of(tensor)
     start = integer(tensor[0].start) + integer(row) * width

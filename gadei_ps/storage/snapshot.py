@@ -35,8 +35,6 @@ TYPED: Final = 3
 """Format of GROUPED for a job with frozen tensors or buffers of other types than float32."""
 MOST_REQUEUED: Final = layout.MAX_LEARNERS * layout.AHEAD
 """Batches that all learners of a job can hold; its memory has room for as many."""
-
-
 SAVED: Final = (
     *("job", "version", "steps", "supersteps", "work", "counts", "loss_sum", "clocks", "config"),
     "changes",

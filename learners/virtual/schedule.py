@@ -1,4 +1,4 @@
-"""Schedule of the stages of a pipeline, as learners/stages.py has it, in virtual time.
+"""Schedule of the stages of a pipeline, as learners/virtual/stages.py has it, in virtual time.
 
 s_local + 1 mini-batches are in flight. A stage computes one pass at a time and prefers a waiting
 backward pass; the last stage computes both passes of a mini-batch at once. The learner's own thread

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import pytest
 
-from gadei_ps.server.symbols import floats, mark
+from gadei_ps.server.symbols import floats, mark, prefetch
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -24,6 +24,16 @@ def _between_marks(cursor: int, weights: int, undo: int) -> None:
         for i in range(64):
             w[i] = 2.0
         mark(cursor, 2)
+
+
+@numba.njit
+def _prefetch(address: int) -> None:
+    prefetch(address)
+
+
+def test_prefetch_of_any_address() -> None:
+    for address in (0, 2**47, 2**64 - 1):
+        _prefetch(np.uint64(address))
 
 
 def test_no_store_crosses_a_mark() -> None:
