@@ -11,7 +11,6 @@ Children die with the loaded process, which dies with its launcher.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -83,9 +82,8 @@ class Loaded:
         if pid := self.ask(command=command, environment=changed):
             try:
                 return Fork(self, pid)
-            except OSError:  # it has died already, or there is no descriptor left
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            except OSError:  # they have died, or no descriptor is left to watch this one
+                self.close()
         return process.spawn(command, env=env, **how)
 
     def ask(self, **request: Any) -> int | None:
