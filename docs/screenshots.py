@@ -5,7 +5,7 @@ compares what the dashboard serves of these jobs with what it served when the pi
 It needs playwright and Debian's chromium.
 
 `python docs/screenshots.py --record` runs two jobs for a minute, kills a server, changes a learning
-rate, and writes the jobs anew.
+rate, and writes the jobs again.
 """
 
 from __future__ import annotations

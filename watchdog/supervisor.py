@@ -507,7 +507,7 @@ def serve(config: JobConfig, options: Options | None = None, notify: Notify | No
 
 
 def _reached(memory: JobMemory) -> str:
-    """Return the limit that the job has reached, for messages; empty if there is none."""
+    """Return the limit that the job has reached, for messages; empty before that."""
     limits, words = memory.config.stop_after, memory.words
     state = memory.state_words if memory.state is not None else None
     done = {
