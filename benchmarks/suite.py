@@ -116,16 +116,23 @@ def write(result: dict[str, Any], directory: Path) -> Path:
     return path
 
 
-def commit() -> str | None:
-    """The commit of this checkout. None if it is not a checkout."""
-    where = Path(__file__).resolve().parent
-    try:
-        told = subprocess.run(
-            ["git", "-C", str(where), "describe", "--always", "--dirty", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            check=False,
+HERE = Path(__file__).resolve().parent
+# What benchmarks write, so that the second part of a run is not of a dirty tree.
+OWN_OUTPUT = (":(top,exclude)benchmarks/results", ":(top,exclude)docs")
+
+
+def commit(where: Path = HERE) -> str | None:
+    """The commit of this checkout, with `-dirty` after changes. None if it is not a checkout."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(where), *words], capture_output=True, text=True, check=False
         )
+        return done.stdout.strip()
+
+    try:
+        name = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", ":/", *OWN_OUTPUT)
     except OSError:  # git is not installed
         return None
-    return told.stdout.strip() or None
+    return name + ("-dirty" if changed else "") if name else None

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from shell import Cli
@@ -78,3 +79,27 @@ def test_a_directory_that_cannot_be(cli: Cli) -> None:
     shown = cli("bench", "nlc", "--out", "/proc/nothing/results")
     assert shown.code == 2
     assert shown.error == "/proc/nothing/results: No such file or directory"
+
+
+def test_only_what_is_measured_makes_a_tree_dirty(tmp_path: Path) -> None:
+    """A part of `make reproduce` has written its result and its plot when the next one begins."""
+
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
+
+    assert suite.commit(tmp_path) is None
+    files = [tmp_path / name for name in ("benchmarks/results/a.json", "docs/plots/a.svg", "a.py")]
+    git("init")
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1")
+    git("add", ".")
+    git("commit", "-m", "one")
+    name = suite.commit(tmp_path / "benchmarks")
+    assert name and not name.endswith("-dirty")
+    for file in files[:2]:
+        file.write_text("2")
+    assert suite.commit(tmp_path / "benchmarks") == name
+    files[2].write_text("2")
+    assert suite.commit(tmp_path / "benchmarks") == f"{name}-dirty"
