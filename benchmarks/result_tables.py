@@ -37,7 +37,7 @@ WHY = {
     ("ingest", "MPI one-sided"): "both move seven times the gradient's bytes; memory is the limit",
     ("ingest", "MPI two-sided"): "memory is the limit",
     ("ingest", "Ray actor"): "memory is the limit",
-    ("aggregate", "gloo all-reduce"): "gloo has no checksums",
+    ("aggregate", "gloo all-reduce"): "gloo adds in place, without weights",
     (
         "failover",
         "next gradient",

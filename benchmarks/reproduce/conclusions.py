@@ -90,10 +90,11 @@ def _validation(data: Data) -> str:
     own = max(abs(one["difference"]) for one in rounds)
     foretold = [abs(one["foretold_difference"]) for one in rounds]
     missed = sum(one > 0.1 for one in foretold)
+    misses = f"{missed} of them miss{'es' * (missed == 1)} 10%" if missed else "none misses 10%"
     return (
         f"Of all {len(rounds)} runs, not only the middle ones, the simulator is off by at most "
         f"{own:.1%} with the measured run times. Predicted from the run times under asp, "
-        f"{missed} of them misses 10%: {max(foretold):.1%}."
+        f"{misses}; the largest error is {max(foretold):.1%}."
     )
 
 
