@@ -262,7 +262,7 @@ class _Run:
 
     def _watch(self, learners: Learners) -> None:
         evaluated = 0
-        version, first_gradient, now = 0, 0.0, 0.0
+        version, first_gradient, now = 0, 0.0, time.monotonic()
         stalled = Watch(STALLED_S, LATE_S)
         while True:
             self.daemon.check()

@@ -33,23 +33,25 @@ def test_handed_out(epoch: int, next_batch: int, epochs: float) -> None:
 ALL = 99  # gradients
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any, start: Any = id) -> int:
-    """Watch a run of ALL gradients that looks every second; return how often until it fails.
+def made(
+    monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any, start: Any = id
+) -> tuple[Any, Any]:
+    """Return a run of ALL gradients that looks every second, and its learners.
 
     looks: of each look, the number of joined learners and the gradients applied. ended: learners
     that have ended since the look before. start: called to start another one.
     """
-    times = count()
+    times = count(1)
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(times), sleep=id))
     run: Any = object.__new__(_Run)
-    looked = 0
+    run.looked = 0
 
     def status(_: object) -> dict[str, Any]:
-        nonlocal looked
-        looked += 1
+        run.looked += 1
         joined, version = next(looks)
-        work = {"epoch": 0, "next": 0, "batches": 1, "epochs_done": 0}
-        work |= {"state": "done" if version == ALL else "open"}
+        done = version == ALL
+        work = {"epoch": 0, "next": 0, "batches": 1, "epochs_done": int(done)}
+        work |= {"state": "done" if done else "open"}
         counts = {"gradients_refused": 0, "gradients_applied": version, "version": version}
         return {"learners": [{}] * joined, "model": None, "work": work, **counts}
 
@@ -64,11 +66,17 @@ def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any, start: Any 
         deaths=0,
         train_seconds=0.0,
         _deaths_since_gradient=0,
+        _evaluate=lambda epoch: True,
     )
-    learners: Any = SimpleNamespace(ended=lambda: next(ended), hopeless=False, start=start)
+    return run, SimpleNamespace(ended=lambda: next(ended), hopeless=False, start=start)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, looks: Any, ended: Any) -> int:
+    """Watch a run until it fails; return how often it has looked."""
+    run, learners = made(monkeypatch, looks, ended)
     with pytest.raises(JobFailed):
         run._watch(learners)
-    return looked
+    return int(run.looked)
 
 
 def test_a_stall_begins_when_learners_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,5 +111,16 @@ def test_learners_that_have_done_all_are_not_replaced(monkeypatch: pytest.Monkey
     looks = chain(repeat((2, 7), 10), repeat((1, ALL)))
     ended = chain(repeat([], 10), [[Ended(0, 1, 0)]], repeat([]))
     started: list[int] = []
-    watched(monkeypatch, looks, ended, started.append)
+    run, learners = made(monkeypatch, looks, ended, started.append)
+    run._watch(learners)
     assert started == []
+
+
+def test_a_run_that_is_done_at_the_first_look_has_taken_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Count from before that look: on a busy machine, a short training may be done by then."""
+    run, learners = made(monkeypatch, repeat((2, ALL)), repeat([]))
+    run._watch(learners)
+    assert run.looked == 1
+    assert run.train_seconds > 0
