@@ -103,7 +103,7 @@ def _facts(made: Mapping[str, Any], slowest: float, cores: int) -> dict[str, str
 
 
 def _time(seconds: float) -> str:
-    if seconds >= 1:
+    if seconds >= 0.1:  # not 100.0 ms, which is wider
         return f"{seconds:.2f} s"
     if seconds >= 1e-3:
         return f"{seconds * 1e3:.1f} ms"

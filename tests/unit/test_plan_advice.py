@@ -1,4 +1,4 @@
-"""Advice in the display of a plan."""
+"""The display of a plan: its width, and its advice."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from gadei_ps.show import pipeline_plan
 MS = 1e-3
 
 
-def advice_of(
+def display_of(
     total_s: float = 10 * MS, devices: str = "host:1", stages: int = 2, cores: int = 2, **other: Any
 ) -> str:
-    """Return the advice for a plan of equal stages. other: fields of the plan."""
+    """Return the display of a plan of equal stages. other: fields of the plan."""
     stage = {
         **dict.fromkeys(("forward_s", "backward_s"), total_s / 2),
         "device": devices,
         "first_layer": 0,
-        "end_layer": 1,
-        "parameters": 1,
+        "end_layer": 7,
+        "parameters": 1_049_600,
         "transfer_s": 0,
         "total_s": total_s,
-        "idle_share": 0,
-        "memory_bytes": 1,
-        "memory_limit_bytes": 2,
+        "idle_share": 1,
+        "memory_bytes": 124_100_000,
+        "memory_limit_bytes": 512_000_000,
     }
     made = {
         "stages": [stage] * stages,
@@ -47,7 +47,7 @@ def advice_of(
 
 
 def test_a_good_plan_needs_no_advice() -> None:
-    assert "note" not in advice_of()
+    assert "note" not in display_of()
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,16 @@ def test_a_good_plan_needs_no_advice() -> None:
     ],
 )
 def test_advice(made: dict[str, Any], advice: str) -> None:
-    text = advice_of(**made)
+    text = display_of(**made)
     assert text.count("note") == 1
     assert advice in text
 
 
 def test_one_short_stage_waits_for_no_other() -> None:
-    assert "note" not in advice_of(0.5 * MS, stages=1)
+    assert "note" not in display_of(0.5 * MS, stages=1)
+
+
+@pytest.mark.parametrize("total_s", [1e-6, 99 * MS, 0.25, 20.0])
+def test_the_stages_are_narrower_than_80_columns(total_s: float) -> None:
+    """A busy machine has longer times, which must not need more columns."""
+    assert max(map(len, display_of(total_s).splitlines()[:3])) < 80
