@@ -236,9 +236,9 @@ def nothing_left() -> Iterator[None]:
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "a test has replaced it"
     support.eventually(
-        lambda: not support.children() - before, 30, lambda: support.described(before)
+        lambda: not support.children() - before, what=lambda: support.described(before)
     )
     try:
-        support.eventually(lambda: not support.segments(JOBS), 30, lambda: support.segments(JOBS))
+        support.eventually(lambda: not support.segments(JOBS), what=lambda: support.segments(JOBS))
     finally:  # so that only the test fails that has left them
         support.remove_segments(JOBS)

@@ -28,7 +28,7 @@ from gadei_ps.cli import training
 from gadei_ps.errors import UsageError
 from gadei_ps.machine import process
 
-pytestmark = pytest.mark.usefixtures("compiled")
+pytestmark = [pytest.mark.usefixtures("compiled"), pytest.mark.timeout(5 * support.PATIENCE_S)]
 
 WORDS = {"billing": "invoice payment charge", "claim": "accident damage report"}
 ROWS = [
@@ -60,7 +60,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, compiled: None) -> tuple[P
         patch.setenv("GADEI_PS_RUNTIME_DIR", str(directory / "rt"))
         cli = Cli(directory, interpreters=True)
         result = cli(
-            *ARGUMENTS.split(), "--job", f"trained-{os.getpid()}", "--json", patience_s=180
+            *ARGUMENTS.split(),
+            "--job",
+            f"trained-{os.getpid()}",
+            "--json",
+            patience_s=4 * support.PATIENCE_S,
         )
     assert not list((directory / "rt").iterdir())
     return directory, result
@@ -154,7 +158,7 @@ def test_several_labels(cli: Cli, job_name: str) -> None:
     ]
     write_csv(cli.directory / "data.csv", [*ROWS, *both])
     given = ("--label-separator", ";", "--job", job_name, "--out", "model", "--json")
-    result = cli("train", "data.csv", *given, patience_s=180)
+    result = cli("train", "data.csv", *given, patience_s=4 * support.PATIENCE_S)
     assert result.code == 0, result
     assert result.json["micro_f1"] > 0.8
     answered = cli("predict", "model", "invoice number", "the accident with the payment", "--json")

@@ -51,7 +51,7 @@ def test_a_limit_is_one_for_the_turn_and_the_slot(client: Makers, job: Callable[
     for one in (mine, other):
         one.do("attach", running.socket)
         one.do("turn", 10_000)
-    limit_s = 3.0
+    limit_s = 6.0
     mine.do("push", 1, 10_000)
     begin = time.monotonic()
     mine.begin("claim", int(1000 * limit_s))

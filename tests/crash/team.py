@@ -225,7 +225,7 @@ def apart(pid: int) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def seen(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:
+def seen(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> bool:
     """Poll without a pause. Return False if the condition does not become true."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -217,7 +217,7 @@ def _round(crew: Crew, victims: tuple[str | Role, ...], chance: random.Random) -
     eventually(lambda: crew.version >= before + WINDOW, what=lambda: f"stands at {crew.version}")
 
 
-@pytest.mark.timeout(120 + 5 * ROUNDS)
+@pytest.mark.timeout(600 + 5 * ROUNDS)
 @pytest.mark.parametrize("kind", ["add", "sgd"])
 def test_killed_at_random_instants(kind: str, job_name: str, tmp_path: Path) -> None:
     chance = random.Random(3)

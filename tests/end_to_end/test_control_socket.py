@@ -34,6 +34,8 @@ TENSORS = [{"name": "w", "shape": [16]}]
 @pytest.fixture
 def job(job_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     monkeypatch.setattr("gadei_ps.watchdog.sockets.MAX_UNSENT", 1 << 20)  # reached soon
+    # On a busy machine a message of the largest size takes seconds.
+    monkeypatch.setattr("gadei_ps.watchdog.sockets.MESSAGE_TIMEOUT_S", PATIENCE_S)
     with daemon(job_name, tensors=TENSORS) as one:
         yield one
 
@@ -48,7 +50,9 @@ def descriptors(job: Daemon) -> int:
 def unharmed(job: Daemon) -> Iterator[None]:
     """The watchdog answers at the end, and holds no descriptor that it did not before."""
     before = descriptors(job)
-    with Connection(str(job.socket)) as bystander:  # there already, and asks again at the end
+    with Connection(
+        str(job.socket), PATIENCE_S
+    ) as bystander:  # there already, and asks again at the end
         bystander.request(Status())
         yield
         bystander.request(Status())

@@ -369,7 +369,7 @@ def test_bodies_and_slow_requests(job: Client, job_name: str, site: Site) -> Non
     began = time.monotonic()
     try:
         while any(alive(one) for one in slow):
-            assert time.monotonic() - began < 60
+            assert time.monotonic() - began < PATIENCE_S
             assert site.ask("/runs")[0] == 200
             time.sleep(0.5)
     finally:

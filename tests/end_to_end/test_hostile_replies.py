@@ -142,4 +142,4 @@ def test_the_time_of_a_reply_is_bounded(
         pytest.raises((NoAnswer, ControlError)),
     ):
         one.request(Status() if answer is endless_notes else Attach())
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15

@@ -13,7 +13,7 @@ from gadei_ps.benchmarks.gang import Gang
 LEARNERS = 200
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_two_hundred_learners(job_name: str, compiled: None) -> None:
     """All have their turn, whether the others push or are silent, and each gradient counts once."""
     tensors = [{"name": "w", "shape": [1000]}]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from shell import Cli
-from support import daemon, eventually, fork, live_weights, status
+from support import PATIENCE_S, daemon, eventually, fork, live_weights, status
 from support.processes import gone
 from support.torch_models import one_thread as one_thread
 from torch import nn
@@ -99,7 +99,7 @@ def test_every_row_once_an_epoch(workers: int, sync: str, job_name: str) -> None
         job.check()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_whoever_dies(workers: int, sync: str, job_name: str) -> None:
@@ -230,8 +230,8 @@ if __name__ == "__main__":
     optimizer = gadei_ps.learners.torch.Optimizer(model, kind="sgd", lr=0.01)
     data = TensorDataset(torch.randn(40, 4), torch.zeros(40, dtype=torch.long))
 
-    def train(epochs, **how):
-        loader = DataLoader(data, num_workers=2, **how)
+    def train(epochs, workers=2, **how):
+        loader = DataLoader(data, num_workers=workers, **how)
         for _ in range(epochs):
             for inputs, labels in loader:
                 optimizer.zero_grad()
@@ -240,16 +240,20 @@ if __name__ == "__main__":
 
     train(1, batch_size=4, shuffle=True, multiprocessing_context="fork")
     kept = {"persistent_workers": True}
-    train(2, batch_size=4, shuffle=True, multiprocessing_context="spawn", **kept)
+    # Each imports PyTorch, so there is one.
+    train(2, 1, batch_size=4, shuffle=True, multiprocessing_context="spawn", **kept)
     train(2, batch_sampler=optimizer.sampler(data, 4, epochs=2), **kept)
 """
 
 
+@pytest.mark.timeout(5 * PATIENCE_S)
 def test_workers_under_run(cli: Cli, job_name: str) -> None:
     """Start workers of DataLoader, forked, spawned and persistent: they are not learners."""
     (cli.directory / "script.py").write_text(SCRIPT)
     script = [sys.executable, "script.py"]
-    result = cli("run", job_name, "--learners", 2, "--json", "--", *script)
+    result = cli(
+        "run", job_name, "--learners", 2, "--json", "--", *script, patience_s=4 * PATIENCE_S
+    )
     assert result.code == 0, result
     assert result.json["gradients_applied"] == 2 * 10 * (1 + 2) + 10 * 2
     assert [one["exit_code"] for one in result.json["ended"]] == [0, 0]

@@ -15,13 +15,14 @@ from gadei_ps import _native
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import JobConfig, from_mapping
 from gadei_ps.job.control import Status, ask
+from gadei_ps.learners import client as client_module
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import layout, presence, segment, shm
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import data
 from support.processes import Child, gone
 from support.quick import QuickDaemon
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 
 def segments(prefix: str) -> list[str]:
@@ -50,7 +51,7 @@ def daemon(name: str, **values: Any) -> Daemon:
 
 
 def status(job: str) -> dict[str, Any]:
-    return ask(job, Status())
+    return ask(job, Status(), PATIENCE_S)
 
 
 def learner(job: str, pid: int) -> dict[str, Any] | None:
@@ -72,6 +73,7 @@ def live_weights(job: str) -> np.ndarray:
 
 
 def _push_for_ever(pipe: Connection, job: str, push: Callable[[Client], object]) -> None:
+    client_module.JOB_GONE_S = PATIENCE_S  # a test that kills all servers starts others
     client = Client(job)
     pipe.send((client.row, client.generation))
     pipe.recv()  # a test that needs our ring's head after our death has mapped it

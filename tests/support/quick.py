@@ -32,6 +32,7 @@ from gadei_ps.machine import process
 from gadei_ps.watchdog import fork_server as fork_server_process
 from gadei_ps.watchdog.restart import Policy
 from gadei_ps.watchdog.server_starter import ServerStarter
+from support.waiting import PATIENCE_S
 
 # Programs by the names that they are started by, and the modules whose main() they run.
 PROGRAMS = {
@@ -308,7 +309,7 @@ def servers_die_once(there: Path) -> Callable[[str], None]:
 
 
 class QuickDaemon(Daemon):
-    """A daemon whose processes start quickly, and however often they are killed."""
+    """A daemon whose processes start quickly, and however often they are killed; it is patient."""
 
     policy = Policy(limit=10_000)
 
@@ -323,3 +324,6 @@ class QuickDaemon(Daemon):
     def check(self) -> None:
         with fork_quickly(fork_server=self._fork_server):
             super().check()
+
+    def request(self, message: Any, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+        return super().request(message, timeout_s)
