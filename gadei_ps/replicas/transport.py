@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
     ProcessGroupGloo,
     Store,
+    TCPStore,
+    Work,
 )
 
 from gadei_ps.errors import ExchangeFailed
@@ -38,6 +40,14 @@ _STATE, _PART, _SUM = 1, 2, 3
 _HEADER = 3
 
 
+class _Piece(NamedTuple):
+    """The same piece of all other members' models, by their places."""
+
+    here: slice
+    models: dict[int, Floats]
+    works: list[Work]
+
+
 class Transport:
     """The members of one generation. A failure ends it."""
 
@@ -51,98 +61,106 @@ class Transport:
         """
         self.place, self.members, self.sent = place, members, 0
         """sent: bytes so far."""
+        self._others = [one for one in range(members) if one != place]
         self._limit = timedelta(seconds=timeout_s)
-        try:
-            with _listening(host):
-                group: Any = ProcessGroupGloo(
-                    PrefixStore(prefix, store), place, members, timeout=self._limit
-                )
-            self._group = group
-        except RuntimeError as error:
-            raise ExchangeFailed(_line(error)) from None
+        with _failing(), _listening(host):
+            self._group: Any = ProcessGroupGloo(
+                PrefixStore(prefix, store), place, members, timeout=self._limit
+            )
 
     def aggregate(self, model: Floats, weights: Sequence[float], out: Floats) -> None:
         """Write the weighted mean of all members' models to `out`. Raises ExchangeFailed."""
         cuts = parts.cut(len(model), self.members)
-        mine, others = cuts[self.place], [one for one in range(self.members) if one != self.place]
         scales = np.array(weights, np.float32)
-        try:
-            pending = [
-                self._collect(begin, min(begin + PIECE, mine.stop), others)
-                for begin in range(mine.start, mine.stop, PIECE)
-            ]
+        with _failing():
+            pending = [self._collect(here) for here in _pieces(cuts[self.place])]
             sends = [
-                self._send(model[begin : min(begin + PIECE, cuts[other].stop)], other, _PART)
-                for other in others
-                for begin in range(cuts[other].start, cuts[other].stop, PIECE)
+                self._send(model[here], other, _PART)
+                for other in self._others
+                for here in _pieces(cuts[other])
             ]
             results = [
-                self._receive(out[begin : min(begin + PIECE, cuts[other].stop)], other, _SUM)
-                for other in others
-                for begin in range(cuts[other].start, cuts[other].stop, PIECE)
+                self._receive(out[here], other, _SUM)
+                for other in self._others
+                for here in _pieces(cuts[other])
             ]
             for piece in pending:
                 self._wait(piece.works)
-                here = slice(piece.begin, piece.end)
-                models = [piece.scratch.get(one, model[here]) for one in range(self.members)]
+                here = piece.here
+                models = [piece.models.get(one, model[here]) for one in range(self.members)]
                 parts.aggregate(models, scales, out[here])
-                sends += [self._send(out[here], other, _SUM) for other in others]
+                sends += [self._send(out[here], other, _SUM) for other in self._others]
             self._wait(results)
             self._wait(sends)
-        except RuntimeError as error:
-            raise ExchangeFailed(_line(error)) from None
 
-    def _collect(self, begin: int, end: int, others: Sequence[int]) -> _Pieces:
-        scratch = {one: np.empty(end - begin, np.float32) for one in others}
-        works = [self._receive(scratch[one], one, _PART) for one in others]
-        return _Pieces(begin, end, scratch, works)
+    def _collect(self, here: slice) -> _Piece:
+        models = {one: np.empty(here.stop - here.start, np.float32) for one in self._others}
+        works = [self._receive(model, one, _PART) for one, model in models.items()]
+        return _Piece(here, models, works)
 
     def send_state(self, text: bytes, arrays: Sequence[Floats], receivers: Sequence[int]) -> None:
         """Send a state to these members, which receive it. Raises ExchangeFailed."""
         sizes = np.array([len(text), len(arrays), len(arrays[0])], np.int64)
         values: list[Array] = [sizes, np.frombuffer(text, np.uint8), *arrays]
-        try:
+        with _failing():
             works = [
-                self._send(one[begin : begin + PIECE], receiver, _STATE)
+                self._send(one[here], receiver, _STATE)
                 for receiver in receivers
                 for one in values
-                for begin in range(0, len(one), PIECE)
+                for here in _pieces(slice(0, len(one)))
             ]
             self._wait(works)
-        except RuntimeError as error:
-            raise ExchangeFailed(_line(error)) from None
 
     def receive_state(self, sender: int) -> tuple[bytes, list[Floats]]:
         """Receive a state. Raises ExchangeFailed."""
-        try:
-            sizes = np.empty(_HEADER, np.int64)
-            self._wait([self._receive(sizes, sender, _STATE)])
-            text = np.empty(int(sizes[0]), np.uint8)
+
+        def receive(values: Array) -> None:
+            here = _pieces(slice(0, len(values)))
+            self._wait([self._receive(values[one], sender, _STATE) for one in here])
+
+        with _failing():
+            receive(sizes := np.empty(_HEADER, np.int64))
+            receive(text := np.empty(int(sizes[0]), np.uint8))
             arrays = [np.empty(int(sizes[2]), np.float32) for _ in range(int(sizes[1]))]
-            values: list[Array] = [text, *arrays]
-            for one in values:
-                works = [
-                    self._receive(one[begin : begin + PIECE], sender, _STATE)
-                    for begin in range(0, len(one), PIECE)
-                ]
-                self._wait(works)
-        except RuntimeError as error:
-            raise ExchangeFailed(_line(error)) from None
+            for one in arrays:
+                receive(one)
         return text.tobytes(), arrays
 
-    def _send(self, values: Array, receiver: int, tag: int) -> _Work:
-        tensor = _tensor(values)
+    def _send(self, values: Array, receiver: int, tag: int) -> Work:
         self.sent += values.nbytes
-        return _Work(self._group.send([tensor], receiver, tag), tensor)
+        work: Work = self._group.send([_tensor(values)], receiver, tag)
+        return work
 
-    def _receive(self, values: Array, sender: int, tag: int) -> _Work:
-        tensor = _tensor(values)
-        return _Work(self._group.recv([tensor], sender, tag), tensor)
+    def _receive(self, values: Array, sender: int, tag: int) -> Work:
+        work: Work = self._group.recv([_tensor(values)], sender, tag)
+        return work
 
-    def _wait(self, works: Sequence[_Work]) -> None:
+    def _wait(self, works: Sequence[Work]) -> None:
         for one in works:
-            if one.work.wait(self._limit) is False:
+            if one.wait(self._limit) is False:
                 raise RuntimeError("aborted")
+
+
+def store_at(address: tuple[str, int], timeout_s: float) -> Store:
+    """Connect to the store of a coordinator. Raises ExchangeFailed."""
+    with _failing():
+        return TCPStore(*address, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _pieces(part: slice) -> Iterator[slice]:
+    """Cut a part of an array into pieces."""
+    for begin in range(part.start, part.stop, PIECE):
+        yield slice(begin, min(begin + PIECE, part.stop))
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Raise ExchangeFailed for an error of gloo."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise ExchangeFailed(text.rpartition("] ")[2][:200] or type(error).__name__) from None
 
 
 @contextlib.contextmanager
@@ -167,29 +185,8 @@ def _listening(host: str) -> Iterator[None]:
         del os.environ[INTERFACE_VARIABLE]
 
 
-class _Work:
-    """An operation, and its memory, which must outlive it."""
-
-    def __init__(self, work: torch.distributed.Work, tensor: torch.Tensor) -> None:
-        self.work, self._tensor = work, tensor
-
-
-class _Pieces:
-    """The same piece of all other members' models."""
-
-    def __init__(
-        self, begin: int, end: int, scratch: Mapping[int, Floats], works: Sequence[_Work]
-    ) -> None:
-        self.begin, self.end, self.scratch, self.works = begin, end, scratch, works
-
-
 def _tensor(values: Array) -> torch.Tensor:
     """Return a tensor of the same memory, which is never written if it is sent."""
     if values.flags.writeable:
         return torch.from_numpy(values)
     return torch.from_numpy(values.copy())
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text.rpartition("] ")[2][:200] or type(error).__name__
