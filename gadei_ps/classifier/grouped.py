@@ -8,13 +8,15 @@ weights, keeps the best ones, and ends the run when they no longer improve.
 from __future__ import annotations
 
 import contextlib
-import os
+import io
 import signal
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gadei_ps.classifier.counting import Progress, sources
 from gadei_ps.classifier.measuring import Measuring, Tensors, ended_by
@@ -25,12 +27,14 @@ from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.errors import ClusterError, JobFailed, JobStopped, UsageError
 from gadei_ps.machine import interrupts
 from gadei_ps.machine.interrupts import Interrupted
-from gadei_ps.replicas import config
+from gadei_ps.replicas import commands, config
 from gadei_ps.replicas.program import Program
-from gadei_ps.replicas.program_run import ProgramRun
 from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 from gadei_ps.watchdog.liveness import Watch
+
+if TYPE_CHECKING:  # Ray takes a second to load
+    from gadei_ps.replicas.following import Following
 
 RESTARTS = 10**6
 """Number of restarts of a replica's learners, as in `train`."""
@@ -78,16 +82,12 @@ def train(
         if not progress:
             display.event(line)
 
-    with (
-        os.fdopen(os.memfd_create("gadei-ps-data"), "wb") as data,
-        display,
-        interrupts.first_told() as signalled,
-    ):
-        plan.write(data, options)
-        path = f"/proc/{os.getpid()}/fd/{data.fileno()}"
+    with display, interrupts.first_told() as signalled:
+        plan.write(stream := io.BytesIO(), options)
+        data = np.frombuffer(stream.getbuffer(), np.uint8)
         measuring = Measuring(plan, display, settings.device)
         try:
-            with ProgramRun(run, file, settings.address, program, path, say) as training:
+            with commands.program_run(run, file, settings.address, program, data, say) as training:
                 launcher = _Launcher(plan, run, training, display, measuring, signalled)
                 launcher.run()
                 error = launcher.end()
@@ -141,7 +141,7 @@ class _Launcher:
         self,
         plan: Plan,
         run: config.Run,
-        training: ProgramRun,
+        training: Following,
         display: Display,
         measuring: Measuring,
         signalled: Callable[[], int | None],

@@ -23,7 +23,7 @@ knows, no member has applied. A member that has applied what is not in it rejoin
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gadei_ps.groups import parts
@@ -35,7 +35,39 @@ PATIENCE = 10
 """Factor for the silence that is allowed where all that have the state of a group are silent."""
 NOT_FINITE = "the weights of the group hold a NaN or an infinity: lower the learning rate"
 
-State = dict[str, Any]
+Model = tuple[int, int]
+"""A model that a group has published: the group and its version."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a group: all that must outlive its coordinator.
+
+    epoch: number of coordinators so far. version: number of changes; of two states, the later one
+    counts. lineage: generation in which the group has started from the weights of a replica.
+    joining: members that do not have the state yet. source: the member that sends it to them.
+    committed: generation and round of the last commit. taken: newest version of each other group
+    that was taken. facts: settings that are equal on all members. processes: the last process of
+    each replica, and how many there have been. shares: None if each job hands out all batches.
+    """
+
+    epoch: int = 1
+    version: int = 0
+    generation: int = 0
+    rounds: int = 0
+    lineage: int = 0
+    members: tuple[Member, ...] = ()
+    joining: tuple[Member, ...] = ()
+    source: Member | None = None
+    committed: tuple[int, int] | None = None
+    taken: Mapping[int, int] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    processes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    shares: Shares | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the state for JSON, without the owners of batches."""
+        return asdict(replace(self, shares=None)) | {"shares": self.shares and self.shares.facts()}
 
 
 @dataclass(frozen=True)
@@ -45,13 +77,12 @@ class Report:
     process: random number of its process. number: of the report; reports of a process may arrive
     in another order.
     facts: settings that must be equal in a group, by name. generation: that it has entered.
-    rounds: that it has applied; None: it has no state of the group. lineage: of that state, see
-    Group. connected: generation whose
-    process group it has. arrived: the round for which it has a copy. samples: with which the copy
-    was trained; 0: the copy is not finite. copied: which batches are in the copy. ready: generation
-    and round whose result it has. checksum: of that result. failed: generation in which an exchange
-    has failed. models: of other groups, as group and version. lost: models that cannot be fetched.
-    leaves: whether it wants to leave. state: as the last reply had it.
+    rounds: that it has applied; None: it has no state of the group. lineage: of that state.
+    connected: generation whose process group it has. arrived: the round for which it has a copy.
+    samples: with which the copy was trained; 0: the copy is not finite. copied: which batches are
+    in the copy. ready: generation and round whose result it has. checksum: of that result. failed:
+    generation in which an exchange has failed. models: of other groups. lost: models that cannot be
+    fetched. leaves: whether it wants to leave. state: as the last reply had it.
     """
 
     member: Member
@@ -68,8 +99,8 @@ class Report:
     ready: tuple[int, int] | None = None
     checksum: int = 0
     failed: int = 0
-    models: Collection[tuple[int, int]] = ()
-    lost: Collection[tuple[int, int]] = ()
+    models: Collection[Model] = ()
+    lost: Collection[Model] = ()
     leaves: bool = False
     state: State | None = None
 
@@ -80,34 +111,26 @@ class Go:
 
     round: int
     weights: tuple[float, ...]
-    models: tuple[tuple[int, int], ...]
+    models: tuple[Model, ...]
 
 
 @dataclass(frozen=True)
 class Reply:
     """The answer of the coordinator to a report.
 
-    state: see Group.state. place: of the replica among the members; None: it is not one. source:
-    place of the member that sends the group's state to joining members. connects: whether all
-    members have entered the generation. owned: batches of this replica. aims: models of other
-    groups to fetch. rejoin: the group continues without this incarnation. replaced: without this
-    process. mistake: why the replica cannot be a member, until a user changes something.
+    is_settled: whether the state is that of the group, which the replica is to report. place: of
+    the replica among the members; None: it is not one. connects: whether all members have entered
+    the generation. aims: models of other groups to fetch. rejoin: the group continues without this
+    incarnation. replaced: without this process. mistake: why the replica cannot be a member, until
+    a user changes something.
     """
 
     state: State
-    generation: int
-    members: tuple[Member, ...]
-    newcomers: frozenset[Member]
-    rounds: int
-    lineage: int
-    committed: tuple[int, int] | None
+    is_settled: bool
     place: int | None = None
-    source: int | None = None
     connects: bool = False
     go: Go | None = None
-    owned: tuple[tuple[int, int, int], ...] = ()
-    done: int = 0
-    aims: tuple[tuple[int, int], ...] = ()
+    aims: tuple[Model, ...] = ()
     rejoin: bool = False
     replaced: bool = False
     left: bool = False
@@ -136,35 +159,26 @@ class Group:
         self._expected, self._settles_at, self._recover_s = set(expected), settles_at, recover_s
         self.is_settled = False
         """Whether this coordinator has the state of the group."""
-        self.epoch, self.version = 1, 0
-        """Version of the state; of two states, the later one counts."""
-        self.generation, self.rounds = 0, 0
-        self.lineage = 0
-        """Generation that began with the weights of a replica, for nobody had a state."""
-        self.members: tuple[Member, ...] = ()
-        self.newcomers: frozenset[Member] = frozenset()
-        """Members that do not have the state yet."""
-        self.source: Member | None = None
-        self.committed: tuple[int, int] | None = None
-        """Generation and round of the last commit."""
-        self.taken: dict[int, int] = {}
-        """Newest version of each other group that was taken."""
-        self.shares: Shares | None = Shares(*part) if part is not None else None
-        self.facts: Mapping[str, Any] = {}
+        self.state = State(shares=self._all_batches())
         self.mistake: str | None = None
         self.aims: dict[int, int] = {}
         self.go: Go | None = None
         self._connects = self._renews = False
         self._reports: dict[Member, Report] = {}
         self._seen: dict[Member, float] = {}
-        self._processes: dict[str, tuple[int, int]] = {}
-        """The last process of each replica, and how many there have been."""
         self._fresh: dict[str, int] = {}
         """Processes that had no state of the group when they reported here first."""
         self._replaced: set[int] = set()
         self._left: set[Member] = set()
         self._gone: set[str] = set()
         """Replicas whose processes have ended."""
+
+    def _all_batches(self) -> Shares | None:
+        return Shares(*self._part) if self._part is not None else None
+
+    def _set(self, **changes: Any) -> None:
+        """Change the state. Replies have the one before, which stays as it was."""
+        self.state = replace(self.state, version=self.state.version + 1, **changes)
 
     # -- what comes in ---------------------------------------------------------------------------
 
@@ -187,7 +201,7 @@ class Group:
         self._seen[member] = now
 
     def _last_process(self, replica: str, default: int) -> int:
-        return self._processes.get(replica, (0, default))[1]
+        return self.state.processes.get(replica, (0, default))[1]
 
     def _is_last_process(self, report: Report) -> bool:
         """Return whether no later process of the replica has reported.
@@ -196,10 +210,11 @@ class Group:
         there; one that has none is new.
         """
         replica, process = report.member.replica, report.process
-        count, last = self._processes.get(replica, (0, None))
+        count, last = self.state.processes.get(replica, (0, None))
         if process == last:
             return True
-        theirs, known = (report.state or {}).get("processes", {}).get(replica, (0, None))
+        processes = report.state.processes if report.state is not None else {}
+        theirs, known = processes.get(replica, (0, None))
         if known != process:
             self._fresh[replica] = process
         if process in self._replaced or (known == process and theirs <= count):
@@ -208,8 +223,8 @@ class Group:
         if last is not None:
             self._replaced.add(last)
             self.lost(replica)
-        self._processes[replica] = max(theirs, count + 1), process
-        self._changed()
+        number = max(theirs, count + 1)
+        self._set(processes={**self.state.processes, replica: (number, process)})
         return True
 
     def lost(self, replica: str) -> None:
@@ -220,7 +235,7 @@ class Group:
 
     def expire(self, now: float, silence_s: float) -> None:
         """Forget replicas that have been silent for too long."""
-        holders = {one for one in self.members if self._has_state(one)}
+        holders = {one for one in self.state.members if self._has_state(one)}
         # If all of them are silent, the coordinator has more likely been cut off. Without them the
         # group's state would be lost.
         all_silent = all(now - self._seen.get(one, now) > silence_s for one in holders)
@@ -247,7 +262,7 @@ class Group:
         if not self.is_settled:
             return self._settle(now)
         if self.mistake is not None:
-            if any(one in self._reports for one in self.members):
+            if any(one in self._reports for one in self.state.members):
                 return False
             self.mistake = None
         return (
@@ -257,37 +272,34 @@ class Group:
     def _settle(self, now: float) -> bool:
         """Wait for the members of the last state, or for all replicas that begin together."""
         there = {one.replica for one in self._reports}
-        wanted = {one.replica for one in self.members} or self._expected
+        wanted = {one.replica for one in self.state.members} or self._expected
         # One that was started again knows nobody until a member of the last state reports.
         is_whole = bool(wanted) and wanted <= there | self._gone
         if not there or (not is_whole and now < self._settles_at):
             return False
         self.is_settled = True
-        self._renews = bool(self.members)  # what another coordinator has begun is repeated
-        self.epoch += 1
-        self._changed()
-        for member in self.members:  # of one that is not there, nothing was seen
+        self._renews = bool(self.state.members)  # what another one has begun is repeated
+        self._set(epoch=self.state.epoch + 1)
+        for member in self.state.members:  # of one that is not there, nothing was seen
             self._seen.setdefault(member, now)
         return True
 
     def _renew(self) -> bool:
         """Start the next generation if this one cannot continue, or is to have other members."""
-        there = [one for one in self.members if one in self._reports]
+        before = self.state.members
+        there = [one for one in before if one in self._reports]
         staying = [one for one in there if not self._reports[one].leaves and self._is_ours(one)]
         joining = [one for one in sorted(self._reports) if self._may_join(one, staying)]
         if (staying or joining) and not any(self._has_state(one) for one in staying):
             staying = [one for one in there if self._is_ours(one)]  # nobody else has the state
         joining = joining[: MOST_MEMBERS - len(staying)]
-        failed = any(self._reports[one].failed == self.generation for one in staying)
-        is_same = len(staying) == len(self.members) and not (failed or self._renews)
+        failed = any(self._reports[one].failed == self.state.generation for one in staying)
+        is_same = len(staying) == len(before) and not (failed or self._renews)
         if is_same and not (joining and self.go is None):
             return False
         self._renews = False
-        if not staying and not joining:
-            if not self.members:
-                return False
-            self._install((), None)
-            return True
+        if not (staying or joining or before):
+            return False
         has_state = [one for one in staying if self._has_state(one)]
         if has_state:
             self._install((*staying, *joining), has_state[0])
@@ -298,46 +310,43 @@ class Group:
         if not members:
             self._install((), None)
             return True
-        self.rounds, self.committed, self.taken = 0, None, {}
-        self.shares = Shares(*self._part) if self._part is not None else None
-        self.facts = self._reports[members[0]].facts
-        self.lineage = self.generation + 1
+        self._set(
+            rounds=0,
+            committed=None,
+            taken={},
+            shares=self._all_batches(),
+            facts=self._reports[members[0]].facts,
+            lineage=self.state.generation + 1,
+        )
         self._install(tuple(one for one in members if self._fits(one)), members[0])
         return True
 
     def _install(self, members: tuple[Member, ...], source: Member | None) -> None:
-        gone = [one for one in self.members if one not in members]
+        gone = [one for one in self.state.members if one not in members]
         self._left |= {one for one in gone if one in self._reports and self._reports[one].leaves}
         for one in gone:
             self._forget(one)
-        self.generation += 1
-        self.members, self.source = members, source
-        self.newcomers = frozenset(
-            one for one in members if not self._has_state(one) and one != source
-        )
+        new = tuple(one for one in members if not self._has_state(one) and one != source)
+        generation = self.state.generation + 1
+        self._set(generation=generation, members=members, source=source, joining=new)
         self.go, self._connects = None, False
-        self._changed()
-
-    def _changed(self) -> None:
-        self.version += 1
 
     def _is_ours(self, member: Member) -> bool:
         """Return whether this coordinator knows all rounds that a member has applied."""
-        report = self._reports[member]
-        is_known = report.rounds is not None and report.rounds <= self.rounds
-        return report.rounds is None or (is_known and report.lineage == self.lineage)
+        rounds, lineage = self._reports[member].rounds, self._reports[member].lineage
+        return rounds is None or (rounds <= self.state.rounds and lineage == self.state.lineage)
 
     def _has_state(self, member: Member) -> bool:
         """Return whether a replica has the result of the last committed round, applied or not."""
-        report = self._reports.get(member)
-        if report is None or report.rounds is None or report.lineage != self.lineage:
+        report, state = self._reports.get(member), self.state
+        if report is None or report.rounds is None or report.lineage != state.lineage:
             return False
-        is_ready = report.ready is not None and report.ready == self.committed
-        return report.rounds == self.rounds or (report.rounds == self.rounds - 1 and is_ready)
+        is_ready = report.ready is not None and report.ready == state.committed
+        return report.rounds == state.rounds or (report.rounds == state.rounds - 1 and is_ready)
 
     def _may_join(self, member: Member, staying: Sequence[Member]) -> bool:
         report = self._reports[member]
-        is_new = member not in self.members and report.rounds is None and not report.leaves
+        is_new = member not in self.state.members and report.rounds is None and not report.leaves
         is_there = any(one.replica == member.replica for one in staying)
         return is_new and not is_there and (not staying or self._fits(member))
 
@@ -346,15 +355,21 @@ class Group:
 
     def _unequal(self, report: Report) -> str | None:
         """Return the name of a setting that differs from the group's, or None."""
-        if not self.facts:
-            return None
-        return next((one for one in self.facts if report.facts.get(one) != self.facts[one]), None)
+        facts = self.state.facts
+        return next((one for one in facts if report.facts.get(one) != facts[one]), None)
 
     def _all(self) -> list[Report] | None:
         """Return the reports of all members, once all have entered this generation."""
-        found = [self._reports.get(one) for one in self.members]
-        entered = [one for one in found if one is not None and one.generation == self.generation]
-        return entered if found and len(entered) == len(found) else None
+        found = [one for one in map(self._reports.get, self.state.members) if one is not None]
+        has_all = bool(found) and len(found) == len(self.state.members)
+        return found if has_all and all(map(self._has_entered, found)) else None
+
+    def _has_entered(self, report: Report) -> bool:
+        return report.generation == self.state.generation
+
+    def _is_current(self, report: Report) -> bool:
+        """Return whether a replica has applied all rounds that are committed, and no others."""
+        return (report.lineage, report.rounds) == (self.state.lineage, self.state.rounds)
 
     def _connect(self) -> bool:
         if self._connects or self._all() is None:
@@ -364,28 +379,26 @@ class Group:
 
     def _admit(self) -> bool:
         """Admit the joining members that have received the state."""
-        done = {
+        left = tuple(
             one
-            for one in self.newcomers
-            if (report := self._reports.get(one)) is not None
-            and report.generation == self.generation
-            and (report.lineage, report.rounds) == (self.lineage, self.rounds)
-        }
-        if not done:
+            for one in self.state.joining
+            if (report := self._reports.get(one)) is None
+            or not (self._has_entered(report) and self._is_current(report))
+        )
+        if left == self.state.joining:
             return False
-        self.newcomers -= done
-        self._changed()
+        self._set(joining=left)
         return True
 
     def _start(self) -> bool:
         """Start the exchange of the round once all members have arrived."""
-        reports = self._all()
-        if self.go is not None or reports is None or self.newcomers:
+        reports, state = self._all(), self.state
+        if self.go is not None or reports is None or state.joining:
             return False
         if any(
-            one.arrived != self.rounds
-            or (one.lineage, one.rounds) != (self.lineage, self.rounds)
-            or one.connected != self.generation
+            one.arrived != state.rounds
+            or not self._is_current(one)
+            or one.connected != state.generation
             for one in reports
         ):
             return False
@@ -393,45 +406,49 @@ class Group:
             self.mistake = NOT_FINITE
             return True
         weights = parts.shares([one.samples for one in reports])
-        models = self._common(reports) if self.rounds else []
-        self.go = Go(self.rounds, tuple(float(one) for one in weights), tuple(models))
+        models = self._common(reports) if state.rounds else []
+        self.go = Go(state.rounds, tuple(float(one) for one in weights), tuple(models))
         return True
 
-    def _common(self, reports: Sequence[Report]) -> list[tuple[int, int]]:
+    def _common(self, reports: Sequence[Report]) -> list[Model]:
         """Return the newest model of each source that all members have, the oldest first."""
-        have = set.intersection(*({(one[0], one[1]) for one in it.models} for it in reports))
         newest: dict[int, int] = {}
-        for group, version in have:
-            if version > self.taken.get(group, 0):
+        for group, version in set.intersection(*(set(one.models) for one in reports)):
+            if version > self.state.taken.get(group, 0):
                 newest[group] = max(version, newest.get(group, 0))
         models = sorted(newest.items(), key=lambda one: one[1])
         return models if self._takes_all else models[-1:]
 
     def _commit(self) -> bool:
-        reports = self._all()
-        wanted = (self.generation, self.rounds)
+        reports, state = self._all(), self.state
+        wanted = (state.generation, state.rounds)
         if self.go is None or reports is None or any(one.ready != wanted for one in reports):
             return False
         if len({one.checksum for one in reports}) > 1:  # damaged on the way: repeat the round
-            self._install(self.members, self.source)
+            self._install(state.members, state.source)
             return True
-        self.taken |= dict(self.go.models)
-        if self.shares is not None:
-            self.shares.after([one.copied for one in reports if one.copied is not None])
-        self.rounds += 1
-        self.committed, self.go = wanted, None
-        self._changed()
+        shares = state.shares
+        if shares is not None:
+            copies = {one.member: one.copied for one in reports if one.copied is not None}
+            shares = shares.after(copies)
+        self._set(
+            taken={**state.taken, **dict(self.go.models)},
+            shares=shares,
+            rounds=state.rounds + 1,
+            committed=wanted,
+        )
+        self.go = None
         return True
 
     def _aim(self, published: Mapping[int, int]) -> bool:
         """Name the newest model of each source once all members have the last one."""
-        reports = [one for one in map(self._reports.get, self.members) if one is not None]
+        reports = [self._reports[one] for one in self.state.members if one in self._reports]
         has_changed = False
         for source in self._sources:
             newest, aim = published.get(source, 0), self.aims.get(source, 0)
-            key = (source, aim)
-            is_over = all(key in {*map(tuple, one.models)} for one in reports) or any(
-                key in {*map(tuple, one.lost)} for one in reports
+            model = (source, aim)
+            is_over = all(model in one.models for one in reports) or any(
+                model in one.lost for one in reports
             )
             if newest > aim and (not aim or is_over):
                 self.aims[source], has_changed = newest, True
@@ -441,83 +458,40 @@ class Group:
 
     def reply(self, report: Report) -> Reply:
         """Return the answer to a report."""
-        member = report.member
-        is_member = self.is_settled and member in self.members
-        unequal = None if is_member else self._unequal(report)
-        mistake = self.mistake if is_member else None
+        member, members = report.member, self.state.members
         is_replaced = self._last_process(member.replica, report.process) != report.process
-        if unequal is not None and self.members and not is_replaced:
-            theirs, ours = report.facts.get(unequal), self.facts[unequal]
+        is_settled = self.is_settled and not is_replaced
+        is_member = is_settled and member in members
+        unequal = None if is_member or is_replaced or not members else self._unequal(report)
+        mistake = self.mistake if is_member else None
+        if unequal is not None:
+            theirs, ours = report.facts.get(unequal), self.state.facts[unequal]
             mistake = f"this replica has {unequal} {theirs}, and its group has {ours}: use the same"
         has_left = member in self._left
         is_known = member in self._reports and (is_member or report.rounds is None)
-        spans: tuple[tuple[int, int, int], ...] = ()
-        if is_member and self.shares is not None:
-            spans = tuple((one.epoch, one.begin, one.end) for one in self.shares.of(member))
         return Reply(
-            state=self.state() if self.is_settled and not is_replaced else {},
-            generation=self.generation,
-            members=self.members,
-            newcomers=self.newcomers,
-            rounds=self.rounds,
-            lineage=self.lineage,
-            committed=self.committed,
-            place=self.members.index(member) if is_member else None,
-            source=self.members.index(self.source) if is_member and self.source else None,
+            state=self.state,
+            is_settled=is_settled,
+            place=members.index(member) if is_member else None,
             connects=self._connects,
             go=self.go if is_member else None,
-            owned=spans,
-            done=self.shares.done if self.shares is not None else 0,
             aims=tuple(self.aims.items()),
-            rejoin=self.is_settled and not (is_known or is_replaced or has_left),
+            rejoin=is_settled and not (is_known or has_left),
             replaced=is_replaced,
-            left=has_left or (self.is_settled and report.leaves and not is_member),
+            left=has_left or (is_settled and report.leaves and not is_member),
             mistake=mistake,
         )
 
-    def state(self) -> State:
-        """Return all that must outlive the coordinator, for JSON."""
-        return {
-            "epoch": self.epoch,
-            "version": self.version,
-            "generation": self.generation,
-            "rounds": self.rounds,
-            "lineage": self.lineage,
-            "members": [list(one) for one in self.members],
-            "newcomers": [list(one) for one in sorted(self.newcomers)],
-            "source": None if self.source is None else list(self.source),
-            "committed": None if self.committed is None else list(self.committed),
-            "taken": [list(one) for one in self.taken.items()],
-            "facts": dict(self.facts),
-            "processes": {name: list(one) for name, one in self._processes.items()},
-            "shares": None if self.shares is None else self.shares.as_dict(),
-        }
-
     def load(self, state: State) -> None:
         """Continue from a state, unless this one is later."""
-        if (state["epoch"], state["version"]) <= (self.epoch, self.version):
+        if (state.epoch, state.version) <= (self.state.epoch, self.state.version):
             return
-        self.epoch, self.version = state["epoch"], state["version"]
-        self.generation, self.rounds = state["generation"], state["rounds"]
-        self.lineage = state["lineage"]
-        self.members = tuple(_member(one) for one in state["members"])
-        self.newcomers = frozenset(_member(one) for one in state["newcomers"])
-        self.source = None if state["source"] is None else _member(state["source"])
-        committed = state["committed"]
-        self.committed = None if committed is None else (committed[0], committed[1])
-        self.taken = {int(group): int(version) for group, version in state["taken"]}
-        self.facts = state["facts"]
-        before = self._processes
-        self._processes = {name: (one[0], one[1]) for name, one in state["processes"].items()}
+        before, processes = self.state.processes, dict(state.processes)
         for name, process in self._fresh.items():  # they began after this state
-            count, last = self._processes.get(name, (0, None))
+            count, last = processes.get(name, (0, None))
             if last != process:
-                self._processes[name] = count + 1, process
+                processes[name] = count + 1, process
+        self.state = replace(state, processes=processes)
         for name, (_, last) in before.items():
             if self._last_process(name, last) != last:
                 self.lost(name)
-        self.shares = None if state["shares"] is None else Shares.from_dict(state["shares"])
-
-
-def _member(parts: Sequence[Any]) -> Member:
-    return Member(str(parts[0]), int(parts[1]))

@@ -12,8 +12,9 @@ At most two passes are open. Of several groups each has an equal part of every p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from gadei_ps.groups.member import Member
@@ -48,12 +49,11 @@ class Work:
 class CopyReport:
     """A replica's description of its copy.
 
-    unanswered: batches that it was given and that are not in the copy. done: passes that the group
-    had answered, as its job knows it. counts: whether the copy is in the aggregate; a copy whose
-    weights are not finite is not.
+    work: of its job. unanswered: batches that it was given and that are not in the copy. done:
+    passes that the group had answered, as its job knows it. counts: whether the copy is in the
+    aggregate; a copy whose weights are not finite is not.
     """
 
-    member: Member
     work: Work
     unanswered: tuple[Span, ...]
     done: int = 0
@@ -61,7 +61,7 @@ class CopyReport:
 
 
 class Shares:
-    """Batches that each replica owns and has not answered."""
+    """Batches that each replica owns and has not answered; immutable for its users."""
 
     def __init__(self, group: int = 0, groups: int = 1) -> None:
         """Begin without work. group: number of this group, of those that divide each pass."""
@@ -82,8 +82,8 @@ class Shares:
             for low, high in (subsets.ranges(member) if member in subsets.owners else ())
         ]
 
-    def after(self, reports: Sequence[CopyReport]) -> None:
-        """Account for a round that has ended.
+    def after(self, reports: Mapping[Member, CopyReport]) -> Shares:
+        """Return the shares after a round.
 
         reports: descriptions of the copies that are in it, in the members' order.
 
@@ -91,13 +91,22 @@ class Shares:
         are in them. A replica whose job has other work gets nothing. One whose copy does not count
         has lost what it had trained, as if it had died.
         """
+        made = copy.deepcopy(self)
+        made._account(reports)
+        return made
+
+    def _account(self, reports: Mapping[Member, CopyReport]) -> None:
         begins = self.work is None
         if begins and reports:
-            self.work, self.done = reports[0].work, reports[0].done
-        present = [one for one in reports if (one.counts or begins) and one.work == self.work]
-        if not present:
+            first = next(iter(reports.values()))
+            self.work, self.done = first.work, first.done
+        answered = {
+            member: self._answer(member, one.unanswered)
+            for member, one in reports.items()
+            if (one.counts or begins) and one.work == self.work
+        }
+        if not answered:
             return
-        answered = {one.member: self._answer(one) for one in present}
         heirs = list(answered)
         for subsets in self._open.values():
             for owner in subsets.owners:
@@ -108,39 +117,14 @@ class Shares:
             self.done += 1
         self._begin_pass(answered)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the whole state, for JSON."""
-        work = self.work
+    def facts(self) -> dict[str, Any]:
+        """Return facts on the passes, for JSON."""
         return {
             "part": [self.group, self.groups],
-            "work": None if work is None else [work.batches, work.epochs, work.seed],
+            "work": None if self.work is None else asdict(self.work),
             "done": self.done,
-            "open": [
-                [
-                    epoch,
-                    [[one.replica, one.incarnation, subsets.ranges(one)] for one in subsets.owners],
-                ]
-                for epoch, subsets in self._open.items()
-            ],
+            "left": {epoch: subsets.left for epoch, subsets in self._open.items()},
         }
-
-    @staticmethod
-    def from_dict(state: dict[str, Any]) -> Shares:
-        """Make shares from a result of `as_dict()`. Raises ValueError, TypeError or KeyError."""
-        made = Shares(*(int(one) for one in state["part"]))
-        if state["work"] is not None:
-            made.work = Work(*(int(one) for one in state["work"]))
-        made.done = int(state["done"])
-        for epoch, owners in state["open"]:
-            made._open[int(epoch)] = Subsets.owned_by(
-                {
-                    Member(str(replica), int(incarnation)): [
-                        (int(low), int(high)) for low, high in ranges
-                    ]
-                    for replica, incarnation, ranges in owners
-                }
-            )
-        return made
 
     @property
     def _bounds(self) -> tuple[int, int]:
@@ -148,17 +132,14 @@ class Shares:
         batches = 0 if self.work is None else self.work.batches
         return batches * self.group // self.groups, batches * (self.group + 1) // self.groups
 
-    def _answer(self, one: CopyReport) -> int:
+    def _answer(self, member: Member, unanswered: Sequence[Span]) -> int:
         """Record the batches that a replica has answered; return their number."""
         begin, count = self._bounds[0], 0
         for epoch, subsets in self._open.items():
-            left = Ranges(
-                (max(0, span.begin - begin), span.end - begin)
-                for span in one.unanswered
-                if span.epoch == epoch
-            )
-            if one.member in subsets.owners:
-                count += subsets.keep(one.member, left)
+            if member in subsets.owners:
+                ours = [span for span in unanswered if span.epoch == epoch]
+                left = Ranges((max(0, span.begin - begin), span.end - begin) for span in ours)
+                count += subsets.keep(member, left)
         return count
 
     def _begin_pass(self, answered: dict[Member, int]) -> None:

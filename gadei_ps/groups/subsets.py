@@ -12,7 +12,7 @@ each pass by its number and a seed; the numbers here are places in that order.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 Owner = TypeVar("Owner", bound=Hashable)
@@ -86,13 +86,6 @@ class Subsets(Generic[Owner]):
             raise ValueError(f"{samples} samples cannot be divided among {len(owners)} owners")
         self._owned: dict[Owner, Ranges] = {}
         self._divide(Ranges([(0, samples)]), owners)
-
-    @classmethod
-    def owned_by(cls, owned: Mapping[Owner, Iterable[tuple[int, int]]]) -> Subsets[Owner]:
-        """Make a pass of which each owner has these samples left."""
-        made = cls(0, list(owned))
-        made._owned = {owner: Ranges(ranges) for owner, ranges in owned.items()}
-        return made
 
     @property
     def owners(self) -> tuple[Owner, ...]:

@@ -51,23 +51,25 @@ def actor_name(run: str, number: int) -> str:
     return f"{run}.{number}"
 
 
-def look() -> dict[str, Any]:
-    """Return the facts on this host before anything is started there."""
+def look(run: str) -> dict[str, Any]:
+    """Return the facts on this host. living: settings of the run's replicas that live there."""
+    here = sockets.here(run)
     return {
         "gadei_ps": gadei_ps.__version__,
         "ray": ray.__version__,
         "host": ray.util.get_node_ip_address(),
         "memory": shm.SHM.is_dir() and os.access(shm.SHM, os.W_OK),
-        "living": [(*one, _group(*one)) for one in sockets.here()],
-        "own": sorted({run for run, _ in sockets.here() if rays.own_address(run)}),
+        "living": {number: _settings(run, number) for _, number in here},
+        "own": bool(here) and rays.own_address(run) is not None,
     }
 
 
-def _group(run: str, number: int) -> int:
-    """Return the group of a living replica; 0 if it does not answer."""
+def _settings(run: str, number: int) -> dict[str, Any]:
+    """Return the settings of a living replica; empty if it does not answer."""
     with contextlib.suppress(GadeiError):
-        return int(sockets.ask(run, number, "settings")["group"])
-    return 0
+        found: dict[str, Any] = sockets.ask(run, number, "settings")
+        return found
+    return {}
 
 
 class ReplicaActor:
@@ -93,12 +95,8 @@ class ReplicaActor:
 
     def prepare(self, directory: str, program: dict[str, Any] | None) -> dict[str, Any]:
         """Return the facts on this host; `mistake`: why no replica can run here, in one line."""
-        found = look() | {"alive": sockets.lives(self._run, self._number)}
-        found["mistake"] = self._mistake(found, directory, program)
-        if found["alive"]:
-            with contextlib.suppress(GadeiError):
-                found["settings"] = sockets.ask(self._run, self._number, "settings")
-        return found
+        found = look(self._run)
+        return found | {"mistake": self._mistake(found, directory, program)}
 
     def _mistake(
         self, found: dict[str, Any], directory: str, program: dict[str, Any] | None
@@ -147,18 +145,20 @@ class ReplicaActor:
             "machine": self._number,
             "group": self._group,
             "actor_pid": os.getpid(),
+            "host": ray.util.get_node_ip_address(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "lives": self._lives,
+            "ended": self._summary,
         }
-        facts |= {"host": ray.util.get_node_ip_address(), "lives": self._lives}
-        facts |= {"node": ray.get_runtime_context().get_node_id(), "ended": self._summary}
         if self._summary is not None:
             return facts | {"state": self._summary.get("asked", "ended"), "why": None}
         try:
             reply: dict[str, Any] = sockets.ask(self._run, self._number, "status")
-            return facts | reply | {"why": self._why}
         except NoAnswer as error:
             return facts | {"state": "silent", "why": in_words(error)}
         except GadeiError:  # it has just ended, or is not there yet, or not again
-            return facts | {"state": "ending" if self._is_ending else "starting", "why": self._why}
+            reply = {"state": "ending" if self._is_ending else "starting"}
+        return facts | reply | {"why": self._why}
 
     def ask(self, what: str, **how: Any) -> None:
         """Have the replica's process end; without one, a stop or leave ends the actor.
@@ -191,7 +191,7 @@ class ReplicaActor:
         if self._asked is not None:
             with contextlib.suppress(GadeiError, OSError):
                 jobs.collect([job_name(self._run, self._number)])
-        if whole and (noted := rays.noted(self._run)) is not None and noted["token"] is None:
+        if whole and rays.own_address(self._run) is None:
             rays.forget(self._run)
 
     # -- the replica's process -------------------------------------------------------------------
@@ -218,10 +218,9 @@ class ReplicaActor:
         self._lives += 1
 
     def _others_data(self) -> Data:
-        for name in names(self._run):
-            if name != actor_name(self._run, self._number):
+        for number, other in actors(self._run).items():
+            if number != self._number:
                 with contextlib.suppress(Exception):  # another one may have them
-                    other = ray.get_actor(name, NAMESPACE)
                     data = ray.get(other.data.remote(), timeout=START_S)
                     if data is not None:
                         return Data.of(data)
@@ -286,11 +285,11 @@ class ReplicaActor:
 
     def _answer(self, what: str, **how: Any) -> Any:
         if what == "report":
-            reply = self._call("report", ANSWER_S, how["group"], how["report"], how["seen"])
+            reply = self._call("report", ANSWER_S, self._group, how["report"], how["seen"])
             return reply | {"host": ray.util.get_node_ip_address()}
         if what == "publish":
             reference = ray.put(np.frombuffer(how["data"], np.uint8))
-            return self._call("publish", ANSWER_S, how["group"], [reference])
+            return self._call("publish", ANSWER_S, self._group, [reference])
         if what == "fetch":
             found = self._call("reference", ANSWER_S, how["group"], how["version"])
             if found is None:
@@ -323,12 +322,15 @@ def _ended_by(what: str, how: dict[str, Any]) -> dict[str, Any]:
     return {"exit_code": 0, "asked": what}
 
 
-def names(run: str) -> list[str]:
-    """Return the replica actors of a run that Ray knows, in the order of their numbers."""
-    found = ray.util.list_named_actors(all_namespaces=True)
-    ours = [one["name"] for one in found if one["namespace"] == NAMESPACE]
-    ours = [one for one in ours if one.rpartition(".")[0] == run]
-    return sorted(ours, key=lambda one: int(one.rpartition(".")[2]))
+def actors(run: str) -> dict[int, Any]:
+    """Return the actors of a run that Ray knows, in the order of their replicas' numbers."""
+    found = {}
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        name, _, number = one["name"].rpartition(".")
+        if (name, one["namespace"]) == (run, NAMESPACE):
+            with contextlib.suppress(ValueError):  # it has just ended
+                found[int(number)] = ray.get_actor(one["name"], NAMESPACE)
+    return dict(sorted(found.items()))
 
 
 def _make_directories() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gadei_ps.commands.run import check_command
 from gadei_ps.errors import (
@@ -28,6 +28,10 @@ from gadei_ps.job.lock_file import LockFile
 from gadei_ps.machine import interrupts, process
 from gadei_ps.replicas import config, rays, sockets
 from gadei_ps.replicas.config import Run, job_name
+
+if TYPE_CHECKING:  # Ray takes a second to load
+    from gadei_ps.replicas.following import Following
+    from gadei_ps.replicas.program import Bytes, Program
 
 POLL_S = 0.3
 END_S, AWAY_S = 90.0, 20.0
@@ -50,26 +54,58 @@ def run(file: Path, command: list[str], address: str | None, where: Path, say: S
     """
     wanted = config.load(file)
     check_command(command)
-    with cluster_of(wanted, file, address, say) as found:
+    given = command, str(where.absolute())
+    with (
+        _started(wanted, file, address, say, *given) as following,
+        interrupts.first_told() as signalled,
+    ):
+        return _followed(following, signalled)
+
+
+@contextlib.contextmanager
+def program_run(
+    wanted: Run, file: Path, address: str | None, program: Program, data: Bytes, say: Say
+) -> Iterator[Following]:
+    """Train with a program on all replicas, which end with the block at the latest.
+
+    file: of the run, for messages. address: of a cluster; None: one of this host's own. data: what
+    learners are given. Raises GadeiError.
+    """
+    with _started(wanted, file, address, say, [], "/", program, data) as following:
+        try:
+            yield following
+        finally:
+            # It may be lost, or a replica be away.
+            with interrupts.held(), contextlib.suppress(ClusterError):
+                following.stop()
+
+
+@contextlib.contextmanager
+def _started(
+    wanted: Run,
+    file: Path,
+    address: str | None,
+    say: Say,
+    command: list[str],
+    where: str,
+    program: Program | None = None,
+    data: Bytes | None = None,
+) -> Iterator[Following]:
+    """Begin a run; end what was started if that fails."""
+    with _cluster_of(wanted, file, address, say) as found:
         from gadei_ps.replicas.following import Following
 
-        following = Following(wanted, found, command, str(where.absolute()), say)
-        begin(following)
-        with interrupts.first_told() as signalled:
-            return _followed(following, signalled)
+        following = Following(wanted, found, command, where, say, program)
+        try:
+            following.begin(data)
+        except BaseException:
+            with interrupts.held():
+                following.abandon()
+            raise
+        yield following
 
 
-def begin(following: Any, data: Any = None) -> None:
-    """Begin a run; end what was started if that fails."""
-    try:
-        following.begin(data)
-    except BaseException:
-        with interrupts.held():
-            following.abandon()
-        raise
-
-
-def _followed(following: Any, signalled: Callable[[], int | None]) -> JsonObject:
+def _followed(following: Following, signalled: Callable[[], int | None]) -> JsonObject:
     """Pass signals on, until the run has ended."""
     passed: int | None = None
     while True:
@@ -78,17 +114,16 @@ def _followed(following: Any, signalled: Callable[[], int | None]) -> JsonObject
                 following.signal(passed)
             if following.look():
                 break
-            time.sleep(POLL_S)
         except interrupts.Interrupted as second:
             following.signal(second.number)
-    done: JsonObject = following.summary() | {"interrupted": None}
+    done = following.result() | {"interrupted": None}
     if passed:
         done |= {"exit_code": 128 + passed, "interrupted": signal.Signals(passed).name}
     return done
 
 
 @contextlib.contextmanager
-def cluster_of(wanted: Run, file: Path, address: str | None, say: Say) -> Iterator[str]:
+def _cluster_of(wanted: Run, file: Path, address: str | None, say: Say) -> Iterator[str]:
     """Connect to the cluster of a run until the end of the block; None: to one of this host's own.
 
     Raises UsageError if the run cannot be in this cluster.
@@ -101,14 +136,14 @@ def cluster_of(wanted: Run, file: Path, address: str | None, say: Say) -> Iterat
             rays.unnote(wanted.name, address)
         return
     _check_own(wanted, file)
-    with _alone(wanted.name, say), rays.directory() as directory:
+    with _alone(wanted.name, say):
         say("starting Ray on this host", False)
         if (there := rays.nearby()) is not None and rays.answers(there):
             say(f"Ray runs already, at {there}: give --address to train on its hosts", False)
-        with rays.own(wanted.machines, directory) as (made, token), _connected(made, token):
-            rays.note(wanted.name, made, token, str(directory))
-            yield made
-        rays.unnote(wanted.name, made)
+        with rays.own(wanted.machines) as made, _connected(made.address, made.token):
+            rays.note(wanted.name, made.address, made.token, made.files)
+            yield made.address
+        rays.unnote(wanted.name, made.address)
 
 
 @contextlib.contextmanager
@@ -166,9 +201,8 @@ def _alone(name: str, say: Say) -> Iterator[None]:
         raise UsageError(_stop_first(name)) from None
     try:
         noted = rays.noted(name)
-        where = noted["address"] if noted is not None else None
-        if where is not None and rays.answers(where):
-            if noted is None or not noted["token"]:
+        if noted is not None and rays.answers(where := noted.address):
+            if not noted.token:
                 raise UsageError(f"run {name!r} is in the cluster at {where}: give --address")
             say(
                 f"waiting for the end of the Ray cluster at {where}, whose command was killed",
@@ -195,14 +229,14 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> Jso
     """
     config.check_name(name)
     noted = None if address is not None else rays.noted(name)
-    found = address or (noted["address"] if noted is not None else rays.nearby())
+    found = address or (noted.address if noted is not None else rays.nearby())
     if found is None:
         return _here(order, name, "no cluster is known", say)
     if address is None and not rays.answers(found):
         return _here(order, name, f"the Ray cluster at {found} does not answer", say)
-    token = noted["token"] if noted is not None else None
-    if order == "stop" and token is not None:
-        return _stop_own(name, found)
+    token = noted.token if noted is not None else None
+    if order == "stop" and token is not None:  # its end would end a client
+        return _here(order, name, f"the Ray cluster at {found} is this host's own", say)
     try:
         with _connected(found, token):
             done = _in_cluster(order, name, found, how)
@@ -228,33 +262,10 @@ def _in_cluster(order: str, name: str, address: str, how: JsonObject) -> JsonObj
         ) from None
 
 
-def _stop_own(name: str, address: str) -> JsonObject:
-    """End a run in a cluster of this host's own, which ends with it: that would end a client."""
-    numbers = [number for _, number in sockets.here(name)]
-    if not numbers:
-        raise JobNotFound(f"run {name!r} begins or ends just now: try again in a moment")
-    _stop_here(name, lambda: rays.answers(address))
-    sockets.clear(name)
-    return {"run": name, "machines": [{"machine": one, "host": None} for one in numbers]}
-
-
-def _stop_here(name: str, waits: Callable[[], bool] = bool) -> None:
-    """End all replicas of this host; wait for them, and while `waits()`. Raises ClusterError."""
-    until = time.monotonic() + END_S
-    while (left := sockets.here(name)) or waits():
-        for _, number in left:
-            with contextlib.suppress(JobNotFound, ControlError):
-                sockets.ask(name, number, "stop")
-        if time.monotonic() > until:
-            which = "".join(f": replica {number}" for _, number in left[:1])
-            raise ClusterError(f"run {name} has not ended in {END_S:g} s{which}")
-        time.sleep(POLL_S)
-
-
 def _found(name: str, address: str) -> Any:
-    from gadei_ps.replicas.following import actors
+    from gadei_ps.replicas import actor
 
-    if not (found := actors(name)):
+    if not (found := actor.actors(name)):
         raise JobNotFound(
             f"the cluster at {address} has no run {name!r}: it has not begun there, or has ended"
         )
@@ -316,7 +327,7 @@ def _join(name: str, address: str, group: int, node: str | None) -> JsonObject:
 
 def _end(name: str, address: str, what: str, machine: int | None = None) -> JsonObject:
     """Have one replica leave, or all stop; wait until they have. Raises ClusterError."""
-    from gadei_ps.replicas import following
+    from gadei_ps.replicas import actor, following
 
     found = _found(name, address)
     if machine is not None and machine not in found:
@@ -327,7 +338,7 @@ def _end(name: str, address: str, what: str, machine: int | None = None) -> Json
     while True:
         rows = following.statuses(wanted)
         # Ray keeps what it has lost: the command that follows the run has ended all others.
-        there = following.actors(name)
+        there = actor.actors(name)
         missed = [row for row in rows if row["ended"] is None and row["machine"] in there]
         late, passed_s = missed, time.monotonic() - begin
         if passed_s > AWAY_S:
@@ -363,13 +374,13 @@ _ORDERS: dict[str, Callable[..., JsonObject]] = {
 
 def _clean_up(name: str, wanted: Any, *, is_whole: bool) -> None:
     """End the actors, unless the command that follows the run does."""
-    from gadei_ps.replicas import following
+    from gadei_ps.replicas import actor, following
 
     coordinator = following.coordinator_of(name)
     is_followed = coordinator is not None and following.asked(coordinator.followed.remote())
     until = time.monotonic() + (following.ANSWER_S if is_followed and is_whole else 0)
     while is_whole and time.monotonic() < until:
-        if not following.actors(name):
+        if not actor.actors(name):
             return
         time.sleep(POLL_S)
     if is_whole:
@@ -398,6 +409,20 @@ def _here(order: str, name: str, what: str, say: Say) -> JsonObject:
     return {"run": name, "address": None, "machines": rows}
 
 
+def _stop_here(name: str) -> None:
+    """End all replicas of this host, and wait for them and for a cluster of its own."""
+    own = rays.own_address(name)
+    until = time.monotonic() + END_S
+    while (left := sockets.here(name)) or (own is not None and rays.answers(own)):
+        for _, number in left:
+            with contextlib.suppress(JobNotFound, ControlError):
+                sockets.ask(name, number, "stop")
+        if time.monotonic() > until:
+            which = "".join(f": replica {number}" for _, number in left[:1])
+            raise ClusterError(f"run {name} has not ended in {END_S:g} s{which}")
+        time.sleep(POLL_S)
+
+
 def _row(name: str, number: int) -> JsonObject | None:
     """Return the status of a replica of this host; None if it has just ended."""
     try:
@@ -412,11 +437,8 @@ def _row(name: str, number: int) -> JsonObject | None:
 def _sweep(name: str) -> None:
     """Remove what killed processes of the run have left on this host."""
     sockets.clear(name)
-    if (
-        (noted := rays.noted(name)) is None
-        or noted["token"] is None
-        or not rays.answers(noted["address"])
-    ):
+    own = rays.own_address(name)
+    if own is None or not rays.answers(own):
         rays.forget(name)
     with contextlib.suppress(BlockingIOError, FileNotFoundError, ControlError):
         LockFile(rays.lock_path(name), create=False).release()

@@ -46,12 +46,8 @@ def coordinator_name(run: str) -> str:
 class Coordinator:
     """The coordinator of one run."""
 
-    def __init__(self, plan: JsonObject, expected: dict[int, list[str]]) -> None:
-        """Make the groups of a run.
-
-        plan: settings of the run, for its replicas. expected: numbers of the replicas that begin
-        together, by groups.
-        """
+    def __init__(self, plan: JsonObject) -> None:
+        """Make the groups of a run. plan: its settings, for its replicas."""
         context = ray.get_runtime_context()
         self._plan = plan
         self._run: Run = from_mapping(plan["run"], "run")
@@ -60,19 +56,19 @@ class Coordinator:
         again = context.was_current_actor_reconstructed
         rule = reading.parse(self._run.rule)
         until = time.monotonic() + (RECOVER_S if again else BEGIN_S)
-        count = len(self._run.groups)
+        count, numbers = len(self._run.groups), list(enumerate(self._run.numbers()))
         self._groups = {
             group: Group(
                 (group, count) if self._run.divide else None,
                 rule.takes_all,
                 self._run.sources(group),
-                () if again else expected.get(group, ()),
+                [] if again else [str(number) for number, of in numbers if of == group],
                 until,
             )
             for group in range(count)
         }
         self._references: dict[int, dict[int, Any]] = {group: {} for group in self._groups}
-        self._published: dict[int, int] = {}
+        """Models of each group, by their versions."""
         self._reached = True
         """Whether Ray's head was reached at the last try: only then, anything is decided."""
         self._changes = 0
@@ -134,6 +130,11 @@ class Coordinator:
         if changed:
             await self._note_change()
 
+    @property
+    def _published(self) -> dict[int, int]:
+        """Newest version of each group that has published a model."""
+        return {group: max(kept) for group, kept in self._references.items() if kept}
+
     async def _note_change(self) -> None:
         self._changes += 1
         async with self._changed:
@@ -176,11 +177,10 @@ class Coordinator:
     async def publish(self, group: int, references: list[Any]) -> None:
         """Publish a model, which other groups may take."""
         # After those that a group has taken from a coordinator before this one.
-        taken = (one.taken.values() for one in self._groups.values())
+        taken = (one.state.taken.values() for one in self._groups.values())
         version = 1 + max(itertools.chain(self._published.values(), *taken), default=0)
         kept = self._references[group]
         kept[version] = references
-        self._published[group] = version
         aims = {one.aims.get(group) for one in self._groups.values()}
         for old in sorted(kept)[:-KEPT]:
             if old not in aims:
@@ -197,7 +197,7 @@ class Coordinator:
 
     async def state(self) -> JsonObject:
         """Return the state of all groups, for `status`."""
-        groups = {number: group.state() for number, group in self._groups.items()}
+        groups = {number: group.state.as_dict() for number, group in self._groups.items()}
         return {"host": self._host, "pid": os.getpid(), "groups": groups}
 
     async def follow(self, who: str, token: str) -> str | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
@@ -19,7 +19,7 @@ from gadei_ps.errors import ClusterError, ClusterLost
 from gadei_ps.machine import process
 from gadei_ps.memory.weights import FloatArray
 from gadei_ps.replicas import copies, placing, rays
-from gadei_ps.replicas.actor import NAMESPACE, names
+from gadei_ps.replicas.actor import NAMESPACE, actors
 from gadei_ps.replicas.config import Run
 from gadei_ps.replicas.coordinator import CALLS, FOLLOWED_S, Coordinator, coordinator_name
 from gadei_ps.replicas.placing import Actors
@@ -27,7 +27,7 @@ from gadei_ps.replicas.program import Program
 from gadei_ps.show.counts import counted
 from gadei_ps.show.groups import how_ended
 
-ANSWER_S, LOOK_S = 10.0, 0.3
+ANSWER_S, LOOK_S, STOP_S = 10.0, 0.3, 120.0
 PROGRESS_S, SIGN_S = 5.0, 1.0
 LOST_S = 3.0
 """Time without an answer of Ray's head after which its cluster is lost (s)."""
@@ -38,15 +38,6 @@ LOST: dict[str, Any] = {"exit_code": 0, "asked": "lost"}
 JsonObject = dict[str, Any]
 Say = Callable[[str, bool], None]
 """A function that prints a line; its second argument: whether the line is on progress."""
-
-
-def actors(run: str) -> Actors:
-    """Return the actors of a run, by the numbers of their replicas."""
-    found: Actors = {}
-    for name in names(run):
-        with contextlib.suppress(ValueError):  # it has just ended
-            found[int(name.rpartition(".")[2])] = ray.get_actor(name, NAMESPACE)
-    return found
 
 
 def coordinator_of(run: str) -> Any:
@@ -125,7 +116,9 @@ class Following:
         program: learners that replace a command.
         """
         self.run, self._address, self._say = run, address, say
-        self.rows: dict[int, JsonObject] = {}
+        self._rows: dict[int, JsonObject] = {}
+        self.summary: JsonObject | None = None
+        """Result of the run, once it has ended."""
         self.stops = False
         """Whether this object ends all replicas."""
         self._plan: JsonObject = {
@@ -159,7 +152,15 @@ class Following:
         if not self._is_new:
             there = counted(len(self._found), "replica")
             self._line(f"run {run.name} is there: {there}, whose settings stay")
-        self._make_coordinator()
+        node = ray.get_runtime_context().get_node_id()
+        self._coordinator = placing.detached(
+            Coordinator,
+            coordinator_name(run.name),
+            CALLS,
+            NodeAffinitySchedulingStrategy(node, soft=True),
+            self._plan,
+            get_if_exists=True,
+        )
         is_ready = self._coordinator.ready.remote()  # it loads PyTorch, which takes seconds
         if self._is_new:
             self._found = placing.place(run)
@@ -184,30 +185,8 @@ class Following:
             ray.get(is_ready, timeout=placing.ANSWER_S)
         except Exception as error:
             raise ClusterError(f"the coordinator does not start: {placing.line(error)}") from None
-        living = [number for number in places if places[number]["alive"]]
-        if living:
-            self._line(f"replicas that train are adopted: {', '.join(map(str, sorted(living)))}")
-
-    def _make_coordinator(self) -> None:
-        run, numbers = self.run, self.run.numbers()
-        expected: dict[int, list[str]] = {}
-        for number, group in enumerate(numbers):
-            expected.setdefault(group, []).append(str(number))
-        node = ray.get_runtime_context().get_node_id()
-        self._coordinator = (
-            ray.remote(Coordinator)
-            .options(
-                name=coordinator_name(run.name),
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                max_restarts=-1,
-                max_concurrency=CALLS,
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-            )
-            .remote(self._plan, expected)
-        )
+        if living := sorted(number for number, one in places.items() if number in one["living"]):
+            self._line(f"replicas that train are adopted: {', '.join(map(str, living))}")
 
     def _sign(self, timeout_s: float = ANSWER_S) -> str | None:
         """Report that this command follows the run. Returns another one that already does."""
@@ -245,8 +224,9 @@ class Following:
 
     def _check_program(self, places: dict[int, JsonObject]) -> None:
         ours = (self._plan["program"] or {}).get("digest")
-        for one in places.values():
-            if "settings" in one and (one["settings"]["program"] or {}).get("digest") != ours:
+        for number, one in places.items():
+            settings = one["living"].get(number)
+            if settings and (settings["program"] or {}).get("digest") != ours:
                 raise ClusterError(
                     f"run {self.run.name} is there, and its learners have other data or another "
                     f"program: stop it first (gadei-ps group stop {self.run.name}), or give this "
@@ -270,8 +250,17 @@ class Following:
         for one in self._found.values():
             one.ask.remote("signal", signal=number)
 
-    def copy(self, numbers: Iterable[int]) -> dict[str, FloatArray] | None:
-        """Return the weights of the first of these replicas that has them. Raises ClusterLost."""
+    @property
+    def rows(self) -> list[JsonObject]:
+        """Status of each replica that has not ended, as in `group status`; then of all."""
+        rows = list(self._rows.values())
+        return [row for row in rows if row["ended"] is None] or rows
+
+    def weights(self, numbers: Iterable[int]) -> dict[str, FloatArray] | None:
+        """Return a copy of the weights of the first of these replicas that has one.
+
+        The keys are the names of the tensors. Raises ClusterLost.
+        """
         found: dict[str, FloatArray] | None = self._in_time(lambda: self._copy(numbers))
         return found
 
@@ -284,36 +273,42 @@ class Following:
         return None
 
     def look(self) -> bool:
-        """Update the status of each replica. Returns whether all have ended.
+        """Wait a moment, and update the status of each replica. Returns whether all have ended.
 
         Then Ray has nothing of them. Raises ClusterLost if the cluster is gone.
         """
-        return bool(self._in_time(self._look))
+        time.sleep(LOOK_S)
+        if self._in_time(self._look):
+            self.summary = self.result()
+        return self.summary is not None
+
+    def stop(self) -> None:
+        """End all replicas, and wait until they have ended. Raises ClusterError."""
+        self.stops = True
+        until = time.monotonic() + STOP_S
+        while self.summary is None:
+            if time.monotonic() > until:
+                raise ClusterError(f"its replicas have not ended in {STOP_S:g} s")
+            self.look()
 
     def _in_time(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`. Raises ClusterLost if the cluster ends meanwhile.
 
         Without its head, Ray answers some calls only after a minute, and then ends this process.
         """
-        done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        answer: Future[Any] = Future()
 
         def run() -> None:
             try:
                 with self._looking:
-                    done.put((work(), None))
+                    answer.set_result(work())
             except BaseException as error:
-                done.put((None, error))
+                answer.set_exception(error)
 
         threading.Thread(target=run, name=process.FOREIGN, daemon=True).start()
-        while True:
-            try:
-                answer, error = done.get(timeout=LOOK_S)
-            except queue.Empty:
-                self._check_cluster()
-                continue
-            if error is not None:
-                raise error
-            return answer
+        while not wait([answer], LOOK_S).done:
+            self._check_cluster()
+        return answer.result()
 
     def _look(self) -> bool:
         self._check_cluster()
@@ -328,11 +323,11 @@ class Following:
         rows = statuses(now)
         for row in rows:
             self._note(row)
-        for number in self.rows.keys() - now.keys():
+        for number in self._rows.keys() - now.keys():
             self._note_gone(number, is_last=not now)
         self._report_progress(rows)
         self._found = now
-        if all(row["ended"] is not None for row in self.rows.values()):
+        if all(row["ended"] is not None for row in self._rows.values()):
             end_run(self.run.name, now)
             return True
         for row in rows if self.stops else ():
@@ -352,7 +347,7 @@ class Following:
 
     def _note_gone(self, number: int, *, is_last: bool) -> None:
         """Note a replica that Ray has lost: another command has ended it, or its node died."""
-        row = self.rows[number]
+        row = self._rows[number]
         if row["ended"] is not None:
             return
         state = row["state"]
@@ -366,8 +361,8 @@ class Following:
 
     def _note(self, row: JsonObject) -> None:
         """Print what has changed."""
-        number, before = row["machine"], self.rows.get(row["machine"], {})
-        self.rows[number] = row
+        number, before = row["machine"], self._rows.get(row["machine"], {})
+        self._rows[number] = row
         if row["ended"] is not None:
             if number in self._applied:  # a replica may have ended too soon to know it
                 row["ended"] = {"gradients_applied": self._applied[number]} | row["ended"]
@@ -405,9 +400,9 @@ class Following:
     def _line(self, line: str) -> None:
         self._say(line, False)
 
-    def summary(self) -> JsonObject:
+    def result(self) -> JsonObject:
         """Return how the run has ended, with a row for each replica."""
-        rows = [self.rows[number] for number in sorted(self.rows)]
+        rows = [self._rows[number] for number in sorted(self._rows)]
         ended = [row["ended"] for row in rows]
         stopped = [one for one in ended if one.get("asked") == "stop"]
         codes = [one["exit_code"] for one in ended]

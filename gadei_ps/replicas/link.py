@@ -9,7 +9,7 @@ from typing import Any
 
 from gadei_ps.errors import ControlError, JobNotFound
 from gadei_ps.groups.coordinator import Reply, Report
-from gadei_ps.replicas.sockets import Peer, actor_path
+from gadei_ps.replicas import sockets
 
 ANSWER_S = 10.0
 """Time limit of the coordinator (s)."""
@@ -22,11 +22,10 @@ class Link:
     A report contains all that the replica has, so it does not matter if one is lost.
     """
 
-    def __init__(self, run: str, number: int, group: int, report: Report) -> None:
-        self._path, self._group = actor_path(run, number), group
+    def __init__(self, run: str, number: int, report: Report) -> None:
+        self._path = sockets.actor_path(run, number)
         self._lock = threading.Lock()
         self._report = report
-        self._peers = threading.local()
         self.reply: Reply | None = None
         self.changes = 0
         """Number of the coordinator's state that the newest reply has seen."""
@@ -61,35 +60,28 @@ class Link:
         """Report. waits: for a change, a moment. Returns whether the coordinator has answered."""
         with self._lock:
             self._report = replace(self._report, number=self._report.number + 1)
-            report, seen = self._report, self.changes
+            report, seen = self._report, self.changes if waits else None
         try:
-            answer = self._ask(
-                "report", ANSWER_S, group=self._group, report=report, seen=seen if waits else None
-            )
+            answer = sockets.request(self._path, "report", ANSWER_S, report=report, seen=seen)
         except (JobNotFound, ControlError):
             return False
         with self._lock:
             if answer["began"] != self.began:  # another coordinator counts from 0
                 self.began, self.changes = answer["began"], 0
             if report.member == self._report.member and answer["changes"] >= self.changes:
-                self.reply, self.changes = answer["reply"], answer["changes"]
+                self.reply = reply = answer["reply"]
+                self.changes = answer["changes"]
                 self.store, self.host = answer["store"], answer["host"]
-                if self.reply is not None and self.reply.state:
-                    self._report = replace(self._report, state=self.reply.state)
+                if reply.is_settled:
+                    self._report = replace(self._report, state=reply.state)
             self._answered = time.monotonic()
         return True
 
     def publish(self, data: bytes) -> None:
         """Give a model to other groups. Raises JobNotFound, ControlError."""
-        self._ask("publish", FETCH_S, group=self._group, data=data)
+        sockets.request(self._path, "publish", FETCH_S, data=data)
 
     def fetch(self, group: int, version: int) -> bytes:
         """Return a model of another group. Raises JobNotFound, ControlError."""
-        data: bytes = self._ask("fetch", FETCH_S, group=group, version=version)
+        data: bytes = sockets.request(self._path, "fetch", FETCH_S, group=group, version=version)
         return data
-
-    def _ask(self, what: str, timeout_s: float, **how: Any) -> Any:
-        peer: Peer | None = getattr(self._peers, "peer", None)
-        if peer is None:
-            peer = self._peers.peer = Peer(self._path)
-        return peer.ask(what, timeout_s, **how)

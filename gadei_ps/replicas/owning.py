@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gadei_ps.errors import GadeiError, UsageError
-from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats
 from gadei_ps.groups.shares import CopyReport, Span, Work, without
 from gadei_ps.learners.assigned_batches import AssignedBatches
@@ -52,15 +51,13 @@ class OwningTraining(JobTraining):
         self._patience_s, self._is_over = patience_s, is_over
         self._owned = AssignedBatches(self._client)
         self._idle_since = time.monotonic()
-        self._member = Member("", 0)
         self._given: list[Span] = []
         self._rest: list[Span] = []
         """Batches for which the job had no room."""
 
-    def rejoin(self, member: Member) -> None:
+    def rejoin(self) -> None:
         """See JobTraining; withdraw all batches, since other replicas have them."""
-        super().rejoin(member)
-        self._member = member
+        super().rejoin()
         self._owned.take_back()
         self._given, self._rest = [], []
 
@@ -79,7 +76,7 @@ class OwningTraining(JobTraining):
 
     def write(self, weights: Floats) -> None:
         """See JobTraining. After a copy that does not count, others have its batches."""
-        if self._copied is not None and not self._copied.samples:
+        if self.copied is not None and not self.copied.samples:
             self.resume()
             self._owned.take_back()
             self._given, self._rest = [], []
@@ -126,7 +123,7 @@ class OwningTraining(JobTraining):
         left = [*(Span(*one) for one in copied.unanswered), *self._rest]
         done = max(int(self._control["epochs_done"]), int(self._control["owned_passes"]))
         unanswered = tuple(without(left, []))
-        return samples, CopyReport(self._member, self.work(), unanswered, done, bool(samples))
+        return samples, CopyReport(self.work(), unanswered, done, bool(samples))
 
     def _await_work(self) -> None:
         """Wait until a learner has reported how many batches there are; note it if it is long."""

@@ -58,21 +58,20 @@ def living(run: str) -> dict[int, tuple[str, int]]:
     """
     by_host = {one["NodeManagerAddress"]: one["NodeID"] for one in nodes()}
     if len(by_host) == 1:  # a driver is on a node, which may be of a cluster of this host's own
-        looks = {host: look() for host in by_host}
+        looks = {host: look(run) for host in by_host}
     else:
         task = ray.remote(num_cpus=0, max_retries=0)(look)
         asked = {
             host: task.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            ).remote()
+            ).remote(run)
             for host, node in by_host.items()
         }
         looks = {host: _look_at(host, one, run) for host, one in asked.items()}
     return {
-        number: (host, group)
+        number: (host, settings.get("group", 0))
         for host, found in looks.items()
-        for name, number, group in found["living"]
-        if name == run
+        for number, settings in found["living"].items()
     }
 
 
@@ -101,7 +100,7 @@ def _look_at(host: str, reference: Any, run: str) -> dict[str, Any]:
     except Exception as error:
         raise ClusterError(f"node {host}: {line(error)}") from None
     check(host, found)
-    if run in found["own"]:
+    if found["own"]:
         raise ClusterError(
             f"run {run} is on host {host} already, in a Ray cluster of its own: stop it there "
             f"first (gadei-ps group stop {run}), or give this one another name"
@@ -210,21 +209,25 @@ def _wanted(bundles: Sequence[Mapping[str, float]]) -> str:
     return "; ".join(found)
 
 
-def actor(run: str, number: int, group: int, strategy: Any) -> Any:
-    """Make an actor, which outlives the program that has made it."""
-    return (
-        ray.remote(ReplicaActor)
-        .options(
-            name=actor_name(run, number),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            max_restarts=-1,
-            max_concurrency=CALLS,
-            num_cpus=0,
-            scheduling_strategy=strategy,
-        )
-        .remote(run, number, group)
+def detached(kind: type, name: str, calls: int, strategy: Any, *given: Any, **options: Any) -> Any:
+    """Make an actor, which outlives the program that has made it, and is started again."""
+    made = ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=-1,
+        max_concurrency=calls,
+        num_cpus=0,
+        scheduling_strategy=strategy,
+        **options,
     )
+    return made.remote(*given)
+
+
+def actor(run: str, number: int, group: int, strategy: Any) -> Any:
+    """Make the actor of a replica."""
+    name = actor_name(run, number)
+    return detached(ReplicaActor, name, CALLS, strategy, run, number, group)
 
 
 def beside(

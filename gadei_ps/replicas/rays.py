@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -40,8 +39,8 @@ _MOST_NOTE = 1 << 16  # bytes
 _INSTALL = "pip install 'gadei-ps[cluster]'"
 
 
-class _Note(BaseModel):
-    """Content of a file that `note()` has written."""
+class Note(BaseModel):
+    """The cluster of a run: of an own one, also its token, and the directory of its files."""
 
     address: str
     token: str | None = None
@@ -58,15 +57,15 @@ def lock_path(run: str) -> Path:
     return paths.directory() / f"{run}.groups.lock"
 
 
-def noted(run: str) -> dict[str, Any] | None:
-    """Return the note on the cluster of a run: `address`; of an own one `token` and `files`.
+def noted(run: str) -> Note | None:
+    """Return the note on the cluster of a run.
 
     Only a note of this user counts: a cluster runs what it is sent, and `files` are removed.
     """
     try:
         fd = owned.open_file(note_path(run), os.O_RDONLY)
         with os.fdopen(fd, "rb") as file:
-            return _Note.model_validate_json(file.read(_MOST_NOTE)).model_dump()
+            return Note.model_validate_json(file.read(_MOST_NOTE))
     except (FileNotFoundError, NotOurs, ValueError):  # pydantic's error is one, too
         return None
 
@@ -74,7 +73,7 @@ def noted(run: str) -> dict[str, Any] | None:
 def own_address(run: str) -> str | None:
     """Return the address of this host's own cluster that is noted for a run, or None."""
     found = noted(run)
-    return found["address"] if found is not None and found["token"] else None
+    return found.address if found is not None and found.token else None
 
 
 def nearby() -> str | None:
@@ -94,15 +93,15 @@ def nearby() -> str | None:
 def note(run: str, address: str, token: str | None, directory: str | None = None) -> None:
     """Note the cluster of a run, for this user alone. directory: of the files of an own one."""
     paths.directory(make=True)
-    session = {"address": address, "token": token, "files": directory}
+    made = Note(address=address, token=token, files=directory)
     with files.replacing(note_path(run), 0o600) as stream:
-        stream.write(json.dumps(session).encode())
+        stream.write(made.model_dump_json().encode())
 
 
 def unnote(run: str, address: str) -> None:
     """Remove the note, unless it is on another cluster."""
     found = noted(run)
-    if found is not None and found["address"] == address:
+    if found is not None and found.address == address:
         note_path(run).unlink(missing_ok=True)
 
 
@@ -111,9 +110,9 @@ def forget(run: str) -> None:
 
     All processes that could have removed them may have been killed.
     """
-    noted_here = noted(run)
-    if noted_here is not None and noted_here.get("files"):
-        _remove(Path(noted_here["files"]))
+    found = noted(run)
+    if found is not None and found.files:
+        _remove(Path(found.files))
     note_path(run).unlink(missing_ok=True)
 
 
@@ -204,7 +203,7 @@ class ClusterMistake(ClusterError):
 
 
 @contextlib.contextmanager
-def directory() -> Iterator[Path]:
+def _directory() -> Iterator[Path]:
     """Make a directory for the files of this host's own cluster, until the end of the block."""
     made = Path(tempfile.mkdtemp(prefix="gps-ray-", dir="/tmp"))  # short: sockets lie there
     try:
@@ -224,37 +223,36 @@ def _remove(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def own(replicas: int, directory: Path) -> Iterator[tuple[str, str]]:
+def own(replicas: int) -> Iterator[Note]:
     """Start a cluster of this host, with a CPU for each replica, until the end of the block.
 
-    directory: for its files, which is removed. Gives its address and its token. Raises UsageError
-    without Ray, or ClusterError.
+    Raises UsageError without Ray, or ClusterError.
     """
     token = secrets.token_hex(32)
     os.environ.update(_MODE | {TOKEN_VARIABLE: token})
-    child = process.spawn(
-        process.module_command("gadei_ps.replicas.own_cluster", str(replicas), str(directory)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        how=None,  # it sees the end of its input, and ends the cluster
-    )
-    assert child.stdin is not None and child.stdout is not None
-    try:
-        loaded()  # while it starts
-        line = child.stdout.readline().decode().strip()
+    with _directory() as directory:
+        child = process.spawn(
+            process.module_command("gadei_ps.replicas.own_cluster", str(replicas), str(directory)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            how=None,  # it sees the end of its input, and ends the cluster
+        )
+        assert child.stdin is not None and child.stdout is not None
         try:
-            parse(line)
-        except ValueError:
-            why = line or "its process has ended"
-            raise ClusterError(f"Ray cannot be started on this host: {why}") from None
-        yield line, token
-    finally:
-        with interrupts.held():
-            child.stdin.close()
-            child.stdout.close()
-            child.wait()
-        _remove(directory)
+            loaded()  # while it starts
+            line = child.stdout.readline().decode().strip()
+            try:
+                parse(line)
+            except ValueError:
+                why = line or "its process has ended"
+                raise ClusterError(f"Ray cannot be started on this host: {why}") from None
+            yield Note(address=line, token=token, files=str(directory))
+        finally:
+            with interrupts.held():
+                child.stdin.close()
+                child.stdout.close()
+                child.wait()
 
 
 def described(error: BaseException) -> str:

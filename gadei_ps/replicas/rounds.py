@@ -16,7 +16,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +30,10 @@ from gadei_ps.errors import (
 )
 from gadei_ps.groups import compress, reading
 from gadei_ps.groups.compress import Feedback, Wire
-from gadei_ps.groups.coordinator import NOT_FINITE, Reply, Report
+from gadei_ps.groups.coordinator import NOT_FINITE, Go, Model, Reply, Report
 from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats, is_finite
-from gadei_ps.groups.shares import Span, Work
+from gadei_ps.groups.shares import Shares
 from gadei_ps.replicas.config import Run
 from gadei_ps.replicas.link import Link
 from gadei_ps.replicas.owning import OwningTraining
@@ -48,29 +47,15 @@ PATIENCE_S = 3600.0
 AWAY_S = 2.0
 """Time without the coordinator after which a copy is dropped, and learners train on (s)."""
 AGAIN_S = 0.1
-MOST_KEPT = 2
-"""Number of models of another group that are kept."""
 _RANDOM_BITS = 48  # so that programs that read the status as JSON keep all of them
-
-Model = tuple[int, int]
-"""A model of another group: the group and its version."""
 
 
 @dataclass
 class Held:
-    """The result of an exchange that is not committed yet."""
+    """The result of an exchange that is not committed yet, and models of other groups."""
 
-    key: tuple[int, int]
     aggregate: Floats
     models: list[Floats]
-
-
-@dataclass
-class State:
-    """The state of the group after so many rounds, as this replica has it."""
-
-    rounds: int
-    weights: Floats
 
 
 class Rejoins(Exception):
@@ -114,12 +99,13 @@ class Rounds:
         self._rule = reading.parse(run.rule)
         self._is_source = any(group in run.sources(one) for one in range(len(run.groups)))
         report = Report(self._member(), secrets.randbits(_RANDOM_BITS))
-        self._link = Link(run.name, number, group, report)
-        self._training: JobTraining | None = None
+        self._link = Link(run.name, number, report)
+        self._training: JobTraining  # set once the job has a model
         self._transport: Transport | None = None
-        self._copied: Copied | None = None
         self._held: Held | None = None
-        self._state: State | None = None
+        """The result of an exchange; the report has its round in `ready`."""
+        self._weights: Floats | None = None
+        """The group's weights after the rounds that are in the report."""
         self._is_over, self._has_left = threading.Event(), threading.Event()
         self._models: dict[Model, bytes] = {}
         self._publishing: deque[Floats] = deque(maxlen=1)
@@ -153,24 +139,26 @@ class Rounds:
             if not self._link.report.facts:
                 continue  # its job has no model yet, so nobody knows whether it fits
             self._link.sync()
-            if self._copied is not None and self._training is not None:
+            if self._training.copied is not None:
                 with contextlib.suppress(GadeiError):  # the other thread sees it
                     self._training.check()
 
     def _work(self) -> None:
         run = self._run
+        training: JobTraining | None = None
         given = self._job, run.every, run.overlap, PATIENCE_S, self._note
         try:
             if run.divide:
-                self._training = OwningTraining(*given, self._is_over.is_set)
+                training = OwningTraining(*given, self._is_over.is_set)
             else:
-                self._training = JobTraining(*given)
+                training = JobTraining(*given)
+            self._training = training
             self.facts.note = None  # that its job had no model
             # PyTorch loads for seconds, in which others would wait for a member.
             import gadei_ps.replicas.transport  # noqa: F401
 
             self._enroll(self._link.report.member)
-            self._link.set(facts=self._same(self._training))
+            self._link.set(facts=self._same())
             while not self._is_over.is_set():
                 try:
                     self._act()
@@ -178,27 +166,19 @@ class Rounds:
                     self._rejoin()
         except Exception as error:  # members must not wait for a replica that does no more
             is_end = isinstance(error, GadeiError) and not isinstance(error, UsageError)
-            if not (self._is_over.is_set() or (is_end and self._job_has_ended())):
+            if not (self._is_over.is_set() or (is_end and _has_ended(training))):
                 self.facts.why = in_words(error)
                 self._failed(in_words(error))
         finally:
             self._has_left.set()
-            if self._training is not None:
+            if training is not None:
                 with contextlib.suppress(Exception):  # the job may have ended
-                    self._training.close()
+                    training.close()
 
-    def _job_has_ended(self) -> bool:
-        try:
-            assert self._training is not None
-            self._training.check()
-        except (GadeiError, AssertionError):
-            return True
-        return False
-
-    def _same(self, training: JobTraining) -> dict[str, Any]:
+    def _same(self) -> dict[str, Any]:
         """Return the settings that must be equal in a group."""
         return {
-            "values": training.values,
+            "values": self._training.values,
             "rule": self._run.rule,
             "wire": self._run.wire.value,
             "divide": self._run.divide,
@@ -213,7 +193,6 @@ class Rounds:
     def _act(self) -> None:
         """Do what the newest reply asks for; wait if there is nothing to do."""
         reply = self._link.reply
-        assert self._training is not None
         self._training.check()
         if reply is None or not self._is_reached():
             self._pause()
@@ -227,7 +206,7 @@ class Rounds:
             self.facts.state = "left"
         if reply.rejoin:
             raise Rejoins
-        if reply.place is None or (not self._settle(reply) and not self._advance(reply)):
+        if reply.place is None or not (self._settle(reply) or self._advance(reply)):
             self._pause()
 
     def _is_reached(self) -> bool:
@@ -235,11 +214,10 @@ class Rounds:
         if self._link.silent_s() < AWAY_S:
             return True
         self.facts.state = "away"
-        if self._training is not None and self._copied is not None:
-            if self._held is None:
-                self._drop()
-            else:
-                self._training.resume()
+        if self._held is not None:
+            self._training.resume()
+        elif self._training.copied is not None:
+            self._drop()
         return False
 
     def _pause(self) -> None:
@@ -247,126 +225,106 @@ class Rounds:
         if not self._link.sync(waits=True):
             self._is_over.wait(AGAIN_S)
 
+    def _report(self, **facts: Any) -> None:
+        self._link.set(**facts)
+        self._link.sync()
+
     def _settle(self, reply: Reply) -> bool:
         """Apply what is committed, and enter a new generation. Returns whether it has."""
-        held, state = self._held, self._state
-        is_committed = held is not None and held.key == reply.committed
-        if held is not None and is_committed and state and state.rounds == reply.rounds - 1:
-            self._apply(held, reply)
-            return True
-        if held is not None and held.key[0] != reply.generation:
-            self._held = None
-            self._link.set(ready=None)
-        if self._link.report.generation != reply.generation:
-            self._transport = None
-            self.facts.generation = reply.generation
-            self.facts.members = [int(one.replica) for one in reply.members]
-            self._link.set(generation=reply.generation, connected=0)
-            self._link.sync()
-            return True
-        return False
+        held, report, group = self._held, self._link.report, reply.state
+        if held is not None and report.ready is not None:
+            if report.ready == group.committed and report.rounds == group.rounds - 1:
+                self._apply(held, reply)
+                return True
+            if report.ready[0] != group.generation:
+                self._held = None
+                self._link.set(ready=None)
+        if report.generation == group.generation:
+            return False
+        self._transport = None
+        self.facts.generation = group.generation
+        self.facts.members = [int(one.replica) for one in group.members]
+        self._report(generation=group.generation, connected=0)
+        return True
 
     def _advance(self, reply: Reply) -> bool:
         """Take a member's next step under this generation. Returns whether there was one."""
-        report = self._link.report
-        if not reply.connects or report.failed == reply.generation:
+        report, generation = self._link.report, reply.state.generation
+        if not reply.connects or report.failed == generation:
             return False
-        if report.connected != reply.generation:
-            try:
+        try:
+            if report.connected != generation:
                 self._connect(reply)
-            except ExchangeFailed as error:
-                self._fail(error)
-            return True
-        if self._state is None:
-            return False
-        self.facts.state = "member"
-        self.facts.why = None
-        if reply.go is not None and reply.go.round == self._state.rounds and self._held is None:
-            if self._copied is None:  # it was dropped meanwhile
-                self._arrive()
                 return True
-            try:
-                self._exchange(reply)
-            except ExchangeFailed as error:
-                self._fail(error)
+            if self._weights is None:
+                return False
+            self.facts.state = "member"
+            self.facts.why = None
+            if reply.go is not None and reply.go.round == report.rounds and self._held is None:
+                if self._training.copied is None:  # it was dropped meanwhile
+                    self._arrive()
+                else:
+                    self._exchange(reply, reply.go, self._training.copied)
+                return True
+        except ExchangeFailed as error:  # the next generation repeats it
+            self.facts.why = f"exchange failed: {in_words(error)}"
+            self._transport = None
+            self._report(failed=generation)
             return True
-        if self._copied is None and self._state.rounds == reply.rounds:
-            return self._train()
-        return False
-
-    def _fail(self, error: ExchangeFailed) -> None:
-        """Report a failed exchange, which the next generation repeats."""
-        self.facts.why = f"exchange failed: {in_words(error)}"
-        self._transport = None
-        self._link.set(failed=self._link.report.generation)
-        self._link.sync()
+        return (
+            self._training.copied is None and report.rounds == reply.state.rounds and self._train()
+        )
 
     def _connect(self, reply: Reply) -> None:
         """Make the process group of a generation; send the group's state to joining members."""
-        assert reply.place is not None and self._training is not None
-        if reply.place == reply.source and self._state is None:
-            self._begin(reply)
-        limit_s = max(self._run.silence_s, 2.0)
-        if len(reply.members) > 1:
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        group, us = reply.state, self._link.report.member
+        assert reply.place is not None
+        if us == group.source and self._weights is None:
+            self._begin(group.lineage)
+        if len(group.members) > 1:
+            from gadei_ps.replicas.transport import Transport, store_at
 
-            from gadei_ps.replicas.transport import Transport
+            limit_s = max(self._run.silence_s, 2.0)
+            store = store_at(self._link.store, limit_s)
+            prefix = f"{self._group}/{group.epoch}/{group.generation}"
+            count, host = len(group.members), self._link.host
+            transport = Transport(store, prefix, reply.place, count, host, limit_s)
+            self._transport = transport
+            if us == group.source and group.joining:
+                self._give(transport, [group.members.index(one) for one in group.joining])
+            elif us in group.joining and group.source is not None:
+                self._take(transport.receive_state(group.members.index(group.source)), reply)
+        self._report(connected=group.generation)
 
-            host, port = self._link.store
-            prefix = f"{self._group}/{reply.state['epoch']}/{reply.generation}"
-            try:
-                store = TCPStore(
-                    host, port, wait_for_workers=False, timeout=timedelta(seconds=limit_s)
-                )
-            except RuntimeError as error:
-                raise ExchangeFailed(in_words(error)) from None
-            self._transport = Transport(
-                store, prefix, reply.place, len(reply.members), self._link.host, limit_s
-            )
-            places = [reply.members.index(one) for one in sorted(reply.newcomers)]
-            if reply.place == reply.source:
-                self._give(places)
-            elif reply.place in places:
-                self._take(reply)
-        self._link.set(connected=reply.generation)
-        self._link.sync()
-
-    def _begin(self, reply: Reply) -> None:
+    def _begin(self, lineage: int) -> None:
         """Begin as the first member of a group, with the weights that the job has."""
-        assert self._training is not None
         self._training.begin()
         copied = self._training.copy()
         self._training.drop()
         if not copied.samples:
             raise UsageError(NOT_FINITE)
-        weights = copied.weights
-        self._rule.begin(weights)
-        self._state = State(0, weights)
-        self.facts.done = 0, zlib.crc32(weights.data)
-        self._link.set(rounds=0, lineage=reply.lineage)
+        self._rule.begin(copied.weights)
+        self._weights = copied.weights
+        self.facts.done = 0, zlib.crc32(copied.weights.data)
+        self._link.set(rounds=0, lineage=lineage)
 
-    def _give(self, places: list[int]) -> None:
-        if not places:
-            return
-        assert self._state is not None and self._transport is not None
+    def _give(self, transport: Transport, places: list[int]) -> None:
+        assert self._weights is not None
         arrays, counts = self._rule.state()
-        state = {"rounds": self._state.rounds, "arrays": list(arrays), "counts": counts}
+        state = {"rounds": self._link.report.rounds, "arrays": list(arrays), "counts": counts}
         text = json.dumps(state).encode()
-        self._transport.send_state(text, [self._state.weights, *arrays.values()], places)
+        transport.send_state(text, [self._weights, *arrays.values()], places)
 
-    def _take(self, reply: Reply) -> None:
-        assert reply.source is not None and self._transport is not None
-        assert self._training is not None
-        text, (weights, *arrays) = self._transport.receive_state(reply.source)
+    def _take(self, received: tuple[bytes, list[Floats]], reply: Reply) -> None:
+        text, (weights, *arrays) = received
         state = json.loads(text)
         self._rule.restore(dict(zip(state["arrays"], arrays, strict=True)), state["counts"])
         self._training.begin()
         self._training.write(weights)
-        self._finish(State(state["rounds"], weights), reply)
+        self._finish(state["rounds"], weights, reply)
 
     def _train(self) -> bool:
         """Wait for the gradients of a round, and arrive. Returns whether it has."""
-        assert self._training is not None
         changes = self._link.changes
         while not self._training.is_trained():
             self._training.check()
@@ -378,94 +336,82 @@ class Rounds:
         return True
 
     def _arrive(self) -> None:
-        assert self._training is not None and self._state is not None
-        copied = self._copied = self._training.copy()
-        self._link.set(arrived=self._state.rounds, samples=copied.samples, copied=copied.report)
-        self._link.sync()
+        copied = self._training.copy()
+        rounds = self._link.report.rounds
+        self._report(arrived=rounds, samples=copied.samples, copied=copied.report)
 
     def _drop(self) -> None:
-        assert self._training is not None
         self._training.drop()
-        self._copied = self._held = None
+        self._held = None
         self._link.set(arrived=None, ready=None, copied=None)
 
-    def _exchange(self, reply: Reply) -> None:
-        assert reply.go is not None and reply.place is not None and self._copied is not None
-        if bool(reply.go.weights[reply.place]) != bool(self._copied.samples):
+    def _exchange(self, reply: Reply, go: Go, copied: Copied) -> None:
+        assert reply.place is not None
+        if bool(go.weights[reply.place]) != bool(copied.samples):
             raise ExchangeFailed("the copy has changed since")
-        copied, out = self._copied.weights, np.empty(len(self._copied.weights), np.float32)
+        out = np.empty_like(copied.weights)
         if self._transport is not None:
             before = self._transport.sent
-            self._transport.aggregate(copied, reply.go.weights, out)
+            self._transport.aggregate(copied.weights, go.weights, out)
             self.facts.sent += self._transport.sent - before
-        elif len(reply.members) == 1:
-            out[:] = copied
+        elif len(reply.state.members) == 1:
+            out[:] = copied.weights
         else:
             raise ExchangeFailed("the process group of this generation has failed")
-        models = [self._decoded(one) for one in reply.go.models]
-        key = (reply.generation, reply.go.round)
+        held = self._held = Held(out, [self._decoded(one, len(out)) for one in go.models])
         checksum = zlib.crc32(out.data)
-        for one in models:
+        for one in held.models:
             checksum = zlib.crc32(one.data, checksum)
-        self._held = Held(key, out, models)
-        self._link.set(ready=key, checksum=checksum)
-        self._link.sync()
+        self._report(ready=(reply.state.generation, go.round), checksum=checksum)
 
-    def _decoded(self, model: Model) -> Floats:
-        assert self._copied is not None
+    def _decoded(self, model: Model, count: int) -> Floats:
         data = self._models.get(model)
         if data is None:
             raise ExchangeFailed("a model of another group is gone")
-        values = np.empty(len(self._copied.weights), np.float32)
+        values = np.empty(count, np.float32)
         compress.decode(np.frombuffer(data, np.uint8), self._run.wire, values)
         return values
 
     def _apply(self, held: Held, reply: Reply) -> None:
         """Continue with the result of a committed round, once."""
-        assert self._training is not None
         weights = held.aggregate
         own = None if self._rule.sends_result else weights.copy()
         self._rule.end_round(weights, held.models)
         if not is_finite(weights):
             raise UsageError(NOT_FINITE)
         self._training.write(weights)
-        self._copied = self._held = None
-        self._finish(State(held.key[1] + 1, weights), reply)
+        self._held = None
+        self._finish((self._link.report.rounds or 0) + 1, weights, reply)
         if self._is_source and reply.place == 0:
             self._publishing.append(weights if own is None else own)
             self._has_models.set()
 
-    def _finish(self, state: State, reply: Reply) -> None:
-        """Record that this replica has the state of the group."""
-        self._state = state
+    def _finish(self, rounds: int, weights: Floats, reply: Reply) -> None:
+        """Record that this replica has the weights of the group after so many rounds."""
+        self._weights = weights
         self.facts.last = time.monotonic()
-        self.facts.done = state.rounds, zlib.crc32(state.weights.data)
-        facts = {"rounds": state.rounds, "lineage": reply.lineage}
+        self.facts.done = rounds, zlib.crc32(weights.data)
+        facts = {"rounds": rounds, "lineage": reply.state.lineage}
         self._link.set(**facts, arrived=None, ready=None, copied=None)
-        assert self._training is not None
-        if state.rounds == reply.rounds:
-            self._own(reply)
+        if rounds == reply.state.rounds and reply.state.shares is not None:
+            self._own(reply.state.shares)
         self._link.sync()
 
-    def _own(self, reply: Reply) -> None:
-        if not self._run.divide:
-            return
+    def _own(self, shares: Shares) -> None:
         assert isinstance(self._training, OwningTraining)
-        theirs, ours = reply.state["shares"]["work"], self._training.work()
-        if theirs is not None and Work(*theirs) != ours:
+        ours = self._training.work()
+        if shares.work is not None and shares.work != ours:
             raise UsageError(
-                f"the group divides {Work(*theirs)}, but the job of this replica has {ours}: give "
+                f"the group divides {shares.work}, but the job of this replica has {ours}: give "
                 "all replicas the same data, batch size, epochs and seed"
             )
-        self._training.own([Span(*one) for one in reply.owned], reply.done)
+        self._training.own(shares.of(self._link.report.member), shares.done)
 
     def _rejoin(self) -> None:
         """Join again, as a new member without state."""
-        assert self._training is not None
         self._note("the group has continued without this replica: it joins again")
         self.facts.state = "joining"
-        self._copied = self._held = self._state = self._transport = None
-        report = self._link.report
+        self._held = self._weights = self._transport = None
         member = self._member()
         self._enroll(member)  # before others wait for it
         self._link.set(
@@ -477,16 +423,14 @@ class Rounds:
             arrived=None,
             ready=None,
             copied=None,
-            state=report.state,
         )
         self._link.forget()
         self._link.sync()
 
     def _enroll(self, member: Member) -> None:
         """Begin as a member without state."""
-        assert self._training is not None
         self.facts.incarnation = member.incarnation
-        self._training.rejoin(member)
+        self._training.rejoin()
         self._training.begin()
 
     # -- models between groups -------------------------------------------------------------------
@@ -506,7 +450,7 @@ class Rounds:
                     self._link.publish(self._encoded(self._publishing.pop()))
                 reply = self._link.reply
                 for model in reply.aims if reply is not None and reply.place is not None else ():
-                    self._fetch((model[0], model[1]))
+                    self._fetch(model)
             except (JobNotFound, ControlError):
                 self._is_over.wait(AGAIN_S)
             except Exception as error:
@@ -515,6 +459,7 @@ class Rounds:
                 return
 
     def _fetch(self, model: Model) -> None:
+        """Fetch a model; keep the one before it, and those that a round is to take."""
         if model in self._models or model in self._link.report.lost:
             return
         try:
@@ -522,21 +467,30 @@ class Rounds:
         except ControlError:  # its owner is gone, or Ray
             self._link.set(lost=[model])
             return
-        kept = [one for one in self._models if one[0] == model[0]]
-        go = self._link.reply.go if self._link.reply is not None else None
-        needed = set(go.models) if go is not None else set()
-        for old in kept[: max(0, len(kept) - MOST_KEPT + 1)]:
+        reply = self._link.reply
+        needed = reply.go.models if reply is not None and reply.go is not None else ()
+        for old in [one for one in self._models if one[0] == model[0]][:-1]:
             if old not in needed:
                 del self._models[old]
         self._models[model] = data
-        self._link.set(models=list(self._models))
-        self._link.sync()
+        self._report(models=list(self._models))
 
     def _encoded(self, weights: Floats) -> bytes:
         if self._run.wire is Wire.FLOAT32:
             return weights.tobytes()
-        if self._feedback is None or len(self._feedback.residual) != len(weights):
+        if self._feedback is None:
             self._feedback = Feedback(len(weights), self._run.wire)
         data = np.empty(compress.size(len(weights), self._run.wire), np.uint8)
         self._feedback.encode(weights, data)
         return data.tobytes()
+
+
+def _has_ended(training: JobTraining | None) -> bool:
+    """Return whether the job of a replica has ended, or never begun."""
+    if training is None:
+        return True
+    try:
+        training.check()
+    except GadeiError:
+        return True
+    return False

@@ -53,43 +53,27 @@ def replica_lock(run: str, number: int, *, create: bool = True) -> LockFile:
         raise JobInUse(taken) from None
 
 
-class Peer:
-    """A connection to a process that answers requests; made again after each failure.
+def request(path: Path, what: str, timeout_s: float | None = ANSWER_S, **how: Any) -> Any:
+    """Return the answer of the process that listens at `path`.
 
-    For one thread at a time.
+    Raises JobNotFound if no process listens there, NoAnswer, or ControlError.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._connection: Connection | None = None
-
-    def ask(self, what: str, timeout_s: float | None = ANSWER_S, **how: Any) -> Any:
-        """Return the answer to a request. Raises JobNotFound if nobody listens, ControlError."""
-        name = self._path.name
-        try:
-            if self._connection is None:
-                self._connection = _connected(self._path)
-            self._connection.send((what, how))
-            if not self._connection.poll(timeout_s):
+    name = path.name
+    try:
+        with _connected(path) as connection:
+            connection.send((what, how))
+            if not connection.poll(timeout_s):
                 raise BlockingIOError
-            answer, error = self._connection.recv()
-        except BlockingIOError:  # of a connection, a send, a poll or a receipt
-            self.close()
-            raise NoAnswer(f"{name}: no answer in time: kill its process") from None
-        except (FileNotFoundError, ConnectionRefusedError):
-            raise JobNotFound(f"no process listens at {name}") from None
-        except (EOFError, OSError) as error:
-            self.close()
-            raise ControlError(f"{name}: its process has ended") from error
-        if error is not None:
-            raise ControlError(error)
-        return answer
-
-    def close(self) -> None:
-        """End the connection; the next request makes another one."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+            answer, error = connection.recv()
+    except BlockingIOError:  # of a connection, a send, a poll or a receipt
+        raise NoAnswer(f"{name}: no answer in time: kill its process") from None
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise JobNotFound(f"no process listens at {name}") from None
+    except (EOFError, OSError) as error:
+        raise ControlError(f"{name}: its process has ended") from error
+    if error is not None:
+        raise ControlError(error)
+    return answer
 
 
 def _connected(path: Path) -> Connection:
@@ -102,9 +86,8 @@ def _connected(path: Path) -> Connection:
 
 
 def ask(run: str, number: int, what: str, timeout_s: float | None = ANSWER_S, **how: Any) -> Any:
-    """Return the answer of a replica's process. Raises as Peer.ask()."""
-    with contextlib.closing(Peer(replica_path(run, number))) as peer:
-        return peer.ask(what, timeout_s, **how)
+    """Return the answer of a replica's process. Raises as request()."""
+    return request(replica_path(run, number), what, timeout_s, **how)
 
 
 def lives(run: str, number: int) -> bool:
@@ -141,7 +124,7 @@ def clear(run: str, number: int | None = None) -> None:
 
 
 class Server:
-    """A server of requests, with a thread for each connection."""
+    """A server of requests, with a connection and a thread for each."""
 
     def __init__(self, path: Path, answer: Callable[..., Any]) -> None:
         """Listen at `path`. answer: is called with the name of the request and its arguments."""
@@ -162,16 +145,15 @@ class Server:
 
     def _serve(self, connection: Connection) -> None:
         with contextlib.suppress(OSError, EOFError), connection:
-            while True:
-                what, how = connection.recv()
-                answered: tuple[Any, str | None]
-                try:
-                    answered = self._answer(what, **how), None
-                except GadeiError as error:
-                    answered = None, in_words(error)
-                except Exception as error:  # the process continues after any request
-                    answered = None, f"{type(error).__name__}: {error}"[:300]
-                connection.send(answered)
+            what, how = connection.recv()
+            answered: tuple[Any, str | None]
+            try:
+                answered = self._answer(what, **how), None
+            except GadeiError as error:
+                answered = None, in_words(error)
+            except Exception as error:  # the process continues after any request
+                answered = None, f"{type(error).__name__}: {error}"[:300]
+            connection.send(answered)
 
     def close(self) -> None:
         """Accept no more connections."""

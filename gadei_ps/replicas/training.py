@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from gadei_ps.errors import JobNotFound, ModelMismatch, UsageError
-from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats, is_finite
 from gadei_ps.groups.shares import CopyReport, Span
 from gadei_ps.job.control import Status, ask
@@ -77,7 +76,8 @@ class JobTraining:
         self._client = _attached(job, patience_s, noted)
         self._control = self._client.place.control.view(CONTROL)
         self.values = self._client.model.elements
-        self._copied: Copied | None = None
+        self.copied: Copied | None = None
+        """The copy for the round that is under way."""
         self._pause: contextlib.ExitStack | None = None
         """Ends the pause of the learners; None: they train."""
         self._has_noted = False
@@ -104,10 +104,10 @@ class JobTraining:
             self._pause = pause
         weights = np.empty(self.values, np.float32)
         samples, report = self._copy(weights)
-        self._copied = Copied(weights, samples, report)
+        self.copied = Copied(weights, samples, report)
         if not samples:
             self._note_diverged(weights)
-        return self._copied
+        return self.copied
 
     def resume(self) -> None:
         """Let learners train on; the copy stays."""
@@ -118,11 +118,11 @@ class JobTraining:
     def drop(self) -> None:
         """Forget the copy: the round needs another one."""
         self.resume()
-        self._copied = None
+        self.copied = None
 
     def write(self, weights: Floats) -> None:
         """Have the job continue with the weights of the group; the copy is used up."""
-        copied = self._copied or self.copy()
+        copied = self.copied or self.copy()
         if copied.samples and self._pause is None:
             with np.errstate(over="ignore", invalid="ignore"):
                 difference = weights - copied.weights
@@ -143,7 +143,7 @@ class JobTraining:
         else:
             self._client.check_job()
 
-    def rejoin(self, member: Member) -> None:
+    def rejoin(self) -> None:
         """Become another member: what was trained since the last round is not in the group."""
         self.drop()
 

@@ -67,11 +67,12 @@ def test_a_run_whose_actors_another_command_has_ended_has_stopped(
 ) -> None:
     """The command that follows a run ends them, perhaps before a slow `stop` sees why."""
     following = pytest.importorskip("gadei_ps.replicas.following")
+    actor = pytest.importorskip("gadei_ps.replicas.actor")
     handle = SimpleNamespace(ask=SimpleNamespace(remote=lambda *_: None))
     known = [{0: handle}, {0: handle}, {}]
     rows = {"machine": 0, "ended": None}
     states = iter(["training", "away"])
-    monkeypatch.setattr(following, "actors", lambda _: known.pop(0))
+    monkeypatch.setattr(actor, "actors", lambda _: known.pop(0))
     monkeypatch.setattr(following, "statuses", lambda _: [rows | {"state": next(states)}])
     monkeypatch.setattr(commands, "_clean_up", lambda *_, **__: None)
     assert commands._end("a", NOWHERE, "stop", None)["machines"] == [{"machine": 0, "host": None}]

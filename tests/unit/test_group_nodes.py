@@ -84,11 +84,11 @@ def test_machines_of_another_cluster_are_not_taken(
     """Those of a host's own cluster train for another `group run`, where no other host reaches
     them."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "h")
-    monkeypatch.setattr(actor.sockets, "here", lambda: [("a", 0), ("b", 0)])
-    monkeypatch.setattr(actor, "_group", lambda *_: 0)
+    monkeypatch.setattr(actor.sockets, "here", lambda run: [(run, 0)])
+    monkeypatch.setattr(actor, "_settings", lambda *_: {"group": 0})
     monkeypatch.setattr(ray, "get", lambda found, timeout: found)
     rays.note("a", "127.0.0.2:1", "a token")
     rays.note("b", "h:1", None)
     with pytest.raises(ClusterError, match="run a is on host h already, in a Ray cluster of its "):
-        placing._look_at("h", actor.look(), "a")
-    assert placing._look_at("h", actor.look(), "b")["living"] == [("a", 0, 0), ("b", 0, 0)]
+        placing._look_at("h", actor.look("a"), "a")
+    assert placing._look_at("h", actor.look("b"), "b")["living"] == {0: {"group": 0}}

@@ -192,7 +192,7 @@ def test_how_replicas_have_ended_that_another_command_has_ended(
     made._note_gone(1, is_last=is_last)
     made._note_gone(1, is_last=True)
     assert messages[1:] == [f"replica 1 {WORDS[asked]}"]
-    summary = made.summary()
+    summary = made.result()
     assert (summary["exit_code"], summary["stopped"]) == (code, asked == "stop")
     assert summary["machines"][0]["gradients_applied"] == 7
 
@@ -258,9 +258,9 @@ def test_gradients_of_a_replica_that_was_ended_at_once() -> None:
     row: dict[str, Any] = {"machine": 1, "state": "training", "ended": None}
     made._note(row | {"state": "ending", "job": None})
     made._note(row | {"ended": {"exit_code": 130, "interrupted": "SIGINT"}})
-    assert made.summary()["machines"][0]["gradients_applied"] == 7
+    assert made.result()["machines"][0]["gradients_applied"] == 7
     made._note(row | {"ended": {"exit_code": 130, "gradients_applied": 8}})
-    assert made.summary()["machines"][0]["gradients_applied"] == 8
+    assert made.result()["machines"][0]["gradients_applied"] == 8
 
 
 def test_one_process_for_each_replica(runtime_dir: Path) -> None:
@@ -282,11 +282,10 @@ def test_requests_and_their_errors(runtime_dir: Path) -> None:
         return how["one"] + how["other"]
 
     server = sockets.Server(sockets.replica_path("a", 0), answer)
-    peer = sockets.Peer(sockets.replica_path("a", 0))
-    assert peer.ask("add", one=1, other=2) == 3
+    path = sockets.replica_path("a", 0)
+    assert sockets.request(path, "add", one=1, other=2) == 3
     with pytest.raises(sockets.ControlError, match=r"^no$"):
-        peer.ask("subtract")
-    assert peer.ask("add", one=b"a", other=b"b") == b"ab"
-    peer.close()
+        sockets.request(path, "subtract")
+    assert sockets.request(path, "add", one=b"a", other=b"b") == b"ab"
     server.close()
     assert not list(runtime_dir.iterdir())

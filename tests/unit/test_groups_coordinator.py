@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gadei_ps.groups.coordinator import NOT_FINITE, Group, Reply, Report
+from gadei_ps.groups.coordinator import NOT_FINITE, Group, Reply, Report, State
 from gadei_ps.groups.member import Member
 from gadei_ps.groups.shares import CopyReport, Span, Work, without
 
@@ -46,7 +46,7 @@ class Replica:
     answered: set[Batch] = field(default_factory=set)
     reply: Reply | None = None
     leaves: bool = False
-    state: dict[str, Any] | None = None
+    state: State | None = None
     facts: dict[str, Any] = field(default_factory=lambda: dict(FACTS))
     samples: int = 1
 
@@ -62,7 +62,7 @@ class Replica:
         copied = None
         if self.copied is not None:
             left = tuple(Span(one, at, at + 1) for one, at in sorted(self.owned - self.copied))
-            copied = CopyReport(self.member, self.work, left)
+            copied = CopyReport(self.work, left)
         return Report(
             member=self.member,
             process=self.process,
@@ -84,8 +84,8 @@ class Replica:
 
     def hear(self, reply: Reply) -> None:
         self.reply = reply
-        if reply.state:
-            self.state = json.loads(json.dumps(reply.state))
+        if reply.is_settled:
+            self.state = pickle.loads(pickle.dumps(reply.state))
         if reply.rejoin:
             self.clock += 1000
             self.incarnation = self.clock
@@ -98,60 +98,60 @@ class Replica:
         reply = self.reply
         if reply is None or reply.place is None or reply.rejoin:
             return
-        is_committed = self.held is not None and self.held[0] == reply.committed
-        if self.held is not None and is_committed and self.rounds == reply.rounds - 1:
+        is_committed = self.held is not None and self.held[0] == reply.state.committed
+        if self.held is not None and is_committed and self.rounds == reply.state.rounds - 1:
             self.history += (self.held[1],)
             self.rounds += 1
             self.held = self.copied = None
             self.own(reply)
             return
-        if self.held is not None and self.held[0][0] != reply.generation:
+        if self.held is not None and self.held[0][0] != reply.state.generation:
             self.held = None
-        if self.generation != reply.generation:
-            self.generation, self.connected = reply.generation, 0
+        if self.generation != reply.state.generation:
+            self.generation, self.connected = reply.state.generation, 0
             return
-        if not reply.connects or self.failed == reply.generation:
+        if not reply.connects or self.failed == reply.state.generation:
             return
-        if self.connected != reply.generation:
+        if self.connected != reply.state.generation:
             self.connect(reply, all_)
         elif reply.go is not None and reply.go.round == self.rounds and self.held is None:
             if self.copied is not None:
                 self.exchange(reply, chance, all_)
-        elif self.copied is None and self.rounds == reply.rounds:
+        elif self.copied is None and self.rounds == reply.state.rounds:
             left = sorted(self.owned - self.answered)
             self.answered |= set(left[: chance.randrange(1, 9)])
             self.copied = frozenset(self.answered)
 
     def own(self, reply: Reply) -> None:
-        if reply.rounds == self.rounds:
-            self.owned |= batches(reply.owned)
+        if reply.state.rounds == self.rounds and reply.state.shares is not None:
+            self.owned |= batches(reply.state.shares.of(self.member))
 
     def connect(self, reply: Reply, all_: list[Replica]) -> None:
-        if reply.place == reply.source and self.rounds is None:
-            self.rounds, self.history, self.lineage = 0, (self.member,), reply.lineage
-        if self.member in reply.newcomers and self.rounds is None:
-            assert reply.source is not None
-            source = next((one for one in all_ if one.member == reply.members[reply.source]), None)
-            if source is None or source.generation != reply.generation or source.rounds is None:
-                self.failed = reply.generation
+        if self.member == reply.state.source and self.rounds is None:
+            self.rounds, self.history, self.lineage = 0, (self.member,), reply.state.lineage
+        if self.member in reply.state.joining and self.rounds is None:
+            source = next((one for one in all_ if one.member == reply.state.source), None)
+            if source is None or source.generation != self.generation or source.rounds is None:
+                self.failed = self.generation
                 return
-            assert source.rounds == reply.rounds
-            self.rounds, self.history, self.lineage = source.rounds, source.history, reply.lineage
-        self.connected = reply.generation
+            assert source.rounds == reply.state.rounds
+            self.rounds, self.history = source.rounds, source.history
+            self.lineage = reply.state.lineage
+        self.connected = reply.state.generation
 
     def exchange(self, reply: Reply, chance: random.Random, all_: list[Replica]) -> None:
         """All members must be there, with their copies; else it fails."""
         there = {one.member: one for one in all_}
-        others = [there.get(one) for one in reply.members]
-        key = reply.generation, reply.go.round if reply.go else -1
+        others = [there.get(one) for one in reply.state.members]
+        key = reply.state.generation, reply.go.round if reply.go else -1
         parts = []
         for one in others:
-            if one is None or one.generation != reply.generation or chance.random() < 0.03:
-                self.failed = reply.generation
+            if one is None or one.generation != reply.state.generation or chance.random() < 0.03:
+                self.failed = reply.state.generation
                 return
             copied = one.copied
             if copied is None or one.rounds != self.rounds:
-                self.failed = reply.generation
+                self.failed = reply.state.generation
                 return
             parts.append((one.member, copied))
         self.held = key, tuple(parts)
@@ -168,6 +168,11 @@ class World:
         """Lineage and rounds that each replica has reported last."""
         self.last = 0, 0
         """Lineage and rounds of the group."""
+
+    @property
+    def state(self) -> State:
+        """The state of the group."""
+        return self.group.state
 
     def coordinator(self, expected: list[str], patience_s: float = 100.0) -> Group:
         return Group((0, 1), True, (), expected, self.now + patience_s, 2.0)
@@ -216,8 +221,8 @@ class World:
 
     def is_done(self, epochs: int) -> bool:
         """Return whether all passes are in the weights of all replicas that live."""
-        shares, members = self.group.shares, set(self.group.members)
-        all_there = members == {one.member for one in self.replicas} and not self.group.newcomers
+        shares, members = self.state.shares, set(self.state.members)
+        all_there = members == {one.member for one in self.replicas} and not self.state.joining
         return (
             all_there and shares is not None and shares.work is not None and shares.done == epochs
         )
@@ -226,7 +231,7 @@ class World:
         """Check that members of a generation with equally many rounds have the same weights."""
         known: dict[tuple[int, int], Any] = {}
         if self.group.is_settled:
-            lineage, rounds = self.group.lineage, self.group.rounds
+            lineage, rounds = self.state.lineage, self.state.rounds
             if lineage != self.last[0] and self.last[1]:  # it starts again if nobody has its state
                 assert all(self.reported.get(one.member) != self.last for one in self.replicas)
             elif lineage == self.last[0]:
@@ -235,7 +240,7 @@ class World:
         for one in self.replicas:
             if one.rounds is None or one.reply is None or one.reply.place is None:
                 continue
-            if one.member in self.group.members and one.generation == self.group.generation:
+            if one.member in self.state.members and one.generation == self.state.generation:
                 key = one.generation, one.rounds
                 assert known.setdefault(key, one.history) == one.history
 
@@ -251,7 +256,7 @@ def test_rounds_are_applied_once_by_all(seed: int, count: int, epochs: int) -> N
         if world.is_done(epochs):
             break
     else:
-        pytest.fail(f"stands: {world.group.state()}")
+        pytest.fail(f"stands: {world.state}")
     for _ in range(30):  # all have applied these rounds
         world.step(disturbs=False)
     longest = max((one.history for one in world.replicas), key=len)
@@ -282,8 +287,8 @@ def test_a_group_begins_when_all_are_there() -> None:
     assert not world.group.is_settled
     world.group.report(second.report(), 0)
     world.settle()
-    assert world.group.members == (first.member, second.member)
-    assert world.group.newcomers == {second.member}
+    assert world.state.members == (first.member, second.member)
+    assert world.state.joining == (second.member,)
 
 
 def test_a_group_does_not_wait_for_a_replica_whose_process_has_ended() -> None:
@@ -291,13 +296,13 @@ def test_a_group_does_not_wait_for_a_replica_whose_process_has_ended() -> None:
     world.group.report(first.report(), 0)
     world.group.lost("1")
     world.settle()
-    assert world.group.members == (first.member,)
+    assert world.state.members == (first.member,)
 
 
 def trained(rounds: int) -> tuple[World, list[Replica]]:
     """A group of two that has done so many rounds."""
     world, replicas = begun()
-    while world.group.rounds < rounds:
+    while world.state.rounds < rounds:
         world.step(disturbs=False)
     return world, replicas
 
@@ -315,22 +320,22 @@ def test_a_coordinator_that_is_started_again_waits_for_who_has_the_state() -> No
     world.replicas = [first, third]
     for _ in range(60):
         world.step(disturbs=False)
-    assert world.group.rounds > rounds
+    assert world.state.rounds > rounds
     assert third.history == first.history or third.history == first.history[:-1]
 
 
 def test_silence_of_all_loses_no_state() -> None:
     """The coordinator was cut off; both have trained on."""
     world, (first, second) = trained(3)
-    before = world.group.rounds, world.group.lineage, world.group.members
+    before = world.state.rounds, world.state.lineage, world.state.members
     world.now += 2 * SILENCE_S
     world.group.expire(world.now, SILENCE_S)
     world.settle()
-    assert (world.group.rounds, world.group.lineage, world.group.members) == before
+    assert (world.state.rounds, world.state.lineage, world.state.members) == before
     for _ in range(60):
         world.step(disturbs=False)
-    assert world.group.lineage == before[1] and world.group.rounds > before[0]
-    assert {first.member, second.member} == set(world.group.members)
+    assert world.state.lineage == before[1] and world.state.rounds > before[0]
+    assert {first.member, second.member} == set(world.state.members)
 
 
 def test_a_group_whose_members_never_come_back_begins_anew() -> None:
@@ -338,7 +343,7 @@ def test_a_group_whose_members_never_come_back_begins_anew() -> None:
     world.replicas = [world.replica(5)]
     for _ in range(400):
         world.step(disturbs=False)
-    assert world.group.members == (world.replicas[0].member,)
+    assert world.state.members == (world.replicas[0].member,)
 
 
 def test_another_model_is_a_mistake_of_one_replica() -> None:
@@ -347,7 +352,7 @@ def test_another_model_is_a_mistake_of_one_replica() -> None:
     for one in (first, second):
         world.group.report(one.report(), 0)
     world.settle()
-    assert world.group.members == (first.member,)
+    assert world.state.members == (first.member,)
     mistake = world.group.reply(second.report()).mistake
     assert mistake == "this replica has values 128, and its group has 64: use the same"
     assert world.group.reply(first.report()).mistake is None
@@ -377,7 +382,7 @@ def test_the_last_replica_may_leave() -> None:
             world.step(disturbs=False)
         assert one.reply is not None and one.reply.left
         replicas.remove(one)
-    assert world.group.members == ()
+    assert world.state.members == ()
 
 
 def test_a_replica_that_was_silent_joins_again() -> None:
@@ -385,15 +390,15 @@ def test_a_replica_that_was_silent_joins_again() -> None:
     for _ in range(40):
         world.step(disturbs=False)
     world.replicas = [first]
-    rounds = world.group.rounds
+    rounds = world.state.rounds
     for _ in range(60):
         world.step(disturbs=False)
-    assert world.group.members == (first.member,) and world.group.rounds > rounds
+    assert world.state.members == (first.member,) and world.state.rounds > rounds
     before = second.member
     world.replicas = [first, second]
     for _ in range(60):
         world.step(disturbs=False)
-    assert second.member in world.group.members and second.member != before
+    assert second.member in world.state.members and second.member != before
     assert second.history == first.history
 
 
@@ -407,7 +412,7 @@ def test_of_two_processes_with_one_number_the_later_one_stays() -> None:
     world.replicas = [first, third]
     for _ in range(60):
         world.step(disturbs=False)
-    assert world.group.members == (first.member, third.member)
+    assert world.state.members == (first.member, third.member)
 
 
 def test_clocks_of_hosts_order_no_processes() -> None:
@@ -419,16 +424,16 @@ def test_clocks_of_hosts_order_no_processes() -> None:
     world.replicas = [first, third]
     for _ in range(60):
         world.step(disturbs=False)
-    assert world.group.members == (first.member, third.member)
-    before = world.group.generation
+    assert world.state.members == (first.member, third.member)
+    before = world.state.generation
     for order in ((second, third, first), (third, second, first), (first, second, third)):
         world.group = world.coordinator([], 5.0)
         for one in order:
             world.group.report(one.report(), world.now)
         assert world.group.reply(second.report()).replaced
         world.settle()
-        assert world.group.members == (first.member, third.member)
-        assert world.group.generation > before
+        assert world.state.members == (first.member, third.member)
+        assert world.state.generation > before
 
 
 def test_a_process_that_began_while_there_was_no_coordinator() -> None:
@@ -449,8 +454,9 @@ def test_a_process_that_began_while_there_was_no_coordinator() -> None:
 def test_models_of_other_groups() -> None:
     """All members get one, then the next; a round takes what all have, once."""
     group = Group(None, False, (1, 2), ["0", "1"], 0.0)
-    group.is_settled, group.members = True, (Member("0", 0), Member("1", 0))
-    reports = [Report(one, 0, facts=FACTS) for one in group.members]
+    members = Member("0", 0), Member("1", 0)
+    group.is_settled, group.state = True, replace(group.state, members=members)
+    reports = [Report(one, 0, facts=FACTS) for one in members]
     for one in reports:
         group.report(one, 0)
     group._aim({1: 5, 2: 6})
@@ -460,14 +466,14 @@ def test_models_of_other_groups() -> None:
     has = [(1, 5)], [(1, 5), (2, 6)]
     reports = [
         Report(one, 0, number=1, facts=FACTS, models=models)
-        for one, models in zip(group.members, has, strict=True)
+        for one, models in zip(members, has, strict=True)
     ]
     for one in reports:
         group.report(one, 0)
     assert group._common(reports) == [(1, 5)]
     group._aim({1: 8, 2: 9})
     assert group.aims == {1: 8, 2: 6}
-    group.taken[1] = 5
+    group.state = replace(group.state, taken={1: 5})
     assert group._common(reports) == []
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import pickle
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +25,15 @@ def spans(found: set[Batch]) -> tuple[Span, ...]:
     return tuple(Span(epoch, one, one + 1) for epoch, one in sorted(found))
 
 
+def owners(shares: Shares) -> Any:
+    """All that the shares hold."""
+    opened = {
+        epoch: {one: subsets.ranges(one) for one in subsets.owners}
+        for epoch, subsets in shares._open.items()
+    }
+    return shares.work, shares.done, opened
+
+
 class Machine:
     """A job: what it was given, what it has answered, and what of that a round has."""
 
@@ -42,7 +51,7 @@ class Machine:
 
     def says(self, counts: bool) -> CopyReport:
         left = spans(self.given - self.answered)
-        return CopyReport(self.member, self.work, left, counts=counts)
+        return CopyReport(self.work, left, counts=counts)
 
     def forget(self) -> None:
         self.given, self.answered, self.summed = set(), set(), set()
@@ -80,7 +89,7 @@ def test_each_batch_is_in_the_weights_once(
         for one in machines:
             one.train(chance)
         bad = [one for one in machines if chance.random() < 0.05]
-        reports = [one.says(one not in bad) for one in machines]
+        reports = {one.member: one.says(one not in bad) for one in machines}
         copies = [(one, set(one.answered)) for one in machines if one not in bad]
         for one in machines:  # who trains on while others sum
             if chance.random() < 0.3:
@@ -89,18 +98,18 @@ def test_each_batch_is_in_the_weights_once(
         if what < 0.1 and len(machines) > 1:  # dies, and its copy was summed, or was not
             dead = machines.pop(chance.randrange(len(machines)))
             if what < 0.05:
-                reports = [one for one in reports if one.member != dead.member]
+                del reports[dead.member]
                 copies = [(one, has) for one, has in copies if one is not dead]
         for one, has in copies:
             for batch in has - one.summed:
                 in_weights[batch] += 1
             one.summed = has
         # Each member makes the same of it, even one that has fetched its state.
-        heard = Shares.from_dict(json.loads(json.dumps(shares.as_dict())))
-        shares.after(reports)
-        heard.after(reports)
-        assert heard.as_dict() == shares.as_dict()
-        assert 0 <= len(shares.as_dict()["open"]) <= MOST_OPEN
+        before, heard = shares, pickle.loads(pickle.dumps(shares))
+        shares = before.after(reports)
+        assert owners(heard.after(reports)) == owners(shares)
+        assert owners(heard) == owners(before), "it has changed"
+        assert 0 <= len(shares.facts()["left"]) <= MOST_OPEN
         if what > 0.9 and len(machines) < 5:
             machines.append(Machine(Member(str(chance.randrange(5)), next(lives)), work))
         owned = [batch for one in machines for batch in batches(shares.of(one.member))]
@@ -108,7 +117,7 @@ def test_each_batch_is_in_the_weights_once(
         for one in bad:
             one.forget()
         for one in machines:
-            one.take(copy.deepcopy(shares))
+            one.take(shares)
     wanted = {(epoch, one) for epoch in range(epochs) for one in range(*part)}
     assert in_weights == Counter(wanted)
 
@@ -116,7 +125,7 @@ def test_each_batch_is_in_the_weights_once(
 def test_a_machine_with_other_work_gets_nothing() -> None:
     shares, work = Shares(), Work(10, 1, 0)
     ours, theirs = Member("0", 0), Member("1", 0)
-    shares.after([CopyReport(ours, work, ()), CopyReport(theirs, Work(11, 1, 0), ())])
+    shares = shares.after({ours: CopyReport(work, ()), theirs: CopyReport(Work(11, 1, 0), ())})
     assert shares.of(ours) == [Span(0, 0, 10)]
     assert shares.of(theirs) == []
 
@@ -124,18 +133,22 @@ def test_a_machine_with_other_work_gets_nothing() -> None:
 def test_a_group_that_begins_anew_goes_on_with_the_pass() -> None:
     shares, work = Shares(), Work(10, 3, 0)
     first, second = Member("0", 9), Member("1", 9)
-    shares.after([CopyReport(first, work, (), done=2), CopyReport(second, work, (), done=1)])
+    shares = shares.after(
+        {first: CopyReport(work, (), done=2), second: CopyReport(work, (), done=1)}
+    )
     assert shares.of(first) == [Span(2, 0, 5)] and shares.of(second) == [Span(2, 5, 10)]
-    shares.after([CopyReport(first, work, ()), CopyReport(second, work, ())])
+    shares = shares.after({first: CopyReport(work, ()), second: CopyReport(work, ())})
     assert shares.done == 3
 
 
 def test_a_newcomer_gets_its_share_of_the_next_pass() -> None:
     shares, work = Shares(), Work(10, 3, 0)
     first, second = Member("0", 0), Member("1", 7)
-    shares.after([CopyReport(first, work, ())])
+    shares = shares.after({first: CopyReport(work, ())})
     assert shares.of(first) == [Span(0, 0, 10)]
-    shares.after([CopyReport(first, work, (Span(0, 1, 10),)), CopyReport(second, work, ())])
+    shares = shares.after(
+        {first: CopyReport(work, (Span(0, 1, 10),)), second: CopyReport(work, ())}
+    )
     assert shares.of(first) == [Span(0, 1, 10), Span(1, 0, 5)]
     assert shares.of(second) == [Span(1, 5, 10)]
 

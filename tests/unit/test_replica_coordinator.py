@@ -55,23 +55,23 @@ def test_nothing_is_decided_without_the_head(monkeypatch: pytest.MonkeyPatch) ->
     head = Head(monkeypatch)
 
     async def decide() -> None:
-        made = coordinator.Coordinator({"run": RUN}, {0: ["0", "1"]})
+        made = coordinator.Coordinator({"run": RUN})
         group = made._groups[0]
         for number in (0, 1):
             await made.report(0, report(number), None)
-        assert len(group.members) == 2
-        generation = group.generation
+        assert len(group.state.members) == 2
+        generation = group.state.generation
         head.is_there = False
         await until(lambda: not made._reached)
         with pytest.raises(ControlError, match="does not reach Ray's head"):
             await made.report(0, report(2), None)
         await made.lost(0, 1)
         await made.publish(0, [])
-        assert (len(group.members), group.generation) == (2, generation)
+        assert (len(group.state.members), group.state.generation) == (2, generation)
         head.is_there = True
-        await until(lambda: len(group.members) == 1)
+        await until(lambda: len(group.state.members) == 1)
         answer = await made.report(0, report(0), None)
-        assert answer["reply"].generation > generation
+        assert answer["reply"].state.generation > generation
 
     asyncio.run(decide())
 
@@ -90,7 +90,7 @@ def test_a_store_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(coordinator, "STORE_AGAIN_S", 0.01)
 
     async def report_twice() -> None:
-        made = coordinator.Coordinator({"run": RUN}, {0: ["0", "1"]})
+        made = coordinator.Coordinator({"run": RUN})
         with pytest.raises(ControlError, match="cannot be made: too many open files"):
             await made.ready()
         await until(lambda: made._store is not None)
@@ -112,12 +112,14 @@ def test_decisions_do_not_wait_for_the_store(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(coordinator, "_store", store)
 
     async def decide() -> None:
-        made = coordinator.Coordinator({"run": RUN}, {0: ["0", "1"]})
+        made = coordinator.Coordinator({"run": RUN})
         for number in (0, 1):
             await made.report(0, report(number), None)
         group = made._groups[0]
-        assert len(group.members) == 2
-        entered = [replace(report(one), number=1, generation=group.generation) for one in (0, 1)]
+        assert len(group.state.members) == 2
+        entered = [
+            replace(report(one), number=1, generation=group.state.generation) for one in (0, 1)
+        ]
         for one in entered:
             answer = await made.report(0, one, None)
         assert group._connects and not answer["reply"].connects
@@ -135,7 +137,7 @@ def test_a_second_command_is_refused_where_the_first_one_lives(
     Head(monkeypatch)
 
     async def follow() -> None:
-        made = coordinator.Coordinator({"run": RUN}, {0: ["0", "1"]})
+        made = coordinator.Coordinator({"run": RUN})
         assert await made.follow("one", "a") is None
         second = asyncio.create_task(made.follow("two", "b"))
         await asyncio.sleep(0)
@@ -155,8 +157,9 @@ def test_versions_of_models_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def publish() -> None:
         two = RUN | {"groups": [{"machines": 1}, {"machines": 1}]}
-        made = coordinator.Coordinator({"run": two}, {0: ["0"], 1: ["1"]})
-        made._groups[1].taken = {0: 500}
+        made = coordinator.Coordinator({"run": two})
+        group = made._groups[1]
+        group.state = replace(group.state, taken={0: 500})
         for _ in range(2):
             await made.publish(0, [])
         assert made._published[0] == 502

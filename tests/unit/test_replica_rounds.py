@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from support import eventually
 
 from gadei_ps.errors import ControlError
 from gadei_ps.groups.coordinator import Group
-from gadei_ps.replicas import config, link, rounds
+from gadei_ps.replicas import config, rounds, sockets
 from gadei_ps.replicas.rounds import Rounds
 from gadei_ps.replicas.training import Copied
 
@@ -32,10 +33,16 @@ class Training:
         self.has_model[job].wait()
         self.values = VALUES
 
+    copied: Copied | None = None
+
     def check(self) -> None: ...
-    def rejoin(self, member: Any) -> None: ...
+    def rejoin(self) -> None:
+        self.drop()
+
     def begin(self) -> None: ...
-    def drop(self) -> None: ...
+    def drop(self) -> None:
+        self.copied = None
+
     def close(self) -> None: ...
 
     def is_trained(self) -> bool:
@@ -45,7 +52,8 @@ class Training:
         return 0.05
 
     def copy(self) -> Copied:
-        return Copied(np.zeros(VALUES, np.float32), 1)
+        self.copied = Copied(np.zeros(VALUES, np.float32), 1)
+        return self.copied
 
 
 class Counted(threading.Event):
@@ -72,7 +80,7 @@ class Run:
         self._lock = threading.Lock()
         self.replicas: list[Rounds] = []
 
-    def ask(self, what: str, timeout_s: float, **how: Any) -> Any:
+    def request(self, path: Path, what: str, timeout_s: float, **how: Any) -> Any:
         if self.is_lost:
             self.refused += threading.current_thread().name == "_work"
             raise ControlError("the coordinator is gone")
@@ -81,7 +89,7 @@ class Run:
             self.group.report(report, time.monotonic())
             while self.group.step(time.monotonic(), {}):
                 pass
-            answer = {"reply": self.group.reply(report), "changes": self.group.version}
+            answer = {"reply": self.group.reply(report), "changes": self.group.state.version}
         return answer | {"began": 1, "store": ("", 0), "host": ""}
 
     def start(self, number: int) -> Rounds:
@@ -106,13 +114,7 @@ class Run:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     made = Run()
-
-    class Peer:
-        def __init__(self, path: Any) -> None: ...
-
-        ask = staticmethod(made.ask)
-
-    monkeypatch.setattr(link, "Peer", Peer)
+    monkeypatch.setattr(sockets, "request", made.request)
     monkeypatch.setattr(rounds, "JobTraining", Training)
     monkeypatch.setattr(
         Training, "has_model", {str(one): threading.Event() for one in range(2)}, raising=False
@@ -135,11 +137,11 @@ def test_a_replica_reports_once_its_job_has_a_model(run: Run) -> None:
     for number in range(2):
         run.start(number)
     run.await_beats()
-    assert not run.group.members
+    assert not run.group.state.members
     for event in Training.has_model.values():
         event.set()
-    eventually(lambda: len(run.group.members) == 2)
-    assert run.group.facts["values"] == VALUES
+    eventually(lambda: len(run.group.state.members) == 2)
+    assert run.group.state.facts["values"] == VALUES
     assert not run.failed
 
 
@@ -151,19 +153,19 @@ def test_a_replica_reports_once_it_could_begin(run: Run, monkeypatch: pytest.Mon
     Training.has_model["0"].set()
     one = run.start(0)
     run.await_beats()
-    assert not run.group.members
+    assert not run.group.state.members
     is_idle.set()
     eventually(lambda: one.facts.state == "member")
     is_idle.clear()
     assert one._link.reply is not None
     one._link.reply = replace(one._link.reply, rejoin=True)
     one._link.changes += 1
-    before = run.group.members
+    before = run.group.state.members
     eventually(lambda: run.noted)
     run.await_beats()
-    assert run.group.members == before
+    assert run.group.state.members == before
     is_idle.set()
-    eventually(lambda: run.group.members not in ((), before))
+    eventually(lambda: run.group.state.members not in ((), before))
 
 
 def test_an_unexpected_error_ends_the_replica(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

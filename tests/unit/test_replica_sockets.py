@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def test_a_process_that_reads_nothing_costs_the_time_limit(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener, pytest.raises(NoAnswer, match="no answer in"):
         listener.bind(str(path))
         listener.listen(1)
-        sockets.Peer(path).ask("status", data=MUCH)
+        sockets.request(path, "status", data=MUCH)
 
 
 def test_a_process_that_accepts_nothing_costs_the_time_limit(path: Path) -> None:
@@ -43,7 +44,7 @@ def test_a_process_that_accepts_nothing_costs_the_time_limit(path: Path) -> None
             one.connect_ex(str(path))
             waiting.append(one)
         with pytest.raises(NoAnswer, match="no answer in time"):
-            sockets.Peer(path).ask("status")
+            sockets.request(path, "status")
         for one in waiting:
             one.close()
 
@@ -52,12 +53,20 @@ def test_an_answer_that_stops_in_the_middle_costs_the_time_limit(path: Path) -> 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(1)
-        peer = sockets.Peer(path)
-        peer._connection = sockets._connected(path)
-        accepted, _ = listener.accept()
-        with accepted, pytest.raises(NoAnswer, match="no answer in time"):
-            accepted.sendall((100).to_bytes(4) + b"only the beginning")
-            peer.ask("status")
+        over = threading.Event()
+
+        def answer() -> None:
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.sendall((100).to_bytes(4) + b"only the beginning")
+                over.wait()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(NoAnswer, match="no answer in time"):
+            sockets.request(path, "status")
+        over.set()
+        thread.join()
 
 
 def test_a_server_without_free_files_uses_no_processor_time(
@@ -76,5 +85,5 @@ def test_a_server_without_free_files_uses_no_processor_time(
     server = sockets.Server(path, lambda what: what)
     eventually(lambda: len(tries) >= 4)
     assert tries[3] - tries[0] >= 3 * sockets.FULL_S
-    assert sockets.Peer(path).ask("status") == "status"
+    assert sockets.request(path, "status") == "status"
     server.close()
