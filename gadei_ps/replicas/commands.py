@@ -28,6 +28,7 @@ from gadei_ps.job.lock_file import LockFile
 from gadei_ps.machine import interrupts, process
 from gadei_ps.replicas import config, rays, sockets
 from gadei_ps.replicas.config import Run, job_name
+from gadei_ps.show.counts import counted
 
 if TYPE_CHECKING:  # Ray takes a second to load
     from gadei_ps.replicas.following import Following
@@ -235,8 +236,9 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> Jso
     if address is None and not rays.answers(found):
         return _here(order, name, f"the Ray cluster at {found} does not answer", say)
     token = noted.token if noted is not None else None
-    if order == "stop" and token is not None:  # its end would end a client
-        return _here(order, name, f"the Ray cluster at {found} is this host's own", say)
+    if order == "stop" and token is not None:  # the cluster ends with it, and would end a client
+        own = f"the Ray cluster at {found} is this host's own"
+        return _here(order, name, own, lambda _, __: None)
     try:
         with _connected(found, token):
             done = _in_cluster(order, name, found, how)
@@ -295,7 +297,8 @@ def _join(name: str, address: str, group: int, node: str | None) -> JsonObject:
         raise ClusterError(f"run {name}: its coordinator does not answer: try again")
     wanted = config.from_mapping(plan["run"], "run")
     if group >= len(wanted.groups):
-        raise UsageError(f"--group {group}: run {name} has groups 0 to {len(wanted.groups) - 1}")
+        there = counted(len(wanted.groups), "group")
+        raise UsageError(f"--group {group}: run {name} has {there}, numbered from 0")
     number = max(max(found) + 1, wanted.machines)
     rows = following.statuses(found)
     used = {row["node"] for row in rows if "node" in row and row["ended"] is None}

@@ -170,13 +170,20 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Run:
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
-        first = first_of(error)
-        advice = ""
-        if first["type"] in ("missing", "list_type"):
-            advice = f": {_WANTED.get('.'.join(map(str, first['loc'])), 'give it')}"
-        raise UsageError(f"{where}: {invalid(error, model=Run)}{advice}") from None
+        raise UsageError(f"{where}: {invalid(error, model=Run)}{_advice(error)}") from None
     _check_job(run, where)
     return run
+
+
+def _advice(error: ValidationError) -> str:
+    """Return what to write instead, after a colon, if it is known."""
+    first = first_of(error)
+    *tables, name = map(str, first["loc"] or [""])  # a validator of the whole has no place
+    if first["type"] in ("missing", "list_type"):
+        return f": {_WANTED.get(name, 'give it')}"
+    if first["type"] == "extra_forbidden" and name in (Run if tables else Group).model_fields:
+        return f": write it {'above' if tables else 'below'} [[groups]]"
+    return ""
 
 
 _GONE = {
@@ -188,6 +195,8 @@ _WANTED = {
     "name": 'a name of the run, such as name = "trec"',
     "every": "the gradients between two exchanges, such as every = 500",
     "groups": "[[groups]] with machines = 2",
+    "nodes": 'a list such as nodes = ["10.0.0.1"]',
+    "neighbours": "a list such as neighbours = [1]",
 }
 
 

@@ -82,6 +82,19 @@ GROUP = "\n[[groups]]\nmachines = 2\n"
         ("every = 5\nwire = 'int4'" + GROUP, "wire: Input should be 'float32', 'bfloat16' or"),
         ("every = 5\n[[groups]]\n", "groups.0: give either machines, their number, or nodes"),
         ("every = 5" + GROUP + "nodes = ['a', 'b']", "groups.0: give either machines"),
+        (
+            "every = 5" + GROUP + "learners = 2",
+            "groups.0.learners: there is no such field: write it above [[groups]]",
+        ),
+        ("every = 5\nmachines = 2", "machines: there is no such field: write it below [[groups]]"),
+        (
+            "every = 5\n[[groups]]\nnodes = 'a'",
+            "groups.0.nodes: Input should be a valid list: a list such as nodes = [",
+        ),
+        (
+            "every = 5" + GROUP + "neighbours = 0",
+            "neighbours: Input should be a valid list: a list such as neigh",
+        ),
         ("every = 5\n[[groups]]\nmachines = 65", "groups.0.machines: Input should be less than"),
         ("every = 5" + GROUP + "resources = {CPU = 1}", "groups.0: resources: CPU is not to be"),
         ("every = 5\nname = 'a b'" + GROUP, "name: use 1 to 37 letters, digits, '-' and '_'"),
