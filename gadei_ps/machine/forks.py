@@ -73,7 +73,8 @@ class Loaded:
 
     def close(self) -> None:
         """Kill the process."""
-        process.end_group(self._child)
+        with interrupts.held():
+            process.end_group(self._child)
         self._end.close()
 
     def spawn(self, command: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Any:
@@ -89,12 +90,14 @@ class Loaded:
     def ask(self, **request: Any) -> int | None:
         """Return the answer; None if the process has ended, and its children with it."""
         try:
-            with interrupts.held():  # else a request may get the answer of the one before it
-                self._end.send(json.dumps(request).encode())
-                answer = self._end.recv(MOST_BYTES)
+            self._end.send(json.dumps(request).encode())
+            answer = self._end.recv(MOST_BYTES)
             self._end.settimeout(ANSWER_S)
         except OSError:
             answer = b""
+        except BaseException:  # a signal: the next request would get this one's answer
+            self.close()
+            raise
         if not answer:
             self.close()
             return None

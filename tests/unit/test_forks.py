@@ -14,7 +14,7 @@ import psutil
 import pytest
 from support import eventually
 
-from gadei_ps.machine import process
+from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.forks import Fork, Loaded
 
 # A child ends with the exit code that is its last word, or sleeps.
@@ -103,3 +103,21 @@ def test_the_loaded_process_hangs(loaded: Loaded) -> None:
 def test_what_ends_before_it_is_ready() -> None:
     with closing(Loaded(["/bin/false"])) as loaded:
         assert spawn(loaded, "5").wait() == 5
+
+
+HANGS = """
+import os, signal, socket
+end = socket.socket(fileno=0)
+end.recv(1 << 16)
+os.kill(os.getppid(), signal.SIGINT)
+signal.pause()
+"""
+
+
+def test_a_signal_ends_the_wait_for_a_process_that_loads() -> None:
+    """Check that the process is killed: its late answer would be taken for that of the next."""
+    with closing(Loaded([sys.executable, "-c", HANGS])) as loaded:
+        with pytest.raises(KeyboardInterrupt), interrupts.of_commands():
+            spawn(loaded, "sleep")
+        assert loaded._child.returncode == -signal.SIGKILL
+        assert spawn(loaded, "7").wait() == 7
