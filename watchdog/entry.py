@@ -18,7 +18,7 @@ from gadei_ps.errors import (
 )
 from gadei_ps.job import paths, recorded, service
 from gadei_ps.job.config import JobConfig, from_mapping
-from gadei_ps.job.lock_file import NameLock
+from gadei_ps.job.lock_file import NameLock, awaited
 from gadei_ps.machine import interrupts, lines, log
 from gadei_ps.machine.lines import Lines
 from gadei_ps.memory import presence, segment
@@ -108,16 +108,16 @@ def end(job: str) -> None:
 
     Raises JobInUse where a watchdog has the job, ControlError or OSError.
     """
-    lock = NameLock(job)
+    lock = awaited(job, lambda: NameLock(job))
     try:
-        end_servers(job)
+        awaited(job, lambda: end_servers(job))
     finally:
         lock.release()
 
 
 def _clear(job: str, why: UsageError) -> None:
     """Remove useless files. Raises UsageError if there is memory without a configuration."""
-    lock = NameLock(job)
+    lock = awaited(job, lambda: NameLock(job))
     try:
         if segment.is_kept(job):
             raise UsageError(

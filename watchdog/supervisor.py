@@ -20,20 +20,10 @@ import time
 from typing import Any
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import (
-    ControlError,
-    JobDiffers,
-    JobFailed,
-    JobInUse,
-    JobNotFound,
-    JobStopped,
-    NotSaved,
-    in_words,
-)
+from gadei_ps.errors import JobFailed, JobStopped, NotSaved, in_words
 from gadei_ps.job import paths, service, sync_change
 from gadei_ps.job.config import JobConfig
-from gadei_ps.job.control import Status, ask
-from gadei_ps.job.lock_file import NameLock
+from gadei_ps.job.lock_file import NameLock, awaited
 from gadei_ps.machine import cgroups, log, process
 from gadei_ps.memory import layout, presence
 from gadei_ps.memory.layout import Kept, Phase, Stop
@@ -69,8 +59,6 @@ START_LOG_INTERVAL_S = 15.0  # between two lines on a start that takes long
 PROGRESS_INTERVAL_S = 0.5  # between two notes that the start makes progress
 LIMIT_DRAIN_S = 30.0  # for learners whose job has reached a limit
 EXAMINE_TIMEOUT_S = 10.0  # for the directory of checkpoints, on a disk that may block
-DYING_S = 5.0  # for the locks of a watchdog that was killed
-LIVING_ANSWER_S = 1.0  # for the status of one that was not
 
 
 class Supervisor:
@@ -206,31 +194,24 @@ class Supervisor:
     def _take_over(self, *, adopts: bool) -> None:
         """Lock the job's name, and adopt its memory.
 
-        A watchdog that was killed has its locks until the kernel has ended it, and its child that
-        was just starting has them until it executes its program. Raises what NameLock() and
-        JobMemory.adopt() raise.
+        Raises what NameLock() and JobMemory.adopt() raise.
         """
-        until, was_locked = time.monotonic() + DYING_S, False
-        while True:
-            try:
-                if self._lock is None:
-                    self._lock = NameLock(self.config.name)
-                if adopts:
-                    self.memory.adopt(is_own=self.options.recorded)
-                return
-            except JobInUse as error:
-                was_locked = was_locked or self._lock is None
-                is_over = self.signalled or time.monotonic() >= until
-                if not was_locked or is_over or isinstance(error, JobDiffers) or self._answers():
-                    raise
-            self._notify.watchdog()
-            time.sleep(BUSY_TICK_S)
+        was_locked = False
 
-    def _answers(self) -> bool:
-        """Return whether a watchdog of the job answers. Its socket may still take connections."""
-        with contextlib.suppress(JobNotFound, ControlError):
-            return bool(ask(self.config.name, Status(), LIVING_ANSWER_S))
-        return False
+        def take() -> None:
+            if self._lock is None:
+                self._lock = NameLock(self.config.name)
+            if adopts:
+                self.memory.adopt(is_own=self.options.recorded)
+
+        def waits() -> bool:
+            # Memory whose job was never locked here is that of a living watchdog elsewhere.
+            nonlocal was_locked
+            was_locked = was_locked or self._lock is None
+            self._notify.watchdog()
+            return was_locked and not self.signalled
+
+        awaited(self.config.name, take, waits)
 
     def _log_start(self) -> None:
         self._log.info(

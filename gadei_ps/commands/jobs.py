@@ -29,7 +29,7 @@ from gadei_ps.job.diagnosis import (
     locked,
     serve_again,
 )
-from gadei_ps.job.lock_file import LockFile
+from gadei_ps.job.lock_file import LockFile, awaited
 from gadei_ps.machine import command_line, process
 from gadei_ps.memory import holds, presence, segment, shm
 from gadei_ps.memory.layout import CONTROL, REPLICA, SegmentKind
@@ -190,10 +190,10 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     try:
         report = status(job)
     except JobNotFound:
-        if "/" in job or locked(paths.lock_path(job)):
+        if "/" in job or not _has_no_watchdog(job):
             raise
         living = presence.living(job, paths.owner())
-        if living.watchdog or living.elsewhere or not living.servers:
+        if living.elsewhere or not living.servers:
             raise
         paths.check_own()
         if not discard:
@@ -232,6 +232,21 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
         if watchdog >= 0:
             os.close(watchdog)
     return report
+
+
+def _has_no_watchdog(job: str) -> bool:
+    """Return whether the job's watchdog is dead. One that was just killed is waited for."""
+    path = paths.lock_path(job)
+    was_locked = locked(path)
+
+    def look() -> None:
+        if locked(path) or presence.living(job, paths.owner()).watchdog:
+            raise BlockingIOError
+
+    with contextlib.suppress(BlockingIOError):
+        awaited(job, look, lambda: was_locked)
+        return True
+    return False
 
 
 def plain(reply: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +289,7 @@ def drop(job: str) -> dict[str, Any] | None:
         control_ = presence.peek(job)
         if control_ is None:  # it cannot be read
             control_ = np.zeros(1, CONTROL)[0]
-        clear_dead(job)
+        awaited(job, lambda: clear_dead(job))
         paths.socket_path(job).unlink(missing_ok=True)
     return {"job": job, "phase": "stopped", **counts(control_)}
 
@@ -397,7 +412,7 @@ def _nobody(job: str, dry_run: bool) -> Iterator[list[Leftover] | None]:
     path = paths.lock_path(job)
     left = [Leftover("lock", job, str(path), 0)] if path.exists() else []
     try:
-        lock = LockFile(path, create=not dry_run)
+        lock = awaited(job, lambda: LockFile(path, create=not dry_run))
     except FileNotFoundError:
         yield []
         return

@@ -5,11 +5,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
-from gadei_ps.errors import JobInUse
+from gadei_ps.errors import ControlError, JobDiffers, JobInUse, JobNotFound
 from gadei_ps.job import paths, service
+from gadei_ps.job.control import Status, ask
+
+DYING_S = 5.0  # for the locks of a watchdog that was killed
+LIVING_ANSWER_S = 1.0  # for the status of one that was not
+RETRY_S = 0.002
+
+Taken = TypeVar("Taken")
 
 
 class LockFile:
@@ -89,3 +98,29 @@ class NameLock(LockFile):
         OSError; the old lock stays then.
         """
         self.replace(NameLock(self._job))
+
+
+def awaited(job: str, take: Callable[[], Taken], waits: Callable[[], bool] = lambda: True) -> Taken:
+    """Return what `take` returns, which takes locks of the job's watchdog.
+
+    A watchdog that was killed has its locks until the kernel has ended it, and its child that was
+    just starting has them until it executes its program. So `take` is called again for up to
+    DYING_S, unless a watchdog of the job answers. waits: returns False to end the wait. Raises what
+    `take` raises.
+    """
+    until = time.monotonic() + DYING_S
+    while True:
+        try:
+            return take()
+        except (BlockingIOError, JobInUse) as error:
+            is_over = isinstance(error, JobDiffers) or not waits() or time.monotonic() >= until
+            if is_over or _answers(job):
+                raise
+        time.sleep(RETRY_S)
+
+
+def _answers(job: str) -> bool:
+    """Return whether a watchdog answers. The socket of a killed one may still take connections."""
+    with contextlib.suppress(JobNotFound, ControlError):
+        return bool(ask(job, Status(), LIVING_ANSWER_S))
+    return False

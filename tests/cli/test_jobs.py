@@ -17,7 +17,7 @@ from gadei_ps import homes
 from gadei_ps.commands import jobs
 from gadei_ps.dashboard.data import Watcher
 from gadei_ps.errors import JobNotFound
-from gadei_ps.job import paths, service
+from gadei_ps.job import lock_file, paths, service
 from gadei_ps.job.config import state_directory
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence
@@ -116,7 +116,8 @@ def test_stop_with_learners(cli: Cli, job_name: str, learner: list[str]) -> None
     assert (daemon.wait().code, attached.wait().code) == (0, 0)
 
 
-def test_starting(cli: Cli, job_name: str) -> None:
+def test_starting(cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_file, "DYING_S", 0.01)  # commands are forks of this process
     (cli.directory / f"{job_name}.toml").write_text("standby = false")
     daemon = cli.start("serve", f"{job_name}.toml")
     support.eventually(lambda: support.segments(job_name))

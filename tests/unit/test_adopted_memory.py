@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from unittest import mock
 
 import numpy as np
@@ -15,13 +17,15 @@ from support.memory import create_model, create_ring
 from support.words import at_each_line, words
 
 from gadei_ps import sync
-from gadei_ps.errors import JobInUse
+from gadei_ps.commands import jobs
+from gadei_ps.errors import JobInUse, JobNotFound
+from gadei_ps.job import lock_file
 from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import process
 from gadei_ps.memory import holds, layout, segment, shm
 from gadei_ps.memory.layout import CONTROL, Phase, ServerState, Stop
 from gadei_ps.memory.weights import Tensor, place
-from gadei_ps.watchdog import job_memory, supervisor
+from gadei_ps.watchdog import entry, job_memory
 from gadei_ps.watchdog.job_memory import JobMemory
 from gadei_ps.watchdog.supervisor import Supervisor
 
@@ -80,36 +84,78 @@ def nonzero(expected: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in expected.items() if value}
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_the_locks_of_a_dying_watchdog_are_awaited(
-    left: JobMemory, monkeypatch: pytest.MonkeyPatch, ends: bool
-) -> None:
-    """A child that was just being started has them too: the name's, then the memory's."""
+@pytest.fixture(params=[True, False], ids=["ends", "lives"])
+def dying(
+    left: JobMemory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[list[Callable[[], None]]]:
+    """A watchdog that was killed, or not. Yields what releases its locks, one at each wait.
+
+    A child that was just being started has them too: the name's, then the memory's.
+    """
     job = left.config.name
     hold = holds.take(job, holds.WATCHDOG)
     assert hold is not None
     ends_of_locks = [NameLock(job).close, hold.release]
-    made = Supervisor(left.config)
+    monkeypatch.setattr(lock_file, "DYING_S", support.PATIENCE_S if request.param else 0.01)
 
     def sleep(_: float) -> None:
-        assert made.memory.adopted is False
-        if ends:
+        if request.param:
             ends_of_locks.pop(0)()
 
-    monkeypatch.setattr(supervisor, "time", mock.Mock(wraps=time, sleep=sleep))
-    monkeypatch.setattr(supervisor, "DYING_S", support.PATIENCE_S if ends else 0.01)
+    monkeypatch.setattr(lock_file, "time", mock.Mock(wraps=time, sleep=sleep))
+    yield ends_of_locks if request.param else []
+    for end in ends_of_locks:
+        end()
+
+
+Locks = list[Callable[[], None]]
+
+
+def test_a_watchdog_awaits_the_locks_of_a_dying_one(left: JobMemory, dying: Locks) -> None:
+    made = Supervisor(left.config)
     try:
-        if ends:
+        if dying:
             made._take_over(adopts=True)
-            assert made.memory.adopted and made._lock is not None and not ends_of_locks
+            assert made.memory.adopted and made._lock is not None and not dying
         else:
             with pytest.raises(JobInUse, match="is running already"):
                 made._take_over(adopts=True)
     finally:
-        for end in ends_of_locks:
-            end()
         made._leave = True
         made.shutdown()
+
+
+def test_an_end_awaits_the_locks_of_a_dying_watchdog(left: JobMemory, dying: Locks) -> None:
+    if dying:
+        entry.end(left.config.name)
+        assert not dying
+        assert left.words["phase"] == Phase.FAILED
+    else:
+        with pytest.raises(JobInUse, match="is running already"):
+            entry.end(left.config.name)
+        assert left.words["phase"] == Phase.SERVING
+
+
+def test_a_stop_awaits_the_locks_of_a_dying_watchdog(left: JobMemory, dying: Locks) -> None:
+    """End the servers, here a process that has their place in the memory."""
+    job = left.config.name
+    with subprocess.Popen(["sleep", "1000"]) as server, ExitStack() as at_end:
+        at_end.callback(server.kill)
+        line = left.words["server"][0]
+        line["pid"], line["start"] = server.pid, process.start_ticks(server.pid)
+        if dying:
+            assert jobs.stop(job, drain=False, timeout_s=0)["phase"] == "stopped"
+            assert server.wait() == -signal.SIGKILL and not support.segments(job)
+        else:
+            with pytest.raises(JobNotFound, match="try again"):
+                jobs.stop(job, drain=False, timeout_s=0)
+            assert server.poll() is None and support.segments(job)
+
+
+def test_memory_is_dropped_when_a_dying_watchdog_has_ended(left: JobMemory, dying: Locks) -> None:
+    job, ends = left.config.name, bool(dying)
+    assert (jobs.drop(job) is not None) == ends
+    assert bool(support.segments(job)) != ends
 
 
 @pytest.mark.parametrize(
