@@ -63,20 +63,20 @@ def of_empty() -> float:
 
 
 def start(job_file: Path) -> tuple[subprocess.Popen[bytes], float]:
-    """Start a daemon as a child. Returns it and the seconds until it answered."""
+    """Start a watchdog as a child. Returns it and the seconds until it answered."""
     begin = time.perf_counter()
     child = subprocess.Popen(
         process.module_command("gadei_ps", "serve", str(job_file)), stderr=subprocess.DEVNULL
     )
     while not running(job_file.stem):
         if child.poll() is not None:
-            raise SystemExit("the daemon has ended; run gadei-ps serve yourself to see why")
+            raise SystemExit("the watchdog has ended; run gadei-ps serve yourself to see why")
         time.sleep(0.001)
     return child, time.perf_counter() - begin
 
 
 def of_a_daemon(rounds: int) -> dict[str, list[float]]:
-    """Return the times (s) until a daemon is ready, a learner attached, a push applied."""
+    """Return the times (s) until a watchdog is ready, a learner attached, a push applied."""
     seconds: dict[str, list[float]] = {"daemon ready": [], "attach": [], "4 KB push applied": []}
     with tempfile.TemporaryDirectory() as scratch:
         job_file = Path(scratch) / f"start-{os.getpid()}.toml"
@@ -106,7 +106,7 @@ def of_a_daemon(rounds: int) -> dict[str, list[float]]:
 
 
 def measure(quick: bool) -> Report:
-    """Measure first gradients in turns, then those with an empty cache, then daemons."""
+    """Measure first gradients in turns, then those with an empty cache, then watchdogs."""
     size = sizes("start", quick)
     report = Report(["what", "median ms", "best ms"])
     contenders: dict[str, Callable[[], float]] = {NUMPY: lambda: of_run("numpy")}

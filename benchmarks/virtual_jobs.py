@@ -28,7 +28,7 @@ class Jobs:
         return self._of(s_local, shape)[0]
 
     def daemon(self, s_local: int | None, shape: Shape) -> Daemon:
-        """Return the daemon of the same job."""
+        """Return the watchdog of the same job."""
         return self._of(s_local, shape)[1]
 
     def _of(self, s_local: int | None, shape: Shape) -> tuple[str, Daemon, ExitStack]:

@@ -1,6 +1,6 @@
 """gadei-ps: a parameter server for one machine.
 
-A daemon owns the weights of a model in shared memory; learner processes push gradients into
+A watchdog owns the weights of a model in shared memory; learner processes push gradients into
 lock-free queues and pull weights, and may be killed at any instant.
 
 `gadei_ps.serve` serves a job from a notebook or a script; it is loaded when it is first used.

@@ -150,7 +150,7 @@ class OtherVersion(SegmentError):
         self.what = what
 
     def __str__(self) -> str:
-        advice = "use the same gadei-ps for the daemon and the learners"
+        advice = "use the same gadei-ps for the watchdog and the learners"
         return f"{self.where}: {self.what}: {advice}"
 
 

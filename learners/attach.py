@@ -168,8 +168,8 @@ def to_the_script() -> int:
 def connected(path: str, patience_s: float = 10.0) -> LastingConnection:
     """Connect to the watchdog of the command that has started this learner, or to its next one.
 
-    That command replaces a watchdog that dies, while the servers go on. Raises JobNotFound if none
-    comes in time, or at once without a server, and ControlError.
+    That command replaces a watchdog that dies, while the servers continue. Raises JobNotFound if
+    none comes in time, or at once without a server, and ControlError.
     """
     from gadei_ps.job.faults import Processes
 
@@ -234,7 +234,7 @@ def _map(
         return segment.attach(reply[part], kind, writable=writable, job_id=job_id, owner=owner)
     except FileNotFoundError:
         raise JobFailed(
-            f"segment {reply[part][1:]} is gone; is /dev/shm shared with the daemon, and "
+            f"segment {reply[part][1:]} is gone; is /dev/shm shared with the watchdog, and "
             "did logind remove it (RemoveIPC)? run gadei-ps doctor"
         ) from None
     except OSError as error:

@@ -27,8 +27,8 @@ static int open_segment(gadei_learner *learner, const char *name, int writable,
     int fd = shm_open(name, how, 0);
     if (fd < 0 && errno == ENOENT)
         return ps_fail(learner, GADEI_FAILED,
-                       "segment %s is gone; is /dev/shm shared with the daemon, and did logind "
-                       "remove it (RemoveIPC)? gadei-ps doctor tells", name + 1);
+                       "segment %s is gone; is /dev/shm shared with the watchdog, and did "
+                       "logind remove it (RemoveIPC)? run gadei-ps doctor", name + 1);
     if (fd < 0 || fstat(fd, status)) {
         int why = errno;
         if (fd >= 0)
@@ -69,7 +69,7 @@ static int map_segment(gadei_learner *learner, struct mapping *map, const char *
     if (header->layout_version != PS_LAYOUT_VERSION)
         return ps_fail(learner, GADEI_ERROR,
                        "%s: layout version %u, this program speaks %u: use the same gadei-ps for "
-                       "the daemon and the learners", name, header->layout_version,
+                       "the watchdog and the learners", name, header->layout_version,
                        PS_LAYOUT_VERSION);
     if (header->kind != (uint32_t)kind)
         return ps_fail(learner, GADEI_ERROR, "%s: is of kind %u, not %u", name, header->kind,
@@ -81,7 +81,7 @@ static int map_segment(gadei_learner *learner, struct mapping *map, const char *
     if (build != PS_BUILD)
         return ps_fail(learner, GADEI_ERROR,
                        "%s: made by build %016llx of gadei-ps, this program is build %016llx: use "
-                       "the same gadei-ps for the daemon and the learners", name,
+                       "the same gadei-ps for the watchdog and the learners", name,
                        (unsigned long long)build, PS_BUILD);
     if (memcmp(header->job_id, job_id, 16))
         return ps_fail(learner, GADEI_ERROR, "%s: belongs to another incarnation of the job", name);

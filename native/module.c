@@ -317,7 +317,7 @@ static PyMethodDef methods[] = {
     ENTRY(is_exclusive, "is_exclusive(ring, control) -> whether all others pause for this learner"),
     ENTRY(wait_exclusive, "wait_exclusive(ring, control, timeout_ns) -> 0 or a result < 0"),
     ENTRY(take_work, "take_work(ring, control, timeout_ns) -> batch, or a result < 0"),
-    ENTRY(lease_make, "lease_make(lease): when no process that knows it is alive"),
+    ENTRY(lease_make, "lease_make(lease): when no process that uses it is alive"),
     ENTRY(lease_take, "lease_take(lease, timeout_ns) -> whether its holder died; or PS_TIMEOUT"),
     ENTRY(lease_release, "lease_release(lease): by the thread that holds it"),
     ENTRY(populate, "populate(address, bytes) -> 0: page tables filled, so that no access faults; or errno"),

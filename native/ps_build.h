@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xffb87d4996b1992cull
+#define PS_BUILD 0xd9ef0e20c44f46abull
 
 #endif

@@ -108,7 +108,7 @@
   F(T, 136, u64, dropped, , 0, "of this generation")                                              \
   F(T, 144, u64, refused, , 0, "of this generation")                                              \
   F(T, 152, u64, samples, , 0, "of this generation")                                              \
-  F(T, 160, f64, loss, , 0, "of the last gradient applied, as its frame says")                    \
+  F(T, 160, f64, loss, , 0, "of the last gradient applied, as its frame has it")                  \
   F(T, 168, f64, started, , 0, "of the last gradient applied: CLOCK_MONOTONIC, seconds")          \
   F(T, 176, f64, finished, , 0, "of the last gradient applied")                                   \
   F(T, 184, u64, version, , 0, "of the weights that the last gradient applied was computed from") \

@@ -163,7 +163,8 @@ def serve_command(end: int, fork_server: ForkServer | None) -> int:
     try:
         return supervisor.serve(config, options, NotifyCommand(end))
     except (GadeiError, OSError, MemoryError) as error:
-        failed = JobFailed(f"the daemon of job {config.name!r} could not start: {in_words(error)}")
+        why = f"the watchdog of job {config.name!r} could not start: {in_words(error)}"
+        failed = JobFailed(why)
         shown = error if isinstance(error, GadeiError) else failed
         os.set_blocking(end, True)
         message = {"kind": type(shown).__name__, "message": str(shown)}

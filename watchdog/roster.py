@@ -203,7 +203,7 @@ class Roster:
         if not pid:  # the kernel's pid of a process that this namespace does not show
             raise ControlError(
                 "the learner is in a pid namespace that the watchdog does not see; "
-                "learners must share the daemon's pid namespace"
+                "learners must share the watchdog's pid namespace"
             )
         try:
             if process.is_deeper(pid):
@@ -211,7 +211,7 @@ class Roster:
             start = process.start_ticks(pid)
             return os.pidfd_open(pid), start
         except OSError as error:
-            remedy = "learners must share the daemon's pid namespace"
+            remedy = "learners must share the watchdog's pid namespace"
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 remedy = "attach again when some are free"
             raise ControlError(

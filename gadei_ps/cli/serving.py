@@ -1,4 +1,4 @@
-"""Commands that run a job's daemon, end what a dead one has left, and change what one does."""
+"""Commands that run a job's watchdog, end what a dead one has left, and change what one does."""
 
 from __future__ import annotations
 

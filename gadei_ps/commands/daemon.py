@@ -1,4 +1,4 @@
-"""A job's daemon as a child of a command: start it, wait until it is ready, end it.
+"""A job's watchdog as a child of a command: start it, wait until it is ready, end it.
 
 `python -m gadei_ps.watchdog` is that child; `gadei-ps serve` runs the same in the foreground.
 """
@@ -166,10 +166,10 @@ class Daemon:
             code = self._process.wait(WATCHDOG_GONE_S if channel.has_ended else 0.0)
             if code < 0:
                 raise _Killed(
-                    f"the daemon of job {self.config.name!r} was ended by "
+                    f"the watchdog of job {self.config.name!r} was ended by "
                     f"{process.signal_name(-code)} before it was ready; try again"
                 )
-        raise JobFailed(f"the daemon of job {self.config.name!r} {what}")
+        raise JobFailed(f"the watchdog of job {self.config.name!r} {what}")
 
     @property
     def _where_why(self) -> str:
@@ -198,7 +198,9 @@ class Daemon:
         if code == 0:
             raise JobStopped(f"job {self.config.name!r} has been stopped")
         if code > 0:
-            raise JobFailed(f"the daemon of job {self.config.name!r} has failed; {self._where_why}")
+            raise JobFailed(
+                f"the watchdog of job {self.config.name!r} has failed; {self._where_why}"
+            )
         while True:
             self._count_death(code)
             try:
@@ -215,7 +217,7 @@ class Daemon:
         if restart.delay(self._deaths, now, self.policy) == restart.GIVE_UP:
             how = process.signal_name(-code)
             raise JobFailed(
-                f"the daemon of job {self.config.name!r} was killed "
+                f"the watchdog of job {self.config.name!r} was killed "
                 f"{counted(len(self._deaths), 'time')}, last by {how}; it is not started again"
             )
 

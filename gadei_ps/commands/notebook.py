@@ -133,7 +133,7 @@ def _config(
 
 
 class _Keeper(threading.Thread):
-    """Thread that holds the daemon of a job until end() is called."""
+    """Thread that holds the watchdog of a job until end() is called."""
 
     def __init__(self, wanted: JobConfig, *, fresh: bool, verbose: bool) -> None:
         super().__init__(name=f"gadei-ps serve {wanted.name}", daemon=True)

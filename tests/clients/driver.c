@@ -192,7 +192,7 @@ static void nulls(void)
     do {                                                 \
         EXPECT(call, GADEI_ERROR);                       \
         if (!strstr(gadei_error(one), "NULL"))           \
-            printf("%s says %s; ", #call, gadei_error(one)); \
+            printf("%s: %s; ", #call, gadei_error(one)); \
     } while (0)
     gadei_pull(NULL, &value);
     gadei_pull(learner, NULL);

@@ -38,8 +38,9 @@ WORDS = (
     r"|(let|lets|letting) go|(gives?|gave|giving) up|(takes?|took|taken) back|stands? still"
     r"|goes on|go on|going on|went on|gone on|tells?|told|hears?|heard|wish(es)?)\b"
 )
-# In a message, the program speaks of processes, which report, print, require and set.
-MESSAGES = re.compile(rf"{WORDS}|\b(say|says|said|knows|given up)\b", re.I)
+# In a message, the program speaks of processes, which report, print, require and set. A daemon is a
+# watchdog there, but in start.json.
+MESSAGES = re.compile(rf"{WORDS}|\b(say|says|said|knows|given up|daemon(?![-=]| ready\b))\b", re.I)
 TEXTS = {
     "word": re.compile(WORDS, re.I),
     "none": re.compile(
@@ -120,10 +121,11 @@ def faults_of_python(source: str) -> Iterator[Fault]:
 
 
 def faults_of_c(source: str) -> Iterator[Fault]:
-    """Find the faults of the comments of a C source."""
-    for found in re.finditer(r"/\*.*?\*/|//[^\n]*", source, re.S):
+    """Find the faults of a C source: comments, messages."""
+    for found in re.finditer(r"/\*.*?\*/|//[^\n]*|\"(?:[^\"\\\n]|\\.)*\"", source, re.S):
+        rule = MESSAGES if found.group().startswith('"') else TEXTS["word"]
         text = re.sub(r"\n\s*\*", "\n", found.group())
-        yield from texts_of(TEXTS["word"], text, source.count("\n", 0, found.start()) + 1)
+        yield from texts_of(rule, text, source.count("\n", 0, found.start()) + 1)
 
 
 def faults_of_prose(text: str) -> Iterator[Fault]:
@@ -201,6 +203,8 @@ def test_the_walk_sees_all_kinds_of_files() -> None:
         ('class A:\n    x: bool\n    """Whether it is."""', []),
         ('say("the job went on")', ["word"]),
         ('raise E(f"{name} knows no batch")', ["word"]),
+        ('say("the daemon ends")', ["word"]),
+        ('run("systemctl daemon-reload")', []),
         ('counts["told"]', []),
         ('"""Number of bytes.\n\nIt tells the server."""', ["word"]),
         ("x = 1  # vouched for", ["word"]),
@@ -220,8 +224,9 @@ def test_faults_of_python_are_found(source: str, rules: list[str]) -> None:
 
 
 def test_faults_of_c_and_of_prose_are_found() -> None:
-    (fault,) = faults_of_c('x = "told";\n/* one\n * that is told */')
-    assert fault == Fault("word", 3, "/* one that is told */")
+    message, fault = faults_of_c('x = "a daemon";\n/* one daemon\n * that is told */')
+    assert message == Fault("word", 1, '"a daemon"')
+    assert fault == Fault("word", 3, "/* one daemon that is told */")
     (fault,) = faults_of_prose("`told`\n```\ntold\n```\nIt took 5 us.\n")
     assert fault == Fault("number", 5, "It took 5 us.")
 

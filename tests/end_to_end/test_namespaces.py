@@ -153,7 +153,7 @@ def test_a_job_that_lives_elsewhere_is_left_alone(cli: Cli, apart: Apart, job_na
     # And we are elsewhere now.
     assert "running elsewhere" in cli("serve", file).error
     assert not cli("gc", job_name, "--json").json["removed"]
-    with pytest.raises(ControlError, match="does not see; learners must share the daemon's pid"):
+    with pytest.raises(ControlError, match="does not see; learners must share the watchdog's pid"):
         Client(apart.socket(job_name))
     assert ask(apart.socket(job_name), StopJob())["gradients_applied"] == pushed
     assert served.wait(support.PATIENCE_S) == 0
@@ -194,7 +194,7 @@ def test_a_learner_of_a_deeper_namespace_is_refused_at_once(
         [*APART, sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert "ControlError: the watchdog cannot watch process" in done.stderr
-    assert "must share the daemon's pid namespace" in done.stderr
+    assert "must share the watchdog's pid namespace" in done.stderr
     assert not status(job_name)["learners"]
 
 

@@ -351,4 +351,4 @@ def test_damaged_segments(
     other = attach_reply(memory, ring=shm.segment_name(memory.config.name, "ring.9"))
     watchdog.says(json.dumps(other))
     code, text = mine.ask("attach", watchdog.path)
-    assert code == FAILED and "is gone; is /dev/shm shared with the daemon" in text
+    assert code == FAILED and "is gone; is /dev/shm shared with the watchdog" in text
