@@ -35,11 +35,16 @@ def doctor(as_json: Json = False) -> int:
 
 def docs(
     words: Annotated[
-        list[str] | None, argument("PAGE|WORD", "A page, or words to look for.", "list all pages")
+        list[str] | None,
+        argument(
+            "PAGE|WORD",
+            "A page, words to look for, or a name of the API such as gadei_ps.serve.",
+            "list all pages",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Show a page of the documentation, or list the pages that have all of these words."""
+    """Show a page of the documentation or the API, or list the pages that have all these words."""
     from gadei_ps.commands import pages
     from gadei_ps.show import tables
 

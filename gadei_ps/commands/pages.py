@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pydoc
 import re
 import sys
 from collections.abc import Sequence
@@ -15,7 +17,8 @@ PLACES = (
     Path(sys.prefix) / "share" / "doc" / "gadei-ps",  # pyproject.toml
 )
 
-FOLDERS = ("", "learn/", "scripts/")
+PATTERNS = ("*.md", "learn/*.md", "scripts/*.md", "reference/*.md", "reference/*.rst")
+ROOT_PAGES = ("CHANGELOG", "CONTRIBUTING", "README")  # beside docs/ in a checkout
 
 
 class Page(NamedTuple):
@@ -35,24 +38,48 @@ def every() -> list[Page]:
     """Return all pages by their names. Raises UsageError."""
     for place in PLACES:
         if (place / "glossary.md").is_file():
-            found = [one for folder in FOLDERS for one in place.glob(f"{folder}*.md")]
-            pages = [
-                Page(str(path.relative_to(place).with_suffix("")), path.read_text("utf-8"))
-                for path in sorted(found)
-            ]
+            found = [path for pattern in PATTERNS for path in place.glob(pattern)]
+            texts = {str(path.relative_to(place).with_suffix("")): path for path in found}
+            for name in ROOT_PAGES:
+                if (path := place.parent / f"{name}.md").is_file():
+                    texts[name] = path
+            pages = [Page(name, _text(path)) for name, path in sorted(texts.items())]
             return [page for page in pages if page.text.startswith("# ")]
     raise UsageError(f"no documentation in {' or '.join(map(str, PLACES))}; reinstall gadei-ps")
 
 
+def _text(path: Path) -> str:
+    """Return the text of a page; pages of the API (.rst) are made Markdown, as the others are."""
+    text = path.read_text("utf-8")
+    if path.suffix != ".rst":
+        return text
+    for line, mark in (("=", "#"), ("-", "##")):
+        text = re.sub(rf"^(.+)\n{line}+$", rf"{mark} \1", text, flags=re.M)
+    module = r"^\.\. automodule:: (\S+)(?:\n   :.*)*"
+    return re.sub(module, r"`gadei-ps docs \1` shows this module.", text, flags=re.M)
+
+
+def _docstrings(name: str) -> str:
+    """Describe a module, class or function. Raises ImportError, or UsageError without PyTorch."""
+    try:
+        return pydoc.plain(pydoc.render_doc(name, "%s"))
+    except pydoc.ErrorDuringImport as error:
+        raise UsageError(f"{name} cannot be imported: {error.value}") from None
+
+
 def search(pages: Sequence[Page], words: Sequence[str]) -> list[Page]:
-    """Return the page of this name, or the pages with all words.
+    """Return the page of this name, the docstrings of this module, or the pages with all words.
 
     First are those with most of the words in the title, then with all in one heading, then in one
     line, such as a row of a table; among equals, those in which the words are more frequent.
     """
-    named = [page for page in pages if [page.name] == list(words)]
+    name = " ".join(words)
+    named = [page for page in pages if page.name.lower() == name.lower()]
     if named:
         return named
+    if name.startswith("gadei_ps."):
+        with contextlib.suppress(ImportError):
+            return [Page(name, _docstrings(name))]
     patterns = [re.compile(rf"(?<!\w){re.escape(word)}", re.I) for word in words]
 
     def has_all(text: str) -> bool:

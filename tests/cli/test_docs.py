@@ -17,13 +17,37 @@ def test_all_pages_are_listed(cli: Cli) -> None:
     listed = cli("docs", "--json").json["pages"]
     assert {"page": "exit-codes", "title": "Exit codes"} in listed
     assert {"page": "scripts/data", "title": "Data and DataLoader"} in listed
-    assert "glossary" in cli("docs").out
+    for name in ("glossary", "README", "CONTRIBUTING", "CHANGELOG", "reference/client"):
+        assert name in cli("docs").out
 
 
 def test_a_page_is_shown(cli: Cli) -> None:
     text = (ROOT / "docs" / "memory.md").read_text()
     assert cli("docs", "memory").out == text
     assert cli("docs", "memory", "--json").json["text"] == text
+    for name in ("README", "CONTRIBUTING", "CHANGELOG"):
+        assert cli("docs", name).out == (ROOT / f"{name}.md").read_text()
+    assert [one.name for one in pages.search(pages.every(), ["readme"])] == ["README"]
+
+
+def test_pages_of_an_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The files of the root lie beside the others, and with the comments that the site replaces."""
+    for name in ("glossary", "README"):
+        (tmp_path / f"{name}.md").write_text(f"# {name}\n")
+    (tmp_path / "readme.md").write_text("<!-- The site shows README.md here -->\n")
+    monkeypatch.setattr(pages, "PLACES", (tmp_path,))
+    assert [one.name for one in pages.every()] == ["README", "glossary"]
+
+
+def test_the_api_is_shown(cli: Cli) -> None:
+    """Check that pages name their modules, and that a name of the API is shown."""
+    text = cli("docs", "reference/waves").out
+    assert text.startswith("# Waves and virtual workers\n")
+    assert "`gadei-ps docs gadei_ps.learners.waves` shows this module.\n" in text
+    assert "automodule" not in text and ":inherited" not in text
+    shown = cli("docs", "gadei_ps.learners.client.Client.push").out
+    assert "push(self, gradient" in shown and "gadei_ps.learners.client" in shown
+    assert cli("docs", "gadei_ps.no_such_module").code == 2
 
 
 @pytest.mark.parametrize(

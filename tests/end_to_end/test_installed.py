@@ -21,7 +21,8 @@ from gadei_ps.machine import process
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("gadei_ps", "learners", "watchdog", "benchmarks", "native", "systemd", "docs")
-FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+FILES = ("pyproject.toml", "setup.py", *ROOT_PAGES, "LICENSE")
 LIMIT_S = 900  # for a build and for compiled kernels, on a busy machine
 NEVER = 1_000_000_000  # a time of files; compiled code is found again where it is the same
 # Several units that are soon compiled.
@@ -127,7 +128,8 @@ def test_installed(environment: Environment, job_name: str) -> None:
     ):
         assert (environment.directory / name).is_file(), name
     check_that_jobs_run(environment, job_name)
-    assert environment("docs", "exit-codes").stdout.startswith("# Exit codes\n")
+    for page in ("exit-codes", "README", "contributing", "changelog", "reference/client"):
+        assert environment("docs", page).stdout.startswith("# "), page
     printed = environment("install-unit", "--user", "--print")
     assert f"ExecStart={environment.directory}/bin/gadei-ps serve " in printed.stdout, printed
     assert codes(environment.cache) == codes(cache.directory())
