@@ -90,7 +90,7 @@ FACTS = {
     "job_id": "Random number of the memory, in hexadecimal.",
     "phase": "`starting`, `serving`, `draining`, `kept`, `stopped` or `failed`.",
     "sync": "Synchronization model in force.",
-    "sync_wanted": "Model that a change is under way to, or null.",
+    "sync_wanted": "Model that replaces it at the next barrier, or null.",
     "optimizer": "Kind of the optimizer.",
     "settings": "Optimizer settings; `from` names what set each of them.",
     "history": "Path of the history, or null.",

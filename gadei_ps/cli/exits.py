@@ -48,7 +48,9 @@ EXIT_CODES = (
         "The job has stopped, but its last checkpoint failed: its memory stays.",
         ("serve", "restore", "stop"),
     ),
-    ExitCode("4", "The job was stopped meanwhile.", ("run", "attach", "train", "group run")),
+    ExitCode(
+        "4", "The job was stopped while the command ran.", ("run", "attach", "train", "group run")
+    ),
     ExitCode("128 + N", "Ended by signal N, after cleaning up."),
 )
 
