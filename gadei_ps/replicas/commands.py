@@ -229,9 +229,9 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> Jso
     Where no cluster answers, `status` and `stop` are of the replicas on this host.
     """
     config.check_name(name)
-    noted = None if address is not None else rays.noted(name)
-    found = address or (noted.address if noted is not None else rays.nearby())
-    if found is None:
+    noted = rays.noted(name) if address is None else None
+    found = address if noted is None else noted.address
+    if found is None and (found := rays.nearby()) is None:
         return _here(order, name, "no cluster is known", say)
     if address is None and not rays.answers(found):
         return _here(order, name, f"the Ray cluster at {found} does not answer", say)

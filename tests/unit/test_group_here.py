@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import eventually
 
-from gadei_ps.errors import ClusterError, JobNotFound
+from gadei_ps.errors import ClusterError, JobNotFound, UsageError
 from gadei_ps.machine import interrupts
 from gadei_ps.replicas import commands, rays, sockets
 
@@ -92,6 +92,13 @@ def test_status_without_a_cluster(replicas: list[subprocess.Popen[bytes]]) -> No
     assert messages == [
         f"the Ray cluster at {NOWHERE} does not answer: these are the replicas on this host"
     ]
+
+
+def test_an_empty_address_is_a_mistake(replicas: list[subprocess.Popen[bytes]]) -> None:
+    """It would be another cluster than the one that a script was to name."""
+    with pytest.raises(UsageError, match="^--address : write HOST:PORT"):
+        commands.ask("stop", "a", "", lambda *_: None)
+    assert sockets.here("a") == [("a", 0), ("a", 1)]
 
 
 def test_leave_and_join_need_a_cluster(replicas: list[subprocess.Popen[bytes]]) -> None:
