@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from gadei_ps.job.config import LIBRARIES
 from gadei_ps.monitoring.following import Follower
-from gadei_ps.monitoring.series import scalars
+from gadei_ps.monitoring.series import numbers
 from gadei_ps.show.history_view import event_text
 
 POLL_S: Final = 1.0
@@ -30,7 +30,6 @@ NICE: Final = 10
 """Learners come first: some of the libraries need seconds of a core to start."""
 PROJECT: Final = "gadei-ps"
 MOST_METRICS: Final = 1000  # in a request to MLflow
-POINT: Final = ("loss", "samples_per_s", "staleness", "learners", "learning_rate")
 TAGS: Final = {
     "loss": "loss/train",
     "samples_per_s": "samples_per_second",
@@ -136,19 +135,11 @@ SINKS: Final[dict[str, Callable[[str, str, str], Sink]]] = {
 
 
 def tagged(line: Line) -> dict[str, float]:
-    """Return the values of a line by their tags.
-
-    The job's own values come before reported ones, except the learning rate, which a script that
-    has its own schedule knows better.
-    """
-    names = POINT if "samples" in line else ()
-    own = {name: float(line[name]) for name in names if line.get(name) is not None}
+    """Return the values of a line by their tags; one of TAGS replaces a reported value."""
+    found = numbers(line)
     if not line.get("samples"):  # no learner reports them
-        own.pop("samples_per_s", None)
-    given = scalars(line)
-    if "learning_rate" in given:
-        own.pop("learning_rate", None)
-    return {TAGS.get(name, name): value for name, value in (*given.items(), *own.items())}
+        found.pop("samples_per_s", None)
+    return {TAGS.get(name, name): found[name] for name in sorted(found, key=TAGS.__contains__)}
 
 
 def current(lines: Iterable[Line]) -> list[Line]:

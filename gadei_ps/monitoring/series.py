@@ -22,6 +22,9 @@ from gadei_ps.storage import history_file
 PLACE = ("time", "version")
 # They only grow: their rates are drawn.
 COUNTERS = tuple(one.name for one in metrics.JOB if one.in_history)
+SPEEDS = ("samples_per_s", "gradients_per_s")  # of which a chart shows one
+OWN = {*PLACE, *COUNTERS, *SPEEDS, "loss", "staleness", "queue", "learners", "event"}
+"""Names of the job's own curves and columns."""
 KINDS = ("event", *(name for name in history_file.EVENTS if name != "event"))
 GAP_SHARE, GAP_STEPS = 0.01, 5
 """A curve over time is interrupted where no line was written for more than this share of the whole
@@ -43,10 +46,14 @@ def numbers(line: Line) -> dict[str, float]:
 
 
 def scalars(line: Line) -> dict[str, float]:
-    """Return what learners have reported and users have measured, by name."""
+    """Return what learners have reported and users have measured, by name.
+
+    One with a name of OWN gets another name: its values must not mix with the job's.
+    """
     found = following.scalars(line)
-    found.pop("epoch", None)  # it counts, as the axes do
-    return found
+    if "measured" in line:
+        found.pop("epoch", None)  # it counts, as the axes do
+    return {f"reported/{name}" if name in OWN else name: one for name, one in found.items()}
 
 
 def event(line: Line) -> dict[str, Any] | None:

@@ -89,6 +89,11 @@ def test_a_reported_value_with_the_name_of_the_jobs_own() -> None:
     assert tagged(lines(1)[0] | {"learning_rate": 0.1})["learning_rate"] == 0.1
 
 
+def test_a_reported_loss_is_another_curve() -> None:
+    given = tagged(lines(1)[0] | {"reported": {"loss": 7, "queue": 8}})
+    assert (given["loss/train"], given["reported/loss"], given["reported/queue"]) == (2.0, 7.0, 8.0)
+
+
 def test_a_run_begins_with_its_first_point(history: Path) -> None:
     one = writer(history)
     assert not one.write()

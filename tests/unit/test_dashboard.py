@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +60,23 @@ def test_columns() -> None:
     assert table[0].endswith(",event")
     assert table[9].endswith(",'=cmd()"), "a spreadsheet would run it"
     assert series.columns([])["series"] == {}
+
+
+def test_reported_values_with_names_of_the_jobs_own() -> None:
+    """They mix with none of its curves and columns: scripts may report any name."""
+    given = dict.fromkeys(("loss", "queue", "time", "version", "gradients_per_s", "epoch"), 9.0)
+    lines = [point(1.0, loss=2.0, reported=given), point(2.0, loss=1.0)]
+    found = series.columns(lines)["series"]
+    assert found["loss"] == [2.0, 1.0]
+    assert found["gradients_per_s"] == [None, 0.0]
+    taken = [f"reported/{name}" for name in given if name != "epoch"]
+    assert all(found[name] == [9.0, None] for name in ("epoch", *taken))
+    assert "queue" not in found
+    (row, _) = csv.DictReader(io.StringIO(series.as_csv(lines)))
+    assert (row["time"], row["version"], row["loss"]) == ("1.0", "1", "2.0")
+    assert row["reported/time"] == "9.0"
+    picture = series.plot(lines, "demo")
+    assert all(f"<!-- {name} -->" in picture for name in taken)
 
 
 def test_curves_are_interrupted_where_nothing_was_written() -> None:
