@@ -19,6 +19,9 @@ import pytest
 from shell import Cli
 from support import eventually, status
 
+from gadei_ps.commands import history
+from gadei_ps.job.config import state_directory
+
 pytest.importorskip("playwright")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium: install chromium")
@@ -140,6 +143,71 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
     assert {one[-2:] for one in marks} == {" s"}
 
 
+def test_lines_that_come_while_the_curves_are_loaded(cli: Cli, job_name: str, page: Any) -> None:
+    """Each is on the page, although its data were read before, and its stream began later."""
+    link = open_dashboard(cli)
+    (cli.directory / "learner.py").write_text(textwrap.dedent(LEARNER))
+    cli.made(job_name)
+    run = cli.start("run", job_name, "--lr", "0.5", sys.executable, "learner.py")
+
+    page.goto(link)
+    page.get_by_role("link", name=job_name).wait_for()
+    file = Path(status(job_name)["history"])
+    eventually(file.exists)
+
+    def slowly(route: Any) -> None:
+        reply = route.fetch()
+        cli("set", job_name, "lr=0.25")
+        eventually(lambda: any("set" in one for one in history.lines(file)[:-2]))
+        route.fulfill(response=reply)
+
+    page.route(re.compile(r"/data\?"), slowly)
+    page.get_by_role("link", name=job_name).click()
+    page.locator("#events li", has_text="set lr 0.5 -> 0.25").wait_for()
+    cli("stop", job_name)
+    run.wait()
+
+
+# Of a curve: whether a column of its picture has its colour, in the middle between two times.
+DRAWN = """([begin, end]) => {
+    const { plot } = shown.plots.get("loss"), { ctx, bbox } = plot;
+    const x = Math.round(plot.valToPos((begin + end) / 2, "x", true));
+    const { data } = ctx.getImageData(x, bbox.top, 1, bbox.height);
+    return data.some((_, at) => at % 4 === 0 && Math.abs(data[at] - data[at + 2]) > 60);
+}"""
+
+
+def test_gaps(cli: Cli, page: Any) -> None:
+    """No line is drawn over times in which nothing was written, also in points that come later."""
+    page.goto(open_dashboard(cli))
+    times = [1000.0 + at for at in (*range(100), *range(200, 300))]
+    lines = [
+        {"time": one, "version": at, "samples": at + 1, "loss": 2.0} for at, one in enumerate(times)
+    ]
+    lines += [{"time": 1120.0, "version": 99, "event": "failover", "ms": 2.5}]
+    state_directory().mkdir(parents=True, exist_ok=True)
+    (state_directory() / OTHER).write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    page.get_by_role("heading", name="Jobs").wait_for()
+    page.goto(page.evaluate("location.origin") + f"/run/{OTHER}")
+    page.locator(".chart h3", has_text="loss").wait_for()
+    page.wait_for_function("shown.plots.get('loss')?.plot?.axes[0]._values")
+
+    def drawn(*pairs: tuple[float, float]) -> list[bool]:
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))")
+        return [page.evaluate(DRAWN, pair) for pair in pairs]
+
+    assert drawn((1040, 1060), (1100, 1199), (1240, 1260)) == [True, False, True]
+    assert drawn((1120, 1120)) == [True], "the mark of the failover"
+    for time in (1400, 1401, 1402):
+        page.evaluate("(time) => shown.runs[0].add({time, version: time, values: {loss: 2}})", time)
+    page.evaluate("shown.soon()")
+    assert drawn((1240, 1260), (1300, 1400)) == [True, False]
+    page.locator("#smooth").check()
+    assert drawn((1040, 1060), (1100, 1199), (1300, 1400)) == [True, False, False]
+    page.locator("#axis").select_option("version")
+    assert drawn((99, 100), (199, 1400)) == [True, True]
+
+
 def look_at_axes(page: Any) -> None:
     """Check that ticks have 24 hours, differ from each other, and count queues in whole numbers."""
     page.locator(".chart h3", has_text="queue").wait_for()
@@ -170,7 +238,7 @@ def look(page: Any) -> None:
     page.emulate_media(color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
     page.set_viewport_size({"width": 390, "height": 800})
-    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+    eventually(lambda: page.evaluate("document.scrollingElement.scrollWidth") <= 390)  # drawn again
     kill = "document.querySelector('#processes .danger').getBoundingClientRect().right"
     assert page.evaluate(kill) <= 390
     unnamed = "[...document.querySelectorAll('button, input:not([type=hidden]), select')].filter("

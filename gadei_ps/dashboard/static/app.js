@@ -317,20 +317,17 @@ function swap(id, html) {
 addEventListener("pointerup", () => setTimeout(() => waiting.forEach((html, id) => swap(id, html))));
 
 class Stream {
-  constructor(url, charts) {
+  constructor(url) {
     this.url = url;
-    this.charts = charts;
-    this.lost = false;
-    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open(true)));
-    if (!document.hidden) this.open(false);
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+    if (!document.hidden) this.open();
   }
 
   // A hidden page needs no stream; browsers allow few connections to one host.
   close() { this.source?.close(); this.source = null; }
 
-  open(again) {
+  open() {
     if (this.source || this.ended) return;
-    if (again && this.charts) load();
     this.source = new EventSource(this.url);
     this.source.addEventListener("update", (message) => this.update(JSON.parse(message.data)));
     this.source.addEventListener("ended", () => {
@@ -339,21 +336,19 @@ class Stream {
       banner("The job has ended; its history is among the runs.");
     });
     this.source.onerror = () => {
-      this.lost = true;
       const refused = this.source.readyState === EventSource.CLOSED; // a browser does not try again
       banner(refused ? "The dashboard has refused this page: reload it, or open the newest link." :
         "The connection to the dashboard is lost; trying again.");
+      this.loaded ??= load();
     };
-    this.source.onopen = () => {
-      if (this.lost && this.charts) load();
-      this.lost = false;
-      banner("");
-    };
+    this.source.onopen = () => { banner(""); this.loaded = null; };
   }
 
-  update(message) {
+  async update(message) {
     for (const [id, html] of Object.entries(message.html ?? {})) swap(id, html);
-    if (!this.charts || !window.shown) return;
+    // The stream begins where the history ends: loaded after the first message, they have no gap.
+    await (this.loaded ??= load());
+    if (!window.shown) return;
     const run = shown.runs[0];
     for (const point of message.points ?? []) run.add(point);
     const known = new Set(run.events.slice(-50).map((one) => one.time + one.text));
@@ -371,12 +366,13 @@ async function fetched(url) {
 }
 
 // If that fails, the curves on the page stay.
-function load() {
-  return loadAll().catch((error) => banner(`The curves cannot be loaded: ${error.message}`));
+async function load() {
+  try {
+    if ($("charts")) await draw($("charts"));
+  } catch (error) { banner(`The curves cannot be loaded: ${error.message}`); }
 }
 
-async function loadAll() {
-  const root = $("charts");
+async function draw(root) {
   const runs = await Promise.all([root.dataset.source, root.dataset.other].filter(Boolean).map(fetched));
   const chosen = [...document.querySelectorAll("select[name]")].map((one) => one.selectedOptions[0].textContent);
   if (window.shown) {
@@ -389,8 +385,8 @@ async function loadAll() {
   if ($("events")) { $("events").replaceChildren(); list(runs[0].events); }
 }
 
-addEventListener("DOMContentLoaded", async () => {
-  if ($("charts")) await load();
+addEventListener("DOMContentLoaded", () => {
   const url = document.body.dataset.stream;
-  if (url) window.stream = new Stream(url, Boolean($("charts")));
+  if (url) window.stream = new Stream(url);
+  else load();
 });
