@@ -185,6 +185,7 @@ class Roster:
         entry["loss"] = math.nan  # none is reported yet
         entry["outstanding"] = layout.NO_BATCH
         self.memory.words["has_buffers"][row] = joining.has_buffers
+        # Before `generation`: monitors read no row that never had an inode.
         self.memory.words["ring_inode"][row] = ring.inode
         entry["wanted"] = joining.generation
         at = self.memory.control.word(layout.CONTROL, "roster")

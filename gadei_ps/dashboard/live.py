@@ -15,12 +15,12 @@ from gadei_ps.job import paths
 from gadei_ps.monitoring import series
 from gadei_ps.monitoring.following import Follower
 from gadei_ps.monitoring.reading import State
+from gadei_ps.show.strict_json import is_number
 
 INTERVAL_S = 1.0
 MOST_STREAMS = 64
 WAITING = 8  # messages that a slow page may be behind; then it has to connect again
 SPARK_POINTS = 60
-SPEEDS = ("samples_per_s", "gradients_per_s")  # a history has one of them
 Render = Callable[..., str]
 Feed = Callable[[], dict[str, Any] | None]
 """Returns all parts of a page that change, by their ids (`html`), and what is new since its last
@@ -35,29 +35,25 @@ class _Known:
         self.loss: deque[float] = deque(maxlen=SPARK_POINTS)
         self.failover: tuple[float, float] | None = None
         """Time and duration (s, ms)."""
-        self._history: Follower | None = None
-        if view.job.history:
-            self._history = Follower(view.job.history)
-            self._take(self._history.read())
+        self._history = Follower(view.job.history)
+        lines = self._history.read()
+        found = series.columns(lines)["series"]
+        for values, names in ((self.speed, series.SPEEDS), (self.loss, ("loss",))):
+            for name in names:
+                values.extend(one for one in found.get(name, ()) if one is not None)
+        self._take_failover(lines)
 
     def look(self, view: View) -> None:
         """Add what is new."""
-        if self._history is not None:
-            self._take(one for one in self._history.read() if "event" in one)
+        self._take_failover(self._history.read())
         for values, value in ((self.speed, view.speed), (self.loss, view.loss)):
             if value is not None:
                 values.append(value)
 
-    def _take(self, lines: Iterable[series.Line]) -> None:
-        there = list(lines)
-        found = series.columns(there)["series"]
-        for values, names in ((self.speed, SPEEDS), (self.loss, ("loss",))):
-            for name in names:
-                values.extend(one for one in found.get(name, ()) if one is not None)
-        for one in there:
-            ms = one.get("ms")
-            if one.get("event") == "failover" and isinstance(ms, int | float):
-                self.failover = float(one["time"]), float(ms)
+    def _take_failover(self, lines: Iterable[series.Line]) -> None:
+        for one in lines:
+            if one.get("event") == "failover" and is_number(ms := one.get("ms")):
+                self.failover = one["time"], ms
 
 
 class AllJobs:
@@ -102,9 +98,9 @@ class OneJob:
         if view is None:
             return None
         is_new = self._history is None
-        if self._history is None and view.job.history:
+        if self._history is None:
             self._history = Follower(view.job.history)
-        lines = self._history.read() if self._history else []
+        lines = self._history.read()
         for one in lines:
             found = series.numbers(one)
             self._learning_rate = found.get("learning_rate", self._learning_rate)

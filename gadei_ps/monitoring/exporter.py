@@ -9,9 +9,9 @@ series of each restart.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -24,8 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Sample
 
-import gadei_ps
-from gadei_ps import metrics
+from gadei_ps import __version__, metrics
 from gadei_ps.job import paths
 from gadei_ps.metrics import Kind, Metric, Values
 from gadei_ps.monitoring.following import Follower, scalars
@@ -38,7 +37,7 @@ FRESH_S: Final = 0.25  # in which a second request gets the same answer
 OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
 END: Final = b"# EOF\n"  # of a text in OpenMetrics
 Labels = dict[str, str]
-Row = tuple[Labels, Value]
+Rows = Sequence[tuple[Labels, Value]]
 
 
 def exported(one: Metric, of: str = "") -> str:
@@ -90,6 +89,22 @@ GAUGES: Final[dict[str, tuple[str, Callable[[Job], Value]]]] = {
 """Gauges of a job that are not in the tables."""
 
 
+class Table(NamedTuple):
+    """One family of metrics, with the labels and the value of each sample; None: it is unknown."""
+
+    kind: type[Family]
+    name: str
+    help: str
+    rows: Rows
+
+    def family(self) -> Family:
+        """Return it as prometheus-client takes it."""
+        made = self.kind(self.name, self.help)
+        name = self.name + {"counter": "_total", "info": "_info"}.get(made.type, "")
+        made.samples += [Sample(name, *row) for row in self.rows if row[1] is not None]
+        return made
+
+
 class JobCollector:
     """Metrics of all jobs that a reader sees, or of one."""
 
@@ -100,81 +115,73 @@ class JobCollector:
 
     def collect(self) -> Iterator[Family]:
         """Read the jobs, and yield one family after the other."""
-        jobs = self._reader.jobs() if self._job is None else [self._reader.job(self._job)]
+        return (one.family() for one in self.tables())
+
+    def tables(self) -> Iterator[Table]:
+        """Read the jobs, and yield one family after the other, without the objects of a library."""
         found = [
             ({"gadei_job": job.name, "user": paths.user(job.uid)}, job)
-            for job in jobs
-            if job is not None
+            for job in self._reader.jobs(self._job)
         ]
-        yield from _states(found)
-        read = [(labels, job) for labels, job in found if job.state is not State.UNREADABLE]
-        of_jobs = [(labels, job.metrics) for labels, job in read]
-        of_learners = [
+        jobs = [(labels, job) for labels, job in found if job.state is not State.UNREADABLE]
+        states = [(labels | {"state": job.state.value}, 1) for labels, job in found]
+        info = [
+            (labels | {"sync": job.sync, "optimizer": job.optimizer, "version": __version__}, 1)
+            for labels, job in jobs
+        ]
+        yield Table(InfoMetricFamily, "gadei_job", "Settings of a job", info)
+        yield _gauge("gadei_job_state", "1 for the state that the job is in", states)
+        learners = [
             ({**labels, "learner": str(one.row)}, one.metrics)
-            for labels, job in read
+            for labels, job in jobs
             for one in job.learners
         ]
-        for table, of, rows in (
-            (metrics.JOB, "", of_jobs),
-            (metrics.LEARNER, "learner_", of_learners),
-        ):
+        of_jobs = [(labels, job.metrics) for labels, job in jobs]
+        for table, of, read in (metrics.JOB, "", of_jobs), (metrics.LEARNER, "learner_", learners):
             for one in table:
-                values = [(labels, values[one.name]) for labels, values in rows]
+                rows = [(labels, values[one.name]) for labels, values in read]
                 if one.values is Values.TIME:
-                    values = [row for row in values if row[1]]  # 0: it has not happened
+                    rows = [row for row in rows if row[1]]  # 0: it has not happened
                 kind = CounterMetricFamily if one.kind is Kind.COUNTER else GaugeMetricFamily
-                yield _family(kind(exported(one, of), one.help), values)
-        for name, (help_, value) in GAUGES.items():
-            yield _family(
-                GaugeMetricFamily(name, help_), [(labels, value(job)) for labels, job in read]
-            )
-        for name, help_, named in (
-            (
-                "gadei_hyperparameter",
-                "Setting of the optimizer, of parameters without a group",
-                lambda job: job.hyperparameters,
-            ),
-            ("gadei_scalar", "Last value that was measured or reported", self._reported),
-        ):
-            values = [
-                ({**labels, "name": key}, value)
-                for labels, job in read
-                for key, value in named(job).items()
-            ]
-            yield _family(GaugeMetricFamily(name, help_), values)
+                yield Table(kind, exported(one, of), one.help, rows)
+        for name, (text, value) in GAUGES.items():
+            yield _gauge(name, text, [(labels, value(job)) for labels, job in jobs])
+        yield _named(
+            "gadei_hyperparameter",
+            "Setting of the optimizer, of parameters without a group",
+            [(labels, job.hyperparameters) for labels, job in jobs],
+        )
+        self._scalars = {
+            job.job_id: self._scalars.get(job.job_id) or (Follower(job.history, job.uid), {})
+            for _, job in jobs
+        }
+        yield _named(
+            "gadei_scalar",
+            "Last value that was measured or reported",
+            [(labels, self._reported(job.job_id)) for labels, job in jobs],
+        )
 
-    def _reported(self, job: Job) -> dict[str, float]:
-        if job.history is None:
-            return {}
-        known = self._scalars.get(job.job_id)
-        if known is None:
-            self._scalars = dict(list(self._scalars.items())[-500:])
-            known = self._scalars[job.job_id] = Follower(job.history, job.uid), {}
-        for line in known[0].read():
-            known[1].update(scalars(line))
-            while len(known[1]) > MOST_NAMES:
-                known[1].pop(next(iter(known[1])))
-        return known[1]
+    def _reported(self, job_id: str) -> dict[str, float]:
+        follower, known = self._scalars[job_id]
+        for line in follower.read():
+            known.update(scalars(line))
+            while len(known) > MOST_NAMES:
+                known.pop(next(iter(known)))
+        return known
 
 
-def _states(found: list[tuple[Labels, Job]]) -> Iterator[Family]:
-    info, states = [], []
-    for labels, job in found:
-        states.append((labels | {"state": job.state.value}, 1))
-        if job.state is not State.UNREADABLE:
-            facts = {"sync": job.sync, "optimizer": job.optimizer, "version": gadei_ps.__version__}
-            info.append((labels | facts, 1))
-    yield _family(InfoMetricFamily("gadei_job", "Settings of a job"), info)
-    yield _family(
-        GaugeMetricFamily("gadei_job_state", "1 for the state that the job is in"), states
-    )
+def _gauge(name: str, text: str, rows: Rows) -> Table:
+    return Table(GaugeMetricFamily, name, text, rows)
 
 
-def _family(family: Family, rows: Iterable[Row]) -> Family:
-    """Add the values that are known."""
-    name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-    family.samples += [Sample(name, labels, value) for labels, value in rows if value is not None]
-    return family
+def _named(name: str, text: str, of_jobs: list[tuple[Labels, Mapping[str, float]]]) -> Table:
+    """Return gauges with a label `name`."""
+    rows = [
+        ({**labels, "name": key}, value)
+        for labels, values in of_jobs
+        for key, value in values.items()
+    ]
+    return _gauge(name, text, rows)
 
 
 class Exporter:
@@ -184,7 +191,7 @@ class Exporter:
         """job: the only one whose metrics are exported; by default all of the user."""
         self._collector = JobCollector(Reader(), job)
         self._made: dict[str, tuple[float, bytes]] = {}
-        self._parts: dict[tuple[str, str], tuple[Family, bytes]] = {}
+        self._parts: dict[tuple[str, str], tuple[Table, bytes]] = {}
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
         """Return the text, and its content type. accept: the client's header of that name."""
@@ -192,15 +199,15 @@ class Exporter:
         encode, kind = choose_encoder(OPENMETRICS if is_open else "")
         at, text = self._made.get(kind, (float("-inf"), b""))
         if time.monotonic() - at > FRESH_S:
-            parts = [self._encoded(one, encode, kind) for one in self._collector.collect()]
+            parts = [self._encoded(one, encode, kind) for one in self._collector.tables()]
             text = b"".join(parts) + (END if is_open else b"")
             self._made[kind] = time.monotonic(), text
         return text, kind
 
-    def _encoded(self, family: Family, encode: Callable[..., bytes], kind: str) -> bytes:
-        """Return the text of a family: the last one if no value has changed, as of most."""
-        before = self._parts.get((kind, family.name))
-        if before is None or before[0] != family:
-            text = encode(SimpleNamespace(collect=lambda: [family])).removesuffix(END)
-            before = self._parts[kind, family.name] = family, text
-        return before[1]
+    def _encoded(self, table: Table, encode: Callable[..., bytes], kind: str) -> bytes:
+        """Return the text of a table: the last one if no value has changed, as of most."""
+        before, text = self._parts.get((kind, table.name), (None, b""))
+        if before != table:
+            text = encode(SimpleNamespace(collect=lambda: [table.family()])).removesuffix(END)
+            self._parts[kind, table.name] = table, text
+        return text

@@ -23,8 +23,8 @@ class Follower:
     The file is replaced when it is thinned out, and when a job of that name begins from zero.
     """
 
-    def __init__(self, path: Path, owner: int | None = None) -> None:
-        """owner: the user whose file it must be; None: any."""
+    def __init__(self, path: Path | None, owner: int | None = None) -> None:
+        """path: None if the job keeps no history. owner: whose file it must be; None: any."""
         self._path = path
         self._owner = owner
         self._file = (0, 0)
@@ -37,7 +37,7 @@ class Follower:
     def read(self) -> list[dict[str, Any]]:
         """Return the lines since the last call, PART_BYTES at most; none if there is no file."""
         try:
-            fd = os.open(self._path, os.O_RDONLY | SAFELY)
+            fd = os.open(self._path or "", os.O_RDONLY | SAFELY)
         except (OSError, ValueError):  # the latter: a path that no file can have
             return []
         try:

@@ -12,11 +12,12 @@ job that vanishes while it is read is left out, and a job that this program cann
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -30,7 +31,7 @@ from gadei_ps.job import recorded
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import ownership
 from gadei_ps.memory import holds, layout, shm
-from gadei_ps.memory.layout import CONTROL, RECORD, RING, STATE, WEIGHTS, Phase, Work
+from gadei_ps.memory.layout import CONTROL, ENTRY, RECORD, RING, STATE, WEIGHTS, Phase, Work
 from gadei_ps.metrics import Kind, Place
 
 Value = int | float | None
@@ -48,17 +49,31 @@ _RECORD_AT: Final = layout.offset(STATE, "record")
 _IN_USE_AT: Final = layout.offset(STATE, "journal")  # its first word
 _PAST_AT: Final = [layout.offset(CONTROL, f"past_{word}") for word in layout.PAST]
 _PAST: Final = slice(min(_PAST_AT), max(_PAST_AT) + 8)
-_ENTRY: Final = layout.ENTRY.names or ()
-_WORDS: Final = [name for name in CONTROL.names or () if CONTROL[name].kind in "uif"]
-_WORDS_ONLY: Final = np.dtype(
-    {
-        "names": _WORDS,
-        "formats": [CONTROL[name] for name in _WORDS],
-        "offsets": [layout.offset(CONTROL, name) for name in _WORDS],
-        "itemsize": CONTROL.itemsize,
-    }
-)
+_ROSTER_AT: Final = layout.offset(CONTROL, "roster")
+_TEXT_AT: Final = layout.offset(CONTROL, "sync_text")  # with all that is read behind the roster
+
+
+def _only(kind: np.dtype[Any], names: Sequence[str]) -> np.dtype[Any]:
+    """Return a struct with some of its fields, each at its place."""
+    return np.dtype(
+        {
+            "names": names,
+            "formats": [kind[name] for name in names],
+            "offsets": [layout.offset(kind, name) for name in names],
+            "itemsize": kind.itemsize,
+        }
+    )
+
+
+_WORDS: Final = _only(CONTROL, [one for one in CONTROL.names or () if CONTROL[one].kind in "uif"])
 """The single words of CONTROL."""
+_OF_ENTRY: Final = {
+    *(one.word for one in (*metrics.JOB, *metrics.LEARNER) if one.place is Place.ROSTER),
+    *("generation", "wanted", "pid", "name"),
+    *("staleness_sum", "norm", "loss", "histogram", "outstanding"),
+}
+_ENTRY: Final = _only(ENTRY, sorted(_OF_ENTRY))
+"""The fields of a row of the roster that are read."""
 _OPTIMIZERS: Final = {int(kind): kind.name.lower() for kind in optimizers.Kind}
 
 
@@ -143,6 +158,17 @@ class Job:
     """The file of its history; None if it keeps none."""
 
 
+@dataclass
+class _Known:
+    """The last reading of a job, and its record."""
+
+    job: Job | None = None
+    is_whole: bool = False
+    """Whether a reading of this memory was whole; the counts of others may be too large."""
+    heads: bytes = b""
+    record: dict[str, Any] = field(default_factory=dict)
+
+
 class Reader:
     """Reads jobs again and again. One thread uses it at a time.
 
@@ -153,13 +179,22 @@ class Reader:
     def __init__(self, uid: int | None = None) -> None:
         """uid: whose jobs are read; by default ours, and for root those of all users."""
         self._uid = uid if uid is not None else os.geteuid() or None
-        self._before: dict[tuple[str, int], Job] = {}
-        self._unsure: set[tuple[str, int]] = set()
-        """Jobs that no reading was whole of."""
-        self._recorded: dict[tuple[str, int], tuple[bytes, dict[str, Any]]] = {}
+        self._known: dict[tuple[str, int], _Known] = {}
         self._buffer = bytearray(CONTROL.itemsize)  # new memory for each job would cost page faults
 
-    def names(self) -> list[tuple[str, int]]:
+    def jobs(self, only: str | None = None) -> list[Job]:
+        """All jobs of the user by name, or the one of this name. Raises nothing for a job."""
+        uid = os.geteuid() if self._uid is None else self._uid
+        names = self._names() if only is None else [(only, uid)]
+        self._known = {key: self._known.get(key) or _Known() for key in names}
+        read = (self._read(*key, known) for key, known in self._known.items())
+        return [one for one in read if one is not None]
+
+    def job(self, name: str) -> Job | None:
+        """One job; None if there is no memory of it."""
+        return next(iter(self.jobs(name)), None)
+
+    def _names(self) -> list[tuple[str, int]]:
         """Return the names of all jobs that have memory, with their users, sorted."""
         try:
             with os.scandir(shm.SHM) as files:
@@ -170,58 +205,33 @@ class Reader:
         named = [(one["job"], int(one["uid"])) for one in found if one]
         return sorted(one for one in named if self._uid in (None, one[1]))
 
-    def jobs(self) -> list[Job]:
-        """All jobs of the user. Raises nothing for a job that cannot be read."""
-        names = self.names()
-        for known in (self._before, self._recorded):
-            for gone in known.keys() - set(names):
-                del known[gone]
-        self._unsure.intersection_update(names)
-        read = (self.job(name, uid) for name, uid in names)
-        return [one for one in read if one is not None]
-
-    def job(self, name: str, uid: int | None = None) -> Job | None:
-        """One job; None if there is no memory of it. uid: whose it is, by default ours."""
-        uid = (os.geteuid() if self._uid is None else self._uid) if uid is None else uid
-        key = name, uid
+    def _read(self, name: str, uid: int, known: _Known) -> Job | None:
+        """Read a job; None if there is no memory of it."""
         try:
-            made, is_whole = self._read(key)
+            with _opened(name, uid, "control") as fd, _opened(name, uid, "state") as state:
+                files = _Files(name, uid, fd, state, os.fstat(fd).st_size)
+                control, is_whole = files.control(self._buffer)
+                heads = recorded.heads(fd, files.size)
+                if known.heads != heads:
+                    known.record = recorded.parsed(recorded.texts(fd, files.size))
+                    known.heads = heads
+                made = _job(files, control, known.record)
         except FileNotFoundError:
             return None
-        except NotOurs as error:
-            return Job(name, uid, State.UNREADABLE, str(error))
-        except (OSError, ValueError, OverflowError) as error:
+        except (NotOurs, OSError, ValueError, OverflowError) as error:
             return Job(name, uid, State.UNREADABLE, in_words(error))
-        if made.state is State.UNREADABLE:
-            return made
-        before = self._before.get(key)
-        if before is not None and before.job_id == made.job_id and key not in self._unsure:
+        before = known.job
+        if before is None or before.job_id != made.job_id:
+            known.is_whole = is_whole
+        elif not is_whole:
+            # A server has died in the middle of a transaction, and no other has recovered yet.
+            made = replace(made, metrics=before.metrics, learners=before.learners)
+        elif known.is_whole:
             made = _never_less(made, before)
-        self._before[key] = made
-        if is_whole:
-            self._unsure.discard(key)
-        elif before is None or before.job_id != made.job_id:
-            self._unsure.add(key)  # its counts may be too large
+        else:
+            known.is_whole = True
+        known.job = made
         return made
-
-    def _read(self, key: tuple[str, int]) -> tuple[Job, bool]:
-        """Read a job; False if it is unreadable, or a server has died in a transaction.
-
-        Raises FileNotFoundError, NotOurs, OSError, ValueError.
-        """
-        with _Files(*key, self._buffer) as files:
-            control, whole = files.control()
-            if control is None:
-                return Job(*key, State.UNREADABLE, files.problem), False
-            before = self._before.get(key)
-            heads = recorded.heads(files.fd, files.size)
-            if self._recorded.get(key, (b"",))[0] != heads:
-                self._recorded[key] = heads, recorded.parsed(recorded.texts(files.fd, files.size))
-            made = _job(files, control, self._recorded[key][1])
-            if not whole and before is not None and before.job_id == made.job_id:
-                # A server has died in the middle of a transaction, and no other has recovered yet.
-                made = replace(made, metrics=before.metrics, learners=before.learners)
-            return made, whole
 
 
 def _never_less(now: Job, before: Job) -> Job:
@@ -232,8 +242,9 @@ def _never_less(now: Job, before: Job) -> Job:
         old = known.get((one.row, one.generation))
         if old is not None and (less := _less(one.metrics, old, _LEARNER_COUNTERS)):
             learners[number] = replace(one, metrics={**one.metrics, **less})
-    less = _less(now.metrics, before.metrics, _COUNTERS)
-    return replace(now, metrics={**now.metrics, **less}, learners=tuple(learners))
+    if less := _less(now.metrics, before.metrics, _COUNTERS):
+        now = replace(now, metrics={**now.metrics, **less})
+    return replace(now, learners=tuple(learners))
 
 
 def _less(
@@ -243,74 +254,56 @@ def _less(
     return {name: before[name] for name in names if (now[name] or 0) < (before[name] or 0)}
 
 
-class _Files:
-    """The open segments of one job. Raises FileNotFoundError, NotOurs, OSError."""
+@contextlib.contextmanager
+def _opened(job: str, uid: int, part: str) -> Iterator[int]:
+    """Open a segment; yield -1 for one that is not there, except `control`.
 
-    def __init__(self, job: str, uid: int, buffer: bytearray) -> None:
-        """buffer: for the control record, which control() returns a view of."""
-        self.job, self.uid, self._buffer = job, uid, buffer
-        self.problem = ""
-        self.fd = self._open("control")
-        try:
-            self.size = os.fstat(self.fd).st_size
-            self.state = self._open_if_there("state")
-        except BaseException:
-            os.close(self.fd)
+    Raises FileNotFoundError, NotOurs, OSError.
+    """
+    try:
+        fd = shm.open_segment(shm.segment_name(job, part, uid), writable=False, owner=uid)
+    except (FileNotFoundError, NotOurs):
+        if part == "control":
             raise
+        yield -1
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
-    def __enter__(self) -> _Files:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for fd in (self.fd, self.state):
-            if fd >= 0:
-                os.close(fd)
+@dataclass(frozen=True)
+class _Files:
+    """The open segments of one job. state: -1 if there is none. size: of control (bytes)."""
 
-    def _open(self, part: str) -> int:
-        name = shm.segment_name(self.job, part, self.uid)
-        return shm.open_segment(name, writable=False, owner=self.uid)
+    job: str
+    uid: int
+    fd: int
+    state: int
+    size: int
 
-    def _open_if_there(self, part: str) -> int:
-        try:
-            return self._open(part)
-        except (FileNotFoundError, NotOurs):
-            return -1
-
-    def control(self) -> tuple[np.void | None, bool]:
-        """Copy the control record; None with a `problem`.
+    def control(self, buffer: bytearray) -> tuple[np.void, bool]:
+        """Copy the control record into the buffer, and return a view of it. Raises ValueError.
 
         The second value is True if the server was between two transactions: within one, the counts
         of a learner that leaves may be there twice (server/statistics.py).
         """
-        control = None
+        view = memoryview(buffer)
         for _ in range(TRIES):
             idle = not self._in_use()
-            control = self._checked(os.preadv(self.fd, [self._buffer], 0))
-            if control is None:
-                return None, False
+            rest = os.preadv(self.fd, [view[_TEXT_AT:]], _TEXT_AT)
+            # A row of the roster is used once its ring has an inode. Most rows never are.
+            used = np.flatnonzero(np.frombuffer(buffer, CONTROL)[0]["ring_inode"])
+            size = _ROSTER_AT + (int(used[-1]) + 1 if len(used) else 0) * ENTRY.itemsize
+            first = os.preadv(self.fd, [view[:size]], 0)
+            is_whole = (first, rest) == (size, CONTROL.itemsize - _TEXT_AT)
+            control = _checked(buffer, first, is_whole)
             past = os.pread(self.fd, _PAST.stop - _PAST.start, _PAST.start)
-            if idle and self._buffer[_PAST] == past and not self._in_use():
+            if idle and buffer[_PAST] == past and not self._in_use():
                 return control, True
             time.sleep(TRY_S)
         return control, False
-
-    def _checked(self, size: int) -> np.void | None:
-        """Return the record of which `size` bytes were read; None with a `problem`."""
-        self._buffer[size:] = bytes(CONTROL.itemsize - size)
-        header = np.frombuffer(self._buffer, layout.HEADER, 1)[0]
-        version = int(header["layout_version"])
-        if int(header["magic"]) != layout.MAGIC:
-            self.problem = "half made, or not the memory of a job"
-        elif version != layout.LAYOUT_VERSION:
-            self.problem = (
-                f"made with layout version {version}, this program reads {layout.LAYOUT_VERSION}"
-            )
-        elif size < CONTROL.itemsize:
-            self.problem = f"its control segment is truncated ({size} bytes)"
-        else:
-            control: np.void = np.frombuffer(self._buffer, CONTROL)[0]
-            return control
-        return None
 
     def _in_use(self) -> bool:
         """Return whether the server is within a transaction."""
@@ -323,8 +316,9 @@ class _Files:
         return sum(np.frombuffer(raw, RECORD)["torn"].tolist()) if len(raw) == size > 0 else None
 
     def weights(self) -> tuple[np.void | None, int]:
-        """The head of the weights segment, and the segment's size."""
-        return _head(self._open_if_there("weights"), WEIGHTS)
+        """The head of the weights segment, and the segment's size (bytes)."""
+        with _opened(self.job, self.uid, "weights") as fd:
+            return _head(fd, WEIGHTS)
 
     def ring(self, row: int, inode: int) -> tuple[np.void | None, int]:
         """The head of a learner's ring, whose file is this inode, and the segment's size."""
@@ -333,27 +327,42 @@ class _Files:
             fd = os.open(path, os.O_RDONLY | ownership.SAFELY)
         except OSError:
             return None, 0
-        return _head(fd, RING, inode)
+        try:
+            return _head(fd, RING, inode)
+        finally:
+            os.close(fd)
+
+
+def _checked(buffer: bytearray, size: int, is_whole: bool) -> np.void:
+    """Return the control record. size: of what was read of its begin. Raises ValueError."""
+    control: np.void = np.frombuffer(buffer, CONTROL)[0]
+    version = int(control["header"]["layout_version"])
+    if size < layout.HEADER.itemsize or int(control["header"]["magic"]) != layout.MAGIC:
+        raise ValueError("half made, or not the memory of a job")
+    if version != layout.LAYOUT_VERSION:
+        raise ValueError(
+            f"made with layout version {version}, this program reads {layout.LAYOUT_VERSION}"
+        )
+    if not is_whole:
+        raise ValueError("its control segment is truncated")
+    return control
 
 
 def _head(fd: int, kind: np.dtype[Any], inode: int | None = None) -> tuple[np.void | None, int]:
-    """Copy the head of a segment and close its file; return it with the segment's size (bytes).
+    """Copy the head of a segment; return it with the segment's size (bytes).
 
     None without a file (-1), or of another inode than the given one.
     """
     if fd < 0:
         return None, 0
-    try:
-        status, raw = os.fstat(fd), os.pread(fd, kind.itemsize, 0)
-    finally:
-        os.close(fd)
+    status, raw = os.fstat(fd), os.pread(fd, kind.itemsize, 0)
     if len(raw) < kind.itemsize or inode not in (None, status.st_ino):
         return None, 0
     return np.frombuffer(raw, kind)[0], status.st_size
 
 
 def _job(files: _Files, control: np.void, record: dict[str, Any]) -> Job:
-    words = dict(zip(_WORDS, control.view(_WORDS_ONLY).item(), strict=True))
+    words = dict(zip(_WORDS.names or (), control.view(_WORDS).item(), strict=True))
     watchdog = holds.held(files.fd, holds.WATCHDOG)
     servers = [holds.held(files.fd, byte) for byte in holds.SERVERS]
     phase, lease = Phase(words["phase"]), words["lease_pid"]
@@ -432,9 +441,10 @@ def _learners(
     files: _Files, control: np.void, shards: int
 ) -> tuple[list[dict[str, Any]], tuple[Learner, ...], int]:
     """The rows of learners, the learners, and the bytes of their rings."""
-    roster = control["roster"]
-    numbers = np.flatnonzero(roster["generation"] != roster["retired"])
-    rows = [dict(zip(_ENTRY, one, strict=True)) for one in roster[numbers].tolist()]
+    roster, used = control["roster"], np.flatnonzero(control["ring_inode"])
+    numbers = used[roster["generation"][used] != roster["retired"][used]]
+    read, names = roster.view(_ENTRY)[numbers].tolist(), _ENTRY.names or ()
+    rows = [dict(zip(names, one, strict=True)) for one in read]
     made, size = [], 0
     for row, entry in zip(numbers.tolist(), rows, strict=True):
         ring, ring_bytes = files.ring(row, int(control["ring_inode"][row]))

@@ -172,8 +172,6 @@ def test_another_version_is_a_problem(job_name: str) -> None:
 def test_missing_and_replaced_segments(job_name: str) -> None:
     """A job whose watchdog makes or removes its memory just now."""
     with Rig(job_name, W, learners=2) as rig, rig.serving():
-        for row, ring in rig.memory.rings.items():
-            rig.control["ring_inode"][row] = ring.inode
         rig.apply(0, rig.ones())
         assert [one.metrics["published"] for one in read(job_name).learners] == [1, 0]
         rig.control["ring_inode"][1] += 1

@@ -99,6 +99,7 @@ class Rig:
         for field in ("generation", "wanted", "served"):
             self.roster[row][field] = generation
         self.roster[row]["grant"] = layout.UNBOUNDED
+        self.control["ring_inode"][row] = ring.inode
         self.state["applied"][:, row] = 0
         for field in ("drained", "handed", "unasked"):
             self.roster[row][field] = 0

@@ -32,7 +32,6 @@ def attach(rig: Rig, row: int, generation: int) -> None:
     """A learner that no server serves yet."""
     rig.add(row, generation)
     rig.roster[row]["served"] = rig.roster[row]["grant"] = 0
-    rig.control["ring_inode"][row] = rig.memory.rings[row].inode
 
 
 class Stepped:
@@ -49,8 +48,6 @@ class Stepped:
         self.line = rig.control["server"][number]
         self.line["start"], self.line["pid"] = process.start_ticks(os.getpid()), os.getpid()
         self.line["state"], self.line["confirmed"] = ServerState.STARTING, 0
-        for row, ring in rig.memory.rings.items():
-            rig.control["ring_inode"][row] = ring.inode
         self.server = Server(Asked(rig.memory.config.name, number, 10.0, []))
 
     def __enter__(self) -> Stepped:
