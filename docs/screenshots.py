@@ -70,6 +70,11 @@ def _complete(job: Job) -> Job:
     )
 
 
+def _named(views: dict[str, View], job: str | None) -> list[View]:
+    """Return the view of one job, or all."""
+    return [one for name, one in views.items() if job in (None, name)]
+
+
 def _history(job: str) -> Path:
     return JOBS / f"{job}.jsonl"
 
@@ -78,11 +83,12 @@ def _history(job: str) -> Path:
 def dashboard() -> Iterator[str]:
     """Serve these jobs at the time of their record; yield the address."""
     views = {one.name: one for one in recorded()}
-    clock = SimpleNamespace(time=lambda: views[JOB].time, monotonic=time.monotonic)
-    access = Access(frozenset(listening.LOCAL), any_address=False, token=None, read_only=False)
+    ended = json.loads(_history(JOB).read_text().splitlines()[-1])["time"]
+    clock = SimpleNamespace(time=lambda: ended, monotonic=time.monotonic)
+    access = Access("127.0.0.1", 0, read_only=False, token=False)
+    access.read_only = False
     with (
-        mock.patch.object(Watcher, "look", lambda _: [*views.values()]),
-        mock.patch.object(Watcher, "look_at", lambda _, job: views.get(job)),
+        mock.patch.object(Watcher, "look", lambda _, job=None: _named(views, job)),
         mock.patch.object(live, "time", clock),
         mock.patch.object(tables, "time", clock),
         _time_zone("UTC"),

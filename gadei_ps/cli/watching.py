@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,8 +44,8 @@ def top(
 
     if job is not None:
         shm.check_job_name(job)
-    is_root = os.geteuid() == 0 and paths.owner() == 0
-    display.run(None if is_root and job is None else paths.owner(), job, alone=not is_root)
+    uid = paths.owner()
+    display.run(None if uid == 0 and job is None else uid, job)
     return 0
 
 
@@ -85,11 +84,11 @@ def dashboard(
             raise
         raise UsageError(NEEDED) from None
 
-    def started(link: str, access: Access) -> None:
+    def started(access: Access) -> None:
         if as_json:
-            print_json({"url": link, "read_only": access.read_only})
+            print_json({"url": access.link, "read_only": access.read_only})
         else:
-            print_text(f"dashboard: {link}", sys.stdout)
+            print_text(f"dashboard: {access.link}", sys.stdout)
             print_text("gadei-ps: Ctrl-C ends it; jobs continue")
         sys.stdout.flush()
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hmac
 import html
 import secrets
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Iterable
 from typing import Final
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gadei_ps.errors import UsageError
 from gadei_ps.machine import listening
 
 MOST_BODY: Final = 16 << 10  # bytes of an action's form
@@ -39,30 +41,52 @@ NO_TOKEN: Final = (
 )
 
 
-@dataclass(frozen=True)
 class Access:
     """Conditions that a request must meet.
 
-    hosts: names in the Host header, in lower case. any_address: also every IP address there.
-    token: of the link; None: no token is needed.
+    token: of the link; None: none is needed. session: value of the cookie.
     """
 
-    hosts: frozenset[str]
-    any_address: bool
-    token: str | None
-    read_only: bool
-    cookie: str = "gadei_ps"
-    session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-    """Value of the cookie."""
+    def __init__(
+        self, host: str, port: int, *, read_only: bool, token: bool, allow_hosts: Iterable[str] = ()
+    ) -> None:
+        """host, port: at which the server listens. allow_hosts: further names in the Host header.
+
+        Raises UsageError if strangers would meet the conditions.
+        """
+        self._is_local = listening.is_loopback(host)
+        if not token and not self._is_local:
+            raise UsageError(
+                f"--no-token: at {host} everyone who reaches this machine could see your jobs; "
+                "leave out the option, or listen at 127.0.0.1"
+            )
+        names = {*listening.LOCAL, host, *allow_hosts}
+        if not self._is_local:
+            names |= {socket.gethostname(), socket.getfqdn()}
+        self._hosts = {one.lower() for one in names if one}
+        self._place = host, port
+        self.token = secrets.token_urlsafe(24) if token else None
+        # Other users of this machine reach the loopback address, too.
+        self.read_only = read_only or not token
+        self.cookie, self.session = f"gadei_ps_{port}", secrets.token_urlsafe(32)
+
+    @property
+    def link(self) -> str:
+        """The link to the dashboard, as a browser of this machine opens it."""
+        host, port = self._place
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        more = f"?token={self.token}" if self.token else ""
+        return f"http://{listening.shown(host, port)}/{more}"
 
     def refusal(self, method: str, headers: Headers) -> tuple[int, str] | None:
         """Return why a request is refused, with the status; None if it is not."""
         host = headers.get("host", "").lower()
         name = listening.host_of(host)
-        is_known = name in self.hosts or (self.any_address and listening.is_address(name))
+        is_known = name in self._hosts or (not self._is_local and listening.is_address(name))
         if len(headers.getlist("host")) != 1 or not is_known:
             return 421, f"this dashboard is not at {host[:100]!r}: see --allow-host"
-        if self.token is not None and not self.has_session(headers):
+        session = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
+        if self.token is not None and not _are_equal(session, self.session):
             return 403, NO_TOKEN
         if method in SAFE:
             return None
@@ -74,15 +98,6 @@ class Access:
         if not length.isdecimal() or int(length) > MOST_BODY:
             return 413, "the request is too long"
         return None
-
-    def has_session(self, headers: Headers) -> bool:
-        """Return whether the request has the cookie."""
-        given = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
-        return _are_equal(given, self.session)
-
-    def is_token(self, given: str) -> bool:
-        """Return whether it is the token of the link."""
-        return self.token is not None and _are_equal(given, self.token)
 
 
 def _are_equal(one: str, other: str) -> bool:
@@ -117,11 +132,12 @@ class Guard:
 
     def _reply(self, scope: Scope) -> Response | None:
         """Return the reply to a request that goes no further."""
-        headers, method = Headers(scope=scope), str(scope["method"])
+        access, headers = self._access, Headers(scope=scope)
         given = QueryParams(scope["query_string"]).get("token")
-        refusal = self._access.refusal(method, headers)
-        if given is not None and method == "GET" and (refusal is None or refusal[1] == NO_TOKEN):
-            if self._access.is_token(given):
+        refusal = access.refusal(scope["method"], headers)
+        token = access.token if scope["method"] == "GET" else None
+        if given is not None and token is not None and refusal in (None, (403, NO_TOKEN)):
+            if _are_equal(given, token):
                 return self._signed_in(str(scope["path"]))
             refusal = 403, NO_TOKEN
         if refusal is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class Process:
 
 @dataclass(frozen=True)
 class View:
-    """A job at one time.
+    """A job as it is now.
 
     speed: samples/s, or gradients/s if no samples are reported. rates: the same of each learner, by
     row. loss: mean of the gradients applied since the last look. staleness: theirs. Each is None or
@@ -51,7 +51,6 @@ class View:
     """
 
     job: Job
-    time: float
     unit: str
     speed: float | None = None
     loss: float | None = None
@@ -158,25 +157,25 @@ class Watcher:
         """Time (s), state and view of each job when its rates were taken."""
         self._processes: dict[int, psutil.Process] = {}
 
-    def look(self) -> list[View]:
-        """Look at all jobs, by name."""
-        views = [self._view(job) for job in self._reader.jobs()]
-        self._forget(views)
+    def look(self, only: str | None = None) -> list[View]:
+        """Look at all jobs, by name, or at the one of this name."""
+        views = [self._view(job) for job in self._reader.jobs(only)]
+        there = {(view.name, view.job.uid) for view in views}
+        pids = {one.pid for view in views for one in view.processes}
+        self._known = {key: one for key, one in self._known.items() if key in there}
+        self._processes = {pid: one for pid, one in self._processes.items() if pid in pids}
         return views
 
     def look_at(self, job: str) -> View | None:
         """Look at one job; None if there is no memory of it."""
-        found = self._reader.job(job)
-        views = [self._view(found)] if found else []
-        self._forget(views)
-        return views[0] if views else None
+        return next(iter(self.look(job)), None)
 
     def _view(self, job: Job) -> View:
         key, now = (job.name, job.uid), time.monotonic()
         if job.state is State.UNREADABLE:
-            return View(job, time.time(), "")
+            return View(job, "")
         counter = "samples" if job.metrics["samples"] else "gradients_applied"
-        view = View(job, time.time(), "samples/s" if counter == "samples" else "gradients/s")
+        view = View(job, "samples/s" if counter == "samples" else "gradients/s")
         at, before, last = self._known.get(key, (now, job, view))
         if before.job_id != job.job_id:
             at, before, last = now, job, view
@@ -184,28 +183,20 @@ class Watcher:
             last = _with_rates(view, before, now - at, counter)
             at, before = now, job
         self._known[key] = at, before, last
-        view = replace(last, job=job, time=view.time)
         processes = [self._measured(one) for one in _processes(job)]
-        return replace(view, processes=processes, is_elsewhere=_is_elsewhere(job))
+        return replace(last, job=job, processes=processes, is_elsewhere=_is_elsewhere(job))
 
     def _measured(self, one: Process) -> Process:
         """Add processor time and memory; a process that has ended has none."""
         with contextlib.suppress(psutil.Error):
             known = self._processes.get(one.pid)
-            if known is None or not known.is_running():
+            is_new = known is None or not known.is_running()
+            if known is None or is_new:
                 known = self._processes[one.pid] = psutil.Process(one.pid)
-                known.cpu_percent()  # begins to measure
-                return replace(one, memory_bytes=known.memory_info().rss)
-            with known.oneshot():
-                memory = known.memory_info().rss
-                return replace(one, cpu_percent=known.cpu_percent(), memory_bytes=memory)
+            cpu = known.cpu_percent()  # the first call begins to measure
+            memory = known.memory_info().rss
+            return replace(one, cpu_percent=None if is_new else cpu, memory_bytes=memory)
         return one
-
-    def _forget(self, views: Iterable[View]) -> None:
-        there = {(view.name, view.job.uid) for view in views}
-        pids = {one.pid for view in views for one in view.processes}
-        self._known = {key: one for key, one in self._known.items() if key in there}
-        self._processes = {pid: one for pid, one in self._processes.items() if pid in pids}
 
 
 def _is_elsewhere(job: Job) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mimetypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -57,12 +57,10 @@ def template_environment(**more: Any) -> jinja2.Environment:
     return made
 
 
-def _bins(counts: list[int]) -> list[tuple[str, str, str, str]]:
+def _bins(counts: list[int]) -> list[list[str]]:
     """Return staleness, gradients, share and bar of each line of the histogram."""
-    if not any(counts):
-        return []
-    rows = status.histogram(counts).rows
-    return [(a.plain, b.plain, c.plain, d.plain) for a, b, c, d in rows]
+    rows = status.histogram(counts).rows if any(counts) else []
+    return [[cell.plain for cell in row] for row in rows]
 
 
 def _spark(values: Any) -> str:
@@ -244,12 +242,9 @@ def _attachment(text: str, kind: str, name: str) -> Response:
     return Response(text, headers=headers, media_type=kind)
 
 
-STATUS: Final[Mapping[type[Exception], int]] = {JobNotFound: 404, UsageError: 400}
-
-
 async def _failed(request: Request, error: Exception) -> Response:
     """Report an error of gadei-ps in one line."""
-    code = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 409)
+    code = 404 if isinstance(error, JobNotFound) else 400 if isinstance(error, UsageError) else 409
     return PlainTextResponse(f"{error}\n", code)
 
 

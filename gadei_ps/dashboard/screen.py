@@ -6,11 +6,12 @@ import contextlib
 import io
 import os
 import select
+import shutil
 import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Self
 
 from rich.console import Console, RenderableType
@@ -65,18 +66,9 @@ class Screen:
             self._write(LEAVE)
             termios.tcsetattr(self._in, termios.TCSADRAIN, self._before)
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Columns and lines."""
-        try:
-            columns, lines = os.get_terminal_size(self._out)
-        except OSError:
-            columns, lines = 0, 0
-        return columns or 80, lines or 24
-
-    def draw(self, what: RenderableType) -> None:
-        """Show this from the first line on. Raises OSError if the terminal is closed."""
-        columns, lines = self.size
+    def draw(self, render: Callable[[int, int], RenderableType]) -> None:
+        """Show what is rendered for these columns and lines. Raises OSError if it is closed."""
+        columns, lines = shutil.get_terminal_size()
         if (columns, lines) != self._size:
             self._size, self._shown = (columns, lines), []
             self._write("\x1b[2J")
@@ -84,7 +76,7 @@ class Screen:
         console = Console(
             file=made, force_terminal=True, width=columns, height=lines, highlight=False
         )
-        console.print(Escaped(what), end="")
+        console.print(Escaped(render(columns, lines)), end="")
         texts = made.getvalue().split("\n")[:lines]
         texts += [""] * (lines - len(texts))
         old = self._shown or ["\0"] * lines

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h11
@@ -18,7 +17,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gadei_ps.dashboard.access import Access
 from gadei_ps.dashboard.live import Live
 from gadei_ps.dashboard.pages import Dashboard
-from gadei_ps.errors import UsageError
 from gadei_ps.machine import listening
 
 REQUEST_S = 10.0  # for a whole request, from its first byte; actions are short
@@ -52,17 +50,12 @@ class Protocol(H11Protocol):
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_S, self._late)
+            self._deadline = self.loop.call_later(REQUEST_S, self.transport.abort)
 
     def _stop(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _late(self) -> None:
-        self._deadline = None
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-            self.transport.abort()
 
 
 class Server(uvicorn.Server):
@@ -90,49 +83,13 @@ class Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
 
-def access(
-    host: str, port: int, *, read_only: bool, token: bool, allow_hosts: Iterable[str]
-) -> Access:
-    """Return the conditions for requests. Raises UsageError if strangers would meet them.
-
-    token: whether one is needed. allow_hosts: further names in the Host header.
-    """
-    is_local = listening.is_loopback(host)
-    if not token and not is_local:
-        raise UsageError(
-            f"--no-token: at {host} everyone who reaches this machine could see your jobs; "
-            "leave out the option, or listen at 127.0.0.1"
-        )
-    names = {*listening.LOCAL, host, *allow_hosts}
-    if not is_local:
-        names |= {socket.gethostname(), socket.getfqdn()}
-    return Access(
-        hosts=frozenset(one.lower() for one in names if one),
-        any_address=not is_local,
-        token=secrets.token_urlsafe(24) if token else None,
-        # Other users of this machine reach the loopback address, too.
-        read_only=read_only or not token,
-        cookie=f"gadei_ps_{port}",
-    )
-
-
-def link(host: str, port: int, token: str | None) -> str:
-    """Return the link to the dashboard, as a browser of this machine opens it."""
-    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    return f"http://{listening.shown(host, port)}/" + (f"?token={token}" if token else "")
-
-
-def serve(address: str, started: Callable[[str, Access], None], **how: Any) -> None:
-    """Serve the dashboard at HOST:PORT until a signal. Raises UsageError.
-
-    started: called with the link. how: see access().
-    """
+def serve(address: str, started: Callable[[Access], None], **how: Any) -> None:
+    """Serve the dashboard at HOST:PORT until a signal. Raises UsageError. how: see Access."""
     host, there = listening.listen(address)
     with there:
-        port = int(there.getsockname()[1])
-        allowed = access(host, port, **how)
+        access = Access(host, int(there.getsockname()[1]), **how)
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # no line for each bad request
-        dashboard = Dashboard(allowed)
+        dashboard = Dashboard(access)
         config = uvicorn.Config(
             dashboard.application(),
             http=Protocol,
@@ -148,5 +105,5 @@ def serve(address: str, started: Callable[[str, Access], None], **how: Any) -> N
             timeout_graceful_shutdown=END_S,
             h11_max_incomplete_event_size=MOST_HEADER,
         )
-        started(link(host, port, allowed.token), allowed)
+        started(access)
         Server(config, dashboard.live).run([there])

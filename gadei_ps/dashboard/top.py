@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -25,7 +25,7 @@ INTERVAL_S: Final = 0.5
 LEAST_JOBS: Final = 3  # lines for jobs, however many processes one has
 MOST_TYPED: Final = 40  # characters
 HELP: Final = "tab processes  ↑↓ select  s sort  k kill  c checkpoint  l learning rate  q quit"
-SORTS: Final[dict[str, Callable[[View], object]]] = {
+SORTS: Final[dict[str, Callable[[View], Any]]] = {
     "name": lambda view: view.name,
     "speed": lambda view: -(view.speed or 0.0),
     "loss": lambda view: (view.loss is None, view.loss or 0.0),
@@ -73,8 +73,7 @@ class Top:
 
     def take(self, views: Sequence[View]) -> None:
         """Show these jobs; the selection stays if it is still there."""
-        self.views = sorted(views, key=lambda view: view.name)
-        self.views = sorted(self.views, key=SORTS[self.sort])  # type: ignore[arg-type]
+        self.views = sorted(views, key=lambda view: (SORTS[self.sort](view), view.name))
         if self.views and self.job is None:
             self.chosen = _key(self.views[0])
         if self.pid and self.pid not in [one.pid for one in self.processes]:
@@ -240,24 +239,19 @@ def _chosen(name: str, is_chosen: bool, style: str) -> Text:
     return Text(f"{'>' if is_chosen else ' '} {name}", style=style)
 
 
-def run(uid: int | None, job: str | None, *, alone: bool) -> None:
+def run(uid: int | None, job: str | None) -> None:
     """Show the display until the user ends it, or the terminal is closed. Raises UsageError.
 
-    uid: as for Watcher. job: the only one to show; None: all. alone: whether only jobs of one user
-    are shown.
+    uid: as for Watcher. job: the only one to show; None: all.
     """
-    watcher, top = Watcher(uid), Top(alone=alone)
-
-    def look() -> list[View]:
-        views = watcher.look() if job is None else [one for one in [watcher.look_at(job)] if one]
-        return [view for view in views if view.job.state is not State.DEAD]
-
+    watcher, top = Watcher(uid), Top(alone=uid is not None)
     with Screen() as screen, contextlib.suppress(EOFError, OSError):
         while not top.ended:
-            top.take(look())
-            screen.draw(top.render(*screen.size))
+            views = watcher.look(job)
+            top.take([view for view in views if view.job.state is not State.DEAD])
+            screen.draw(top.render)
             for key in screen.keys(INTERVAL_S):
                 top.press(key)
-                screen.draw(top.render(*screen.size))
+                screen.draw(top.render)
                 if top.ended:
                     break

@@ -13,17 +13,19 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.text import Text
 from shell import Cli
 from support import daemon, eventually, status
 from support.terminal import Terminal
 
 from gadei_ps.dashboard.data import Process, View
-from gadei_ps.dashboard.screen import ENTER, LEAVE
+from gadei_ps.dashboard.screen import ENTER, LEAVE, Screen
 from gadei_ps.dashboard.top import Top
 from gadei_ps.job import paths
 from gadei_ps.job.faults import Role
@@ -76,7 +78,7 @@ def test_jobs_of_two_users_with_one_name() -> None:
     """Each can be selected, and no action meant for one of them reaches the other."""
     ours = os.getuid()
     top = Top(alone=False)
-    top.take([View(Job("train", uid, State.RUNNING), 0.0, "samples/s") for uid in (ours, ours + 1)])
+    top.take([View(Job("train", uid, State.RUNNING), "samples/s") for uid in (ours, ours + 1)])
     assert top.job is not None
     assert top.job.job.uid == ours
     top.press("c")
@@ -98,7 +100,7 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> tuple[Top, list[tuple[Any, ...]]]
     done: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Top, "_perform", lambda _, *what: done.append(what))
     top, job = Top(), Job("j" * 48, os.getuid(), State.RUNNING)
-    top.take([View(job, 0.0, "samples/s", processes=[Process(Role.SERVER, 4711)])])
+    top.take([View(job, "samples/s", processes=[Process(Role.SERVER, 4711)])])
     top.press("tab")
     return top, done
 
@@ -188,6 +190,33 @@ def test_the_end(how: str, cli: Cli, client: Client, job_name: str) -> None:
         assert top.wait() == 128 + (signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
         eventually(lambda: LEAVE in top.err)
         assert top.settings() == before
+
+
+def test_only_lines_that_have_changed_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the display usable over a slow connection."""
+    master, slave = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    stream = SimpleNamespace(isatty=lambda: True, fileno=lambda: slave)
+    monkeypatch.setattr(sys, "stdin", stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    written = []
+    with Screen() as screen:
+        for text in ("one\ntwo", "one\ntwo", "one\nthree"):
+            screen.draw(lambda *_, text=text: Text(text))
+            os.write(slave, b"|")
+            written.append(until_mark(master))
+    os.close(master)
+    os.close(slave)
+    assert "one" in written[0] and "two" in written[0]
+    assert written[1] == ""
+    assert "one" not in written[2] and "three" in written[2]
+
+
+def until_mark(fd: int) -> str:
+    found = b""
+    while not found.endswith(b"|"):
+        found += os.read(fd, 1)
+    return found[:-1].decode()
 
 
 def test_without_a_job(cli: Cli, job_name: str) -> None:

@@ -259,6 +259,7 @@ def test_read_only(cli: Cli, job_name: str) -> None:
         assert site.act(job_name, "set", settings="lr=0.5")[0] == 403
         open_ = start(cli, "--no-token")
         assert open_.ask(f"/job/{job_name}")[0] == 200
+        assert open_.ask("/?token=of-an-older-link")[0] == 200
         assert open_.act(job_name, "stop")[0] == 403
         assert status(job_name)["settings"]["lr"] == 1.0
 

@@ -12,7 +12,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from gadei_ps.commands import history
-from gadei_ps.dashboard import pages, serving
+from gadei_ps.dashboard import pages
+from gadei_ps.dashboard.access import Access
 from gadei_ps.dashboard.data import View
 from gadei_ps.dashboard.live import AllJobs
 from gadei_ps.errors import UsageError
@@ -134,7 +135,7 @@ def test_new_lines(tmp_path: Path) -> None:
     ],
 )
 def test_hosts(host: str, asked: str, refused: bool) -> None:
-    access = serving.access(host, 8470, read_only=False, token=True, allow_hosts=())
+    access = Access(host, 8470, read_only=False, token=True)
     headers = Headers({"host": asked, "cookie": f"gadei_ps_8470={access.session}"})
     refusal = access.refusal("GET", headers)
     assert (refusal is not None and refusal[0] == 421) == refused
@@ -142,8 +143,8 @@ def test_hosts(host: str, asked: str, refused: bool) -> None:
 
 def test_links() -> None:
     for host, wanted in (("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("box", "box")):
-        link = serving.link(host, 8470, "x")
-        assert link == f"http://{wanted}:8470/?token=x"
+        access = Access(host, 8470, read_only=False, token=True)
+        assert access.link == f"http://{wanted}:8470/?token={access.token}"
 
 
 def test_static_files_have_licences() -> None:
@@ -158,7 +159,7 @@ def test_a_name_that_another_job_gets() -> None:
     shown: list[Any] = []
     feed = AllJobs(lambda _, jobs: shown.extend(known for _, known in jobs) or "")
     for job_id in ("a", "a", "b"):
-        view = View(Job("train", 0, State.RUNNING, job_id=job_id), 0.0, "samples/s", speed=8.0)
+        view = View(Job("train", 0, State.RUNNING, job_id=job_id), "samples/s", speed=8.0)
         feed._watcher = SimpleNamespace(look=lambda view=view: [view])  # type: ignore[assignment]
         feed.look()
     assert shown[0] is shown[1]
