@@ -91,8 +91,8 @@ def columns(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """Round to six digits, which a chart cannot show either."""
-    return None if value is None else float(f"{value:.6g}")
+    """Round to the nine digits of a float32."""
+    return None if value is None else float(f"{value:.9g}")
 
 
 def as_csv(lines: Iterable[Line]) -> str:

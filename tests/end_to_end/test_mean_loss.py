@@ -9,13 +9,17 @@ import signal
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from shell import Cli
 from support import Pusher, daemon, eventually, gone, spin, status
 
 from gadei_ps.commands import history
+from gadei_ps.dashboard import data
+from gadei_ps.dashboard.live import OneJob
 from gadei_ps.learners.client import Client
+from gadei_ps.monitoring import series
 
-VALUES, FAILOVERS, LEARNERS = 256, 20, 3
+VALUES, FAILOVERS, LEARNERS, GRADIENTS = 256, 20, 3, 20
 TENSORS = [{"name": "w", "shape": [VALUES]}]
 GRADIENT = {"w": np.ones(VALUES, np.float32)}
 FILE = """\
@@ -43,12 +47,16 @@ def push(client: Client) -> None:
     client.push(GRADIENT, loss=loss_of(client.published), samples=1)
 
 
-def test_the_mean_loss_is_that_of_the_learners(job_name: str) -> None:
-    """Kill servers at any instant, and learners, too."""
+def test_the_mean_loss_is_that_of_the_learners(
+    job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill servers at any instant, and learners, too. The dashboard's page has the same mean."""
+    monkeypatch.setattr(data, "RATE_S", 1e-6)
     chance = random.Random(7)
     with daemon(job_name, tensors=TENSORS, standby=True, shards=2, history=True) as job:
         learners = [Pusher(job_name, push) for _ in range(LEARNERS)]
         ended: list[Pusher] = []
+        page = OneJob(job_name, lambda *_, **__: "")
         try:
             for death in range(FAILOVERS):
                 eventually(lambda: status(job_name)["standby_pid"], what="a standby")
@@ -63,14 +71,23 @@ def test_the_mean_loss_is_that_of_the_learners(job_name: str) -> None:
                 server = status(job_name)["server_pid"]
                 os.kill(server, signal.SIGKILL)
                 eventually(lambda server=server: status(job_name)["server_pid"] != server)
+                page.look()
         finally:
             for one in learners:
                 one.kill()
         eventually(lambda: not status(job_name)["learners"], what="all that died are evicted")
+        page.look()
+        with Client(job_name) as client:
+            for _ in range(GRADIENTS):
+                push(client)
+            client.wait_applied()
+            (point,) = (page.look() or {})["points"]
+        last = losses(GRADIENTS)
+        assert np.float32(point["values"]["loss"]) == np.float32(math.fsum(last) / len(last))
         job.check()
         end = status(job_name)
         assert end["failovers"] >= FAILOVERS
-    reported = [one for learner in (*ended, *learners) for one in losses(learner.published)]
+    reported = [one for learner in (*ended, *learners) for one in losses(learner.published)] + last
     assert end["loss_count"] == len(reported) < end["gradients_applied"]
     assert math.isclose(end["loss_sum"], math.fsum(reported), rel_tol=1e-9)
     points = [one for one in history.read(job_name)["lines"] if "loss_sum" in one]
@@ -79,6 +96,12 @@ def test_the_mean_loss_is_that_of_the_learners(job_name: str) -> None:
         counted = after["loss_count"] - one["loss_count"]
         mean = (after["loss_sum"] - one["loss_sum"]) / counted if counted else None
         assert after["loss"] == mean, "the mean of the gradients between the two points"
+    shown = series.columns(points)["series"]["loss"]
+    assert [as_float32(one) for one in shown] == [as_float32(one["loss"]) for one in points]
+
+
+def as_float32(loss: float | None) -> np.float32 | None:
+    return None if loss is None else np.float32(loss)
 
 
 def test_a_checkpoint_keeps_the_sum(cli: Cli, job_name: str) -> None:
