@@ -14,6 +14,7 @@ from typing import Any
 from gadei_ps import metrics
 from gadei_ps.errors import UsageError
 from gadei_ps.monitoring import following
+from gadei_ps.show import plot_style
 from gadei_ps.show.history_view import event_text, speed_of, with_speed
 from gadei_ps.show.progress import NO_LOSS
 from gadei_ps.show.strict_json import is_number
@@ -30,7 +31,6 @@ GAP_SHARE, GAP_STEPS = 0.01, 5
 """A curve over time is interrupted where no line was written for more than this share of the whole
 time, and for more than so many usual distances between two lines."""
 MOST_DRAWN = 1e300  # matplotlib adds margins, which must not overflow
-NEEDED = "plot needs matplotlib: pip install 'gadei-ps[plot]'"
 UNITS = (("s", 1, 300), ("min", 60, 4 * 3600), ("h", 3600, math.inf))
 """Units of time, their lengths (s), and from which duration on they are not readable any more."""
 COLOURS = {"loss": "tab:blue", "samples_per_s": "tab:orange", "gradients_per_s": "tab:orange"}
@@ -148,7 +148,7 @@ def check_plot() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
-        raise UsageError(NEEDED) from None
+        raise UsageError("plot needs matplotlib: pip install 'gadei-ps[plot]'") from None
 
 
 def plot(lines: Sequence[Line], title: str) -> str:
@@ -165,19 +165,18 @@ def plot(lines: Sequence[Line], title: str) -> str:
     panels |= {name: name for one in lines for name in scalars(one)}
     times = [one["time"] for one in lines]
     unit, length, _ = next(one for one in UNITS if max(times) - min(times) < one[2])
-    figure = Figure(figsize=(10, 3 * len(panels)), layout="constrained")
-    figure.suptitle(title)
-    axes = figure.subplots(len(panels), 2, sharex="col", sharey="row")
+    with matplotlib.rc_context(plot_style.STYLE):
+        figure = Figure(figsize=(10, 3 * len(panels)), layout="constrained")
+        figure.suptitle(title)
+        axes = figure.subplots(len(panels), 2, sharex="col", sharey="row")
     scales = (("time", unit, min(times), length), ("version", "version", 0, 1))
     for column, (by, label, begin, scale) in enumerate(scales):
         changes = [one[by] for one in data["events"] if one["kind"] == "set" and is_number(one[by])]
         for axis, name in zip(axes[:, column], panels.values(), strict=True):
             xs, ys = curve(data, name, by)
-            how = {
-                "color": COLOURS.get(name, "tab:green"),
-                "marker": "" if name in COLOURS else "o",
-            }
-            axis.plot([(x - begin) / scale for x in xs], ys, linewidth=1, **how)
+            colour, marker = COLOURS.get(name, "tab:green"), "" if name in COLOURS else "o"
+            scaled = [(x - begin) / scale for x in xs]
+            axis.plot(scaled, ys, color=colour, marker=marker, linewidth=1)
             for at in changes:
                 axis.axvline((at - begin) / scale, color="grey", linestyle=":")
         axes[-1][column].set_xlabel(label)
@@ -186,7 +185,4 @@ def plot(lines: Sequence[Line], title: str) -> str:
     if "loss" not in data["series"]:
         for axis in axes[0]:
             axis.text(0.5, 0.5, NO_LOSS, ha="center", va="center", transform=axis.transAxes)
-    made = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "gadei-ps"}):  # the same lines give the same file
-        figure.savefig(made, format="svg", metadata={"Date": None})
-    return made.getvalue()
+    return plot_style.svg(figure, "gadei-ps")
