@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
+from http.client import HTTPException, parse_headers
 from typing import Final
 
 from gadei_ps.errors import GadeiError
@@ -20,7 +22,6 @@ MOST_CONNECTIONS: Final = 32
 PLAIN: Final = "text/plain; charset=utf-8"
 INDEX: Final = b"gadei-ps: metrics for Prometheus are at /metrics\n"
 _REQUEST: Final = re.compile(rb"(?P<method>[A-Z]+) (?P<path>[!-~]+) HTTP/1\.[01]")
-_HEADER: Final = re.compile(rb"(?P<name>[!-9;-~]+):[ \t]*(?P<value>[ -~\t]*?)[ \t]*")
 
 Text = Callable[[str], tuple[bytes, str]]
 """Makes an answer for an Accept header: its text and its content type."""
@@ -78,23 +79,22 @@ class Server:
 
     def response(self, head: bytes) -> bytes:
         """Answer a request. head: its first lines, up to the empty one."""
-        first, *rest = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+        first, _, rest = head.partition(b"\r\n")
         request = _REQUEST.fullmatch(first)
-        found = [_HEADER.fullmatch(one) for one in rest]
-        if request is None or not all(found):
+        try:
+            headers = parse_headers(io.BytesIO(rest))
+        except HTTPException:
+            return _response(431, b"there are too many headers\n")
+        if request is None or headers.defects:
             return _response(400, b"not a request\n")
-        headers: dict[str, list[str]] = {}
-        for one in found:
-            if one is not None:
-                headers.setdefault(one["name"].decode().lower(), []).append(one["value"].decode())
-        hosts = [listening.host_of(one) for one in headers.get("host", [])]
+        hosts = [listening.host_of(one.strip()) for one in headers.get_all("host", [])]
         if self._hosts is not None and (len(hosts) != 1 or hosts[0] not in self._hosts):
             return _response(403, b"the Host header is not that of this server\n")
         if request["method"] != b"GET":
             return _response(405, b"GET only\n", more="Allow: GET\r\n")
         path = request["path"].partition(b"?")[0]
         if path == b"/metrics":
-            text, kind = self._text(",".join(headers.get("accept", [])))
+            text, kind = self._text(",".join(headers.get_all("accept", [])))
             return _response(200, text, kind)
         return _response(200, INDEX) if path == b"/" else _response(404, b"not found\n")
 
