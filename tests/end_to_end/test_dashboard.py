@@ -172,6 +172,8 @@ def test_pages_of_a_job(job: Client, job_name: str, site: Site) -> None:
     assert code == 200
     assert f"{job_name}-history.csv" in headers["content-disposition"]
     assert text.startswith("time,version,")
+    code, headers, text = site.ask(f"/svg?run={name}")
+    assert (code, headers["content-type"]) == (200, "image/svg+xml") and "</svg>" in text
     assert site.ask(f"/compare?a={name}&b={name}")[0] == 200
     assert site.ask("/static/app.js")[1]["content-type"].startswith("text/javascript")
 

@@ -1,10 +1,12 @@
-"""A real Prometheus scrapes a job, and evaluates the alert rules of the documentation."""
+"""A real Prometheus scrapes a job, with the alert rules and the dashboard of the documentation."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -19,7 +21,9 @@ from support import eventually, status
 
 from gadei_ps.learners.client import Client
 
-RULES = Path(__file__).parents[2] / "docs" / "monitoring" / "alerts.yml"
+DOCS = Path(__file__).parents[2] / "docs" / "monitoring"
+RULES = DOCS / "alerts.yml"
+ABSENT = {"gadei_scalar", "gadei_checkpoint_timestamp_seconds"}  # without reports and checkpoints
 FILE = """\
 standby = true
 [metrics]
@@ -47,9 +51,24 @@ def free_port() -> int:
         return int(there.getsockname()[1])
 
 
+def queries(job: str) -> list[str]:
+    """Return the queries of the dashboard for Grafana."""
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    found = [one["expr"] for panel in dashboard["panels"] for one in panel["targets"]]
+    found += [one["expr"] for one in dashboard["annotations"]["list"]]
+    for name, value in {"__rate_interval": "1m", "gadei_job": job, "user": ".*"}.items():
+        found = [one.replace(f"${name}", value) for one in found]
+    return found
+
+
 def test_the_alert_rules_are_valid() -> None:
     found = subprocess.run(["promtool", "check", "rules", RULES], capture_output=True, text=True)
     assert found.returncode == 0, found
+
+
+def push(client: Client) -> None:
+    client.push({"w": np.ones(96, np.float32)}, loss=2.0, samples=3)
+    client.wait_applied()
 
 
 def test_it_scrapes_a_job(cli: Cli, job_name: str, tmp_path: Path) -> None:
@@ -81,8 +100,7 @@ def test_it_scrapes_a_job(cli: Cli, job_name: str, tmp_path: Path) -> None:
     try:
         with Client(job_name) as client:
             for _ in range(5):
-                client.push({"w": np.ones(96, np.float32)}, loss=2.0, samples=3)
-            client.wait_applied()
+                push(client)
             labels = f'{{gadei_job="{job_name}"}}'
             eventually(
                 lambda: value(f"gadei_samples_total{labels}") == 15,
@@ -100,6 +118,16 @@ def test_it_scrapes_a_job(cli: Cli, job_name: str, tmp_path: Path) -> None:
                 lambda: {one["health"] for one in ask("rules")["groups"][0]["rules"]} == {"ok"}
             )
             assert not [one for one in ask("alerts")["alerts"] if one["state"] == "firing"]
+            os.kill(status(job_name)["server_pid"], signal.SIGKILL)
+            for _ in range(5):
+                push(client)
+            eventually(lambda: value(f"gadei_samples_total{labels}") == 30)
+            eventually(lambda: value(f"gadei_failovers_total{labels}") == 1)
+            for name in ("samples_total", "gradients_applied_total", "loss_count_total"):
+                assert value(f"resets(gadei_{name}{labels}[1h])") == 0
+            for query in queries(job_name):
+                if not any(name in query for name in ABSENT):
+                    eventually(lambda query=query: value(query) is not None, what=query)
     finally:
         prometheus.kill()
         prometheus.wait()
