@@ -181,7 +181,7 @@ class Data:
             parts = [model(part).argmax(1) for part in torch.split(images, 1000)]
             return 100 * float((torch.cat(parts) != labels).float().mean())
         assert isinstance(model, SentenceClassifier)
-        accuracy, _ = evaluate(model, self._others.encoded.padded(), self._others.labels)
+        accuracy, _ = evaluate(model, self._others.encoded, self._others.labels)
         return 100 * (1 - accuracy)
 
 

@@ -282,7 +282,7 @@ def answer(trainer: Peer | Learner, request: Run | Evaluate | Profile) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())  # the other members sleep
     try:
-        return evaluate(trainer.model, request.texts.encoded.padded(), request.texts.labels)[0]
+        return evaluate(trainer.model, request.texts.encoded, request.texts.labels)[0]
     finally:
         torch.set_num_threads(threads)
 

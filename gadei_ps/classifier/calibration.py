@@ -81,8 +81,9 @@ def fit(parts: Floats, labels: NDArray[np.int64]) -> Calibration:
         sums = chosen.sum(axis=1, keepdims=True)
         chosen /= sums
         loss = (most + np.log(sums)).sum() - (shares @ truth).sum()
-        mean = np.einsum("pnk,nk->pn", values, chosen)
-        hessian = np.einsum("pnk,qnk,nk->pq", values, values, chosen) - mean @ mean.T
+        weighted = values * chosen
+        mean = weighted.sum(axis=2)
+        hessian = _products(weighted, values) - mean @ mean.T
         return float(loss), (mean - truth).sum(axis=1), hessian
 
     shares = _fitted(loss_at, len(parts))
@@ -102,8 +103,8 @@ def fit_multi_label(parts: Floats, truth: Floats) -> Calibration:
         mixed = np.tensordot(shares, values, axes=1)
         chosen = sigmoid(mixed)
         loss = np.logaddexp(0, mixed).sum() - (mixed * truth).sum()
-        gradient = np.einsum("pnk,nk->p", values, chosen - truth)
-        hessian = np.einsum("pnk,qnk,nk->pq", values, values, chosen * (1 - chosen))
+        gradient = (values * (chosen - truth)).sum(axis=(1, 2))
+        hessian = _products(values * (chosen * (1 - chosen)), values)
         return float(loss), gradient, hessian
 
     found = Calibration(_fitted(loss_at, len(parts)), multi_label=True)
@@ -139,6 +140,12 @@ def _fitted(loss_at: LossAt, count: int) -> tuple[float, ...]:
         if gained < 1e-6:
             break
     return tuple(float(one) for one in np.exp(theta))
+
+
+def _products(ones: Doubles, others: Doubles) -> Doubles:
+    """Return the sums of the products of each with each: (parts, parts)."""
+    found: Doubles = ones.reshape(len(ones), -1) @ others.reshape(len(others), -1).T
+    return found
 
 
 def micro_f1(chosen: NDArray[np.bool_], truth: Floats) -> float:

@@ -21,10 +21,6 @@ HOLD_OUT: Final = 0.1
 MOST_HELD_OUT: Final = 10_000
 """Most rows that are held out for an ensemble. No more are needed to calibrate it."""
 TRAIN, HELD_OUT, TEST = range(3)
-RARE_FROM = 1000
-"""Number of sentences from which the vocabulary has only words that occur twice. It then has half
-as many words, the accuracy is the same, and the unknown word is trained. In smaller sets most
-words occur once."""
 HIDDEN: Final = 64
 """Weights of each n-gram in an ensemble besides one for each label: the hidden units of `bag`."""
 
@@ -143,7 +139,7 @@ def _numbered(
     cut = words.cut_for(train.texts)
     if cut != known.cut:  # characters, for texts alone that are not trained on
         known, numbered = words.number(texts, cut)
-    min_count = 2 if len(train) >= RARE_FROM else 1
+    min_count = 2 if len(train) >= words.RARE_FROM else 1
     vocabulary = known.frequent(numbered.only(part == TRAIN), min_count)
     numbered = numbered.renumbered(known, vocabulary)
     train_, held_out, test = (numbered.only(part == one) for one in (TRAIN, HELD_OUT, TEST))

@@ -1,4 +1,4 @@
-"""The default classifier: three small networks that share a mini-batch and nothing else.
+"""The default classifier in PyTorch: three small networks that share a mini-batch and nothing else.
 
     wide   TF-IDF of n-grams (B, F) -> logits                                     F x K, from zero
     bag    the same -> 64 -> ReLU -> logits                                       F x 64
@@ -6,12 +6,13 @@
 
 Each part has a loss of its own, and each is better where the others are weak: `wide` with many
 classes, `bag` with few rows, `cnn` where the order of words matters. `calibration.py` mixes them.
-A mini-batch reads and changes only the rows of its own n-grams and words.
+A mini-batch reads and changes only the rows of its own n-grams and words. On the host, learners use
+gradients.py instead.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +21,9 @@ from torch.nn import functional
 
 from gadei_ps.classifier.calibration import PRIOR
 from gadei_ps.classifier.features import Rows
-from gadei_ps.classifier.inference import EnsembleSizes
+from gadei_ps.classifier.gradients import MARGIN, first_weights
+from gadei_ps.classifier.inference import FEATURE_DROPOUT, HIDDEN_DROPOUT, EnsembleSizes
 from gadei_ps.classifier.network import Linear, Lookup, SentenceClassifier
-
-FEATURE_DROPOUT: Final = 0.3
-HIDDEN_DROPOUT: Final = 0.2
-MARGIN: Final = 2.0
-"""Logits of `wide` that have no hinge loss. Its share is then about as large as the others'."""
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits of each part."""
@@ -71,46 +68,35 @@ class Ensemble(torch.nn.Module):
         super().__init__()
         self.sizes = sizes
         self.lookup = lookup
-        generator = torch.Generator().manual_seed(seed)
-        features, hidden, classes = sizes.features, sizes.hidden, sizes.classes
-
-        def uniform(rows: int, columns: int, bound: float) -> torch.nn.Parameter:
-            values = torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
-            return torch.nn.Parameter(values)
-
-        def zero(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.zeros(shape))
-
-        self.wide, self.wide_bias = zero(features, classes), zero(classes)
-        self.bag, self.bag_bias = uniform(features, hidden, 1 / hidden), zero(hidden)
-        self.output_weight = uniform(classes, hidden, hidden**-0.5)
-        self.output_bias = zero(classes)
         self.cnn = SentenceClassifier(
-            **sizes.cnn.as_dict(), seed=seed, sparse=True, linear=linear, lookup=lookup
+            **sizes.cnn.as_dict(), sparse=True, linear=linear, lookup=lookup
         )
+        first = {name: torch.from_numpy(one) for name, one in first_weights(sizes, seed).items()}
 
-    @property
-    def is_on_host(self) -> bool:
-        """Whether all rows of the tables can be read where they are."""
-        return self.wide.device.type == "cpu"
+        def parameter(name: str) -> torch.nn.Parameter:
+            return torch.nn.Parameter(first[name])
+
+        self.wide, self.wide_bias = parameter("wide"), parameter("wide_bias")
+        self.bag, self.bag_bias = parameter("bag"), parameter("bag_bias")
+        self.output_weight, self.output_bias = parameter("output_weight"), parameter("output_bias")
+        self.load_state_dict(first)
 
     def forward(self, texts: Rows, rows: NDArray[np.int64]) -> Parts:
         """Compute the logits of these rows: three tensors, float32 (rows, classes)."""
-        device = self.wide.device
         features, starts, values = texts.bag(rows)
-        distinct = places = features
-        if not self.is_on_host:  # which would fetch repeated rows repeatedly
-            distinct, places = np.unique(features, return_inverse=True)
-        at, place, start, value = (
-            torch.from_numpy(one).to(device, non_blocking=True)
-            for one in (distinct, places, starts, values)
+        tokens, word_starts = texts.packed(rows, self.cnn.widest - 1)
+        # A GPU would fetch repeated rows of the tables repeatedly.
+        distinct, places = np.unique(features, return_inverse=True)
+        of_tokens = np.repeat(np.arange(len(rows)), np.diff(word_starts))
+        at, place, start, value, token, of_token = (
+            torch.from_numpy(one).to(self.wide.device, non_blocking=True)
+            for one in (distinct, places, starts[:-1], values, tokens, of_tokens)
         )
 
         def summed(table: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            direct = self.is_on_host
-            found = table if direct else self.lookup(at, table, sparse=True)
+            found = self.lookup(at, table, sparse=True)
             return functional.embedding_bag(
-                place, found, start, mode="sum", sparse=direct, per_sample_weights=value
+                place, found, start, mode="sum", per_sample_weights=value
             )
 
         wide = summed(self.wide, value) + self.wide_bias
@@ -118,11 +104,7 @@ class Ensemble(torch.nn.Module):
         hidden = functional.relu(summed(self.bag, value) + self.bag_bias)
         hidden = functional.dropout(hidden, HIDDEN_DROPOUT, self.training)
         bag = functional.linear(hidden, self.output_weight, self.output_bias)
-        tokens, lengths = (
-            torch.from_numpy(one).to(device, non_blocking=True)
-            for one in texts.packed(rows, self.cnn.widest - 1)
-        )
-        return wide, bag, self.cnn.packed(tokens, lengths)
+        return wide, bag, self.cnn.packed(token, of_token, len(rows))
 
 
 def losses(parts: Parts, labels: torch.Tensor) -> Losses:

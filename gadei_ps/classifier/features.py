@@ -29,10 +29,12 @@ from numpy.typing import NDArray
 from gadei_ps.classifier.words import (
     MAX_CHARACTERS,
     MAX_LENGTH,
-    PADDING,
+    RARE_FROM,
     UNKNOWN,
     Encoded,
+    gathered,
     is_unspaced,
+    packed,
 )
 
 WORD_GRAMS: Final = (1, 2)
@@ -48,8 +50,6 @@ LEAST_CHARACTERS: Final = 128
 MOST_WEIGHTS: Final = 1 << 27
 """Weights of all n-grams together. In larger models, the rarest n-grams are left out."""
 MOST_WORDS: Final = 1 << 18
-RARE_FROM: Final = 1000
-"""Number of texts from which words that occur once are unknown."""
 
 Floats = NDArray[np.float32]
 _U = np.uint64
@@ -283,36 +283,18 @@ class Rows:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def bag(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
-        """Return the features of these texts, the start of each text among them, and values."""
-        at, starts = _gathered(self.starts, rows)
-        return self.features[at].astype(np.int64), starts[:-1], self.values[at].astype(np.float32)
+        """Return the features of these texts, their starts, and the values.
+
+        Starts: int64, (rows + 1,), of each text among the features, and the end of the last one.
+        """
+        at, starts = gathered(self.starts, rows)
+        return self.features[at].astype(np.int64), starts, self.values[at].astype(np.float32)
 
     def packed(
         self, rows: NDArray[np.int64], gap: int
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return the words of these texts, each followed by so many PADDING, and its length."""
-        at, starts = _gathered(self.word_starts, rows)
-        lengths = np.diff(starts)
-        found = np.full(len(at) + gap * len(rows), PADDING, np.int32)
-        found[np.arange(len(at)) + gap * np.repeat(np.arange(len(rows)), lengths)] = self.words[at]
-        return found, lengths + gap
-
-    def tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return the words of these texts, each followed by PADDING: int32, (rows, width >= 1)."""
-        at, starts = _gathered(self.word_starts, rows)
-        lengths = np.diff(starts)
-        found = np.full((len(rows), max(1, int(lengths.max(initial=0)))), PADDING, np.int32)
-        found[np.arange(found.shape[1]) < lengths[:, None]] = self.words[at]
-        return found
-
-
-def _gathered(
-    starts: NDArray[np.int64], rows: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the places of the elements of these rows, and where each row begins among them."""
-    lengths = starts[rows + 1] - starts[rows]
-    begin = _starts(lengths)
-    return np.arange(begin[-1]) + np.repeat(starts[rows] - begin[:-1], lengths), begin
+        """Return the words of these texts as words.packed does."""
+        return packed(self.words, self.word_starts, rows, gap)
 
 
 @dataclass(frozen=True, eq=False)

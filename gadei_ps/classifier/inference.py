@@ -1,26 +1,29 @@
 """The sentence classifiers without PyTorch: their sizes and probabilities.
 
-PyTorch's import alone takes longer than `gadei-ps predict` should take for a sentence, and the
-launcher of `train` needs no gradients. `network.py` and `ensemble.py` train the same networks and
-explain them.
+PyTorch's import alone takes longer than `gadei-ps predict` should take for a sentence, and as long
+as the training of an ensemble on few rows, whose gradients are in gradients.py. `network.py` and
+`ensemble.py` train the same networks by PyTorch and explain them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gadei_ps.classifier.calibration import log_softmax
 from gadei_ps.classifier.features import Rows
-from gadei_ps.classifier.words import PADDING
+from gadei_ps.classifier.words import Encoded
 
 Floats = NDArray[np.float32]
-BATCH = 64
-"""Sentences whose features are in memory at once."""
+SLICE: Final = 16
+"""Texts that are computed at once."""
+FEATURE_DROPOUT: Final = 0.3
+HIDDEN_DROPOUT: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -114,77 +117,132 @@ class EnsembleSizes:
         } | {f"cnn.{name}": shape for name, shape in self.cnn.shapes.items()}
 
 
+class CnnForward(NamedTuple):
+    """A forward pass of a CNN, with what its gradients need.
+
+    logits: (rows, classes). tokens: words of all texts, each with padding after it. starts: int64,
+    (rows + 1,), of each text in `tokens`. embedded: their embeddings. windows: (tokens, filters).
+    peaks: maxima of each text over its windows and 0, (rows, filters). maxima: inputs of the last
+    layer, (rows, filters).
+    """
+
+    logits: Floats
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    embedded: Floats
+    windows: Floats
+    peaks: Floats
+    maxima: Floats
+
+
 class Classifier(NamedTuple):
-    """A trained CNN. tensors: float32, as `Sizes.shapes` describes them."""
+    """A CNN. tensors: float32, as `Sizes.shapes` describes them; `prefix` begins their names."""
 
     sizes: Sizes
     tensors: Mapping[str, Floats]
+    prefix: str = ""
 
-    def parts(self, tokens: NDArray[np.int32], batch_size: int = BATCH) -> Floats:
-        """Return log probabilities (1, n, classes) of sentences (n, width), PADDING at the end."""
-        found = np.empty((1, len(tokens), self.sizes.classes), np.float32)
-        for rows, batch in batches(tokens, batch_size):
-            found[0, rows] = log_softmax(self.logits(batch))
-        return found
+    def parts(self, texts: Encoded, logits: bool = False) -> Floats:
+        """Return log probabilities, or logits: (1, n, classes)."""
+        found = np.empty((1, len(texts), self.sizes.classes), np.float32)
+        for rows in _slices(len(texts)):
+            found[:, rows] = self.forward(texts, rows).logits
+        return found if logits else log_softmax(found)
 
-    def logits(self, tokens: NDArray[np.int32]) -> Floats:
-        """Return logits (B, classes) for word numbers (B, L); see `SentenceClassifier.forward`."""
-        count, length = tokens.shape
+    def forward(
+        self, texts: Encoded | Rows, rows: NDArray[np.int64], rng: np.random.Generator | None = None
+    ) -> CnnForward:
+        """Compute the logits of these rows as SentenceClassifier does. rng: draws the dropout."""
         taps = self.sizes.tap_features
-        words = self.tensors["embedding"][tokens].reshape(count * length, -1)
-        products = (words @ self.tensors["filters"].T).reshape(count, length, -1)
-        windows = np.zeros((count, length + len(taps) - 1, self.sizes.features), np.float32)
-        for tap, block in enumerate(np.split(products, np.cumsum(taps)[:-1], axis=2)):
-            windows[:, tap : tap + length, : taps[tap]] += block
-        peaks = np.maximum(windows.max(axis=1), 0)
-        hidden = np.maximum(peaks + self.tensors["filter_bias"], 0)
-        logits: Floats = hidden @ self.tensors["output_weight"].T + self.tensors["output_bias"]
-        return logits
+        embedding, filters, filter_bias, output_weight, output_bias = (
+            self.tensors[self.prefix + name] for name in self.sizes.shapes
+        )
+        tokens, starts = texts.packed(rows, len(taps) - 1)
+        embedded = embedding[tokens]
+        products = embedded @ filters.T
+        windows = products[:, : taps[0]]
+        for tap, block in enumerate(np.split(products, np.cumsum(taps)[:-1], axis=1)[1:], 1):
+            windows[tap:, : taps[tap]] += block[:-tap]
+        peaks = np.maximum(np.maximum.reduceat(windows, starts[:-1], axis=0), 0)
+        maxima = dropped(np.maximum(peaks + filter_bias, 0), self.sizes.dropout, rng)
+        logits = maxima @ output_weight.T + output_bias
+        return CnnForward(logits, tokens, starts, embedded, windows, peaks, maxima)
 
 
-class EnsembleClassifier(NamedTuple):
-    """A trained ensemble. tensors: float32, as `EnsembleSizes.shapes` describes them."""
+class Forward(NamedTuple):
+    """A forward pass of an ensemble, with what its gradients need.
+
+    logits: (3, rows, classes). grams: int64, the distinct n-grams. wide, bag: their values, (rows,
+    n-grams), those of `bag` after dropout. hidden: units of `bag`, (rows, hidden).
+    """
+
+    logits: Floats
+    grams: NDArray[np.int64]
+    wide: Floats
+    bag: Floats
+    hidden: Floats
+    cnn: CnnForward
+
+
+@dataclass(frozen=True, eq=False)
+class EnsembleClassifier:
+    """An ensemble. tensors: float32, as `EnsembleSizes.shapes` describes them."""
 
     sizes: EnsembleSizes
     tensors: Mapping[str, Floats]
 
-    def parts(self, texts: Rows, batch_size: int = BATCH, logits: bool = False) -> Floats:
+    @cached_property
+    def cnn(self) -> Classifier:
+        """The part `cnn`."""
+        return Classifier(self.sizes.cnn, self.tensors, "cnn.")
+
+    def parts(self, texts: Rows, logits: bool = False) -> Floats:
         """Return log probabilities by each part, or logits: (3, n, classes)."""
         found = np.empty((3, len(texts), self.sizes.classes), np.float32)
-        prefix = "cnn."
-        of_cnn = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in self.tensors.items()
-            if name.startswith(prefix)
-        }
-        cnn = Classifier(self.sizes.cnn, of_cnn)
-        order = np.argsort(np.diff(texts.word_starts), kind="stable")
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
-            wide, hidden = self._summed(texts, rows)
-            bag = hidden @ self.tensors["output_weight"].T + self.tensors["output_bias"]
-            parts = np.stack([wide, bag, cnn.logits(texts.tokens(rows))])
-            found[:, rows] = parts if logits else log_softmax(parts)
-        return found
+        for rows in _slices(len(texts)):
+            found[:, rows] = self.forward(texts, rows).logits
+        return found if logits else log_softmax(found)
 
-    def _summed(self, texts: Rows, rows: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Return logits of the part `wide`, and hidden units of `bag`."""
-        wide = np.tile(self.tensors["wide_bias"], (len(rows), 1))
-        hidden = np.tile(self.tensors["bag_bias"], (len(rows), 1))
-        for at, row in enumerate(rows.tolist()):
-            part = slice(*texts.starts[row : row + 2].tolist())
-            features, values = texts.features[part], texts.values[part]
-            wide[at] += values @ self.tensors["wide"][features]
-            hidden[at] += values @ self.tensors["bag"][features]
-        return wide, np.maximum(hidden, 0)
+    def forward(
+        self, texts: Rows, rows: NDArray[np.int64], rng: np.random.Generator | None = None
+    ) -> Forward:
+        """Compute the logits of these rows, at most about SLICE. rng: draws the dropout.
+
+        The values of the rows' n-grams become a dense matrix, whose products with the rows of the
+        tables read each of these once.
+        """
+        tensors = self.tensors
+        features, starts, values = texts.bag(rows)
+        row = np.repeat(np.arange(len(rows)), np.diff(starts))
+        grams, place = np.unique(features, return_inverse=True)
+
+        def matrix(values: Floats) -> Floats:
+            found = np.zeros((len(rows), len(grams)), np.float32)
+            found[row, place] = values
+            return found
+
+        wide = matrix(values)
+        bag = wide if rng is None else matrix(dropped(values, FEATURE_DROPOUT, rng))
+        units = np.maximum(bag @ tensors["bag"][grams] + tensors["bag_bias"], 0)
+        hidden = dropped(units, HIDDEN_DROPOUT, rng)
+        cnn = self.cnn.forward(texts, rows, rng)
+        logits = (
+            wide @ tensors["wide"][grams] + tensors["wide_bias"],
+            hidden @ tensors["output_weight"].T + tensors["output_bias"],
+            cnn.logits,
+        )
+        return Forward(np.stack(logits), grams, wide, bag, hidden, cnn)
 
 
-def batches(
-    tokens: NDArray[np.int32], batch_size: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
-    """Row numbers and their sentences, shortest sentences first, for less padding."""
-    lengths = (tokens != PADDING).sum(axis=1)
-    order = np.argsort(lengths, kind="stable")
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        yield rows, tokens[rows, : max(1, lengths[rows[-1]])]
+def dropped(values: Floats, share: float, rng: np.random.Generator | None) -> Floats:
+    """Set a share of the values to zero, and scale the others up; no change without `rng`."""
+    if rng is None or not share:
+        return values
+    kept = rng.random(values.shape, np.float32) >= share
+    found: Floats = values * kept * np.float32(1 / (1 - share))
+    return found
+
+
+def _slices(count: int) -> Iterator[NDArray[np.int64]]:
+    for begin in range(0, count, SLICE):
+        yield np.arange(begin, min(begin + SLICE, count))

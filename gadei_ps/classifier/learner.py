@@ -9,6 +9,8 @@ labels (int64, (n,)) and `settings`, a JSON text. For the CNN, it also has token
 sentences) and lengths (int32, (n,)); for an ensemble, the arrays of features.Rows, and of LabelSets
 if rows may have several labels. A learner has no state to lose: if it is killed, its batches go to
 other learners, and a new one can replace it.
+
+An ensemble on the host needs no PyTorch, whose import takes longer than a training on few rows.
 """
 
 from __future__ import annotations
@@ -18,103 +20,80 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
-from gadei_ps.classifier import ensemble
+from gadei_ps import _native
 from gadei_ps.classifier.dataset import LabelSets
-from gadei_ps.classifier.ensemble import Losses
-from gadei_ps.classifier.features import Rows
-from gadei_ps.classifier.inference import EnsembleSizes
-from gadei_ps.classifier.network import SentenceClassifier
+from gadei_ps.classifier.features import Rows as Texts
+from gadei_ps.classifier.gradients import Gradient, Product, first_weights, gradients
+from gadei_ps.classifier.inference import EnsembleClassifier, EnsembleSizes
 from gadei_ps.classifier.training_settings import ENSEMBLE
-from gadei_ps.classifier.words import Encoded
 from gadei_ps.errors import GadeiError, JobNotFound, JobStopped
-from gadei_ps.learners.torch import Optimizer, embedding, linear
-from gadei_ps.machine import cuda, forks
-from gadei_ps.machine.launch import DEVICE_VARIABLE
-
-NUMBER_VARIABLE = "GADEI_PS_MACHINE"
-"""Number of the machine."""
+from gadei_ps.learners.client import Client, Where, product_at, rows_at, whole_at
+from gadei_ps.learners.gradients import Rows
+from gadei_ps.machine import forks
 
 
 def learn(path: str) -> None:
     """Learn until the server has no more batches. Raises what the client raises."""
     data = mapped(path)
     settings = json.loads(str(data["settings"]))
-    labels = data["labels"]
-    device = _device(settings["device"])
-    if settings["threads"] is not None:
-        torch.set_num_threads(settings["threads"])
-    machine = int(os.environ.get(NUMBER_VARIABLE, "0"))
-    model, losses_of = (_ensemble if settings["model"] == ENSEMBLE else _cnn)(data, settings)
-    model.to(device)
-    optimizer = Optimizer(model, wire=settings["wire"], error_feedback=settings["error_feedback"])
-    # So that two learners do not drop the same units in the same order.
-    stream = machine << 32 | optimizer.client.generation
-    torch.manual_seed((settings["seed"] * 1_000_003 + stream) % 2**63)
-    model.train()
-    for batch in optimizer.batches(
-        len(labels),
-        settings["batch_size"],
-        settings["epochs"],
-        (settings["seed"] + (machine if settings["own_order"] else 0)) % 2**63,
-    ):
-        with optimizer.iteration():
-            optimizer.zero_grad()
-            losses = losses_of(batch.indices, _brought(labels[batch.indices], device))
-            losses.minimized.backward()  # type: ignore[no-untyped-call]
-            optimizer.report(loss=losses.reported)
-            optimizer.step()
-    optimizer.client.detach()
+    if settings["model"] == ENSEMBLE and settings["device"] == "host":
+        _learn(data, settings)
+        return
+    from gadei_ps.classifier import torch_learner
+
+    torch_learner.learn(data, settings)
 
 
-LossesOf = Callable[[NDArray[np.int64], torch.Tensor], Losses]
-"""Losses of rows by their numbers and labels."""
-# Pushes only the rows of the filters that the batch changes; a GPU reads only the words of a batch.
-_PUSHED: Final[dict[str, Any]] = {"linear": linear, "lookup": embedding}
-
-
-def _cnn(
-    data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]
-) -> tuple[torch.nn.Module, LossesOf]:
-    sentences = Encoded(data["tokens"], data["lengths"])
-    model = SentenceClassifier(
-        **settings["sizes"],
-        seed=settings["seed"],
-        sparse=True,  # pushes only the words of a batch, not the vocabulary
-        **_PUSHED,
-    )
-
-    def losses_of(rows: NDArray[np.int64], labels: torch.Tensor) -> Losses:
-        logits = model(_brought(sentences.batch(rows), labels.device))
-        loss = functional.cross_entropy(logits, labels)
-        return Losses(loss, loss)
-
-    return model, losses_of
-
-
-def _ensemble(
-    data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]
-) -> tuple[torch.nn.Module, LossesOf]:
-    texts = Rows(**{one.name: data[one.name] for one in fields(Rows)})
+def _learn(data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]) -> None:
+    """Train an ensemble on the host."""
+    texts = Texts(**{one.name: data[one.name] for one in fields(Texts)})
     sizes = EnsembleSizes(**settings["sizes"])
-    model = ensemble.Ensemble(sizes, seed=settings["seed"], **_PUSHED)
-    if not settings["multi_label"]:
-        return model, lambda rows, labels: ensemble.losses(model(texts, rows), labels)
-    sets = LabelSets(data["label_starts"], data["label_values"])
+    labels, batch_size, seed = data["labels"], settings["batch_size"], settings["seed"]
+    client = Client(
+        tensors=first_weights(sizes, seed),
+        wire=settings["wire"],
+        error_feedback=settings["error_feedback"],
+    )
+    model = EnsembleClassifier(sizes, client.weights)
+    multi_label = settings["multi_label"]
+    sets = LabelSets(data["label_starts"], data["label_values"]) if multi_label else None
+    # So that two learners do not drop the same units in the same order.
+    rng = np.random.default_rng([seed, client.generation])
+    for batch in client.batches(len(labels), batch_size, settings["epochs"], seed):
+        rows = batch.indices
+        if sets is None:
+            truth = np.zeros((len(rows), sizes.classes), np.float32)
+            truth[np.arange(len(rows)), labels[rows]] = 1
+        else:
+            truth = sets.matrix(rows, sizes.classes)
+        loss, found = gradients(
+            model, texts, rows, truth, batch_size, multi_label=multi_label, rng=rng
+        )
+        # Here for as long as their addresses are used.
+        places = [_place(found[tensor.name]) for tensor in client.model.tensors]
+        client.push_from([one for where in places for one in where], loss=loss, samples=len(rows))
+    client.detach()
 
-    def losses_of(rows: NDArray[np.int64], labels: torch.Tensor) -> Losses:
-        truth = _brought(sets.matrix(rows, sizes.classes), labels.device)
-        return ensemble.multi_label_losses(model(texts, rows), truth)
 
-    return model, losses_of
+def _place(gradient: Gradient) -> Where:
+    """Return the addresses of a gradient for Client.push_from."""
+
+    def at(array: NDArray[Any]) -> int:
+        assert array.flags.c_contiguous
+        return _native.address(array)
+
+    if isinstance(gradient, Rows):
+        return rows_at(at(gradient.indices), at(gradient.values), len(gradient.indices))
+    if isinstance(gradient, Product):
+        return product_at(at(gradient.factors), at(gradient.vectors), len(gradient.factors))
+    return whole_at(at(gradient))
 
 
 def mapped(path: str) -> dict[str, NDArray[Any]]:
@@ -133,20 +112,6 @@ def mapped(path: str) -> dict[str, NDArray[Any]]:
             else:
                 arrays[key] = archive[key]
     return arrays
-
-
-def _device(name: str) -> torch.device:
-    """cuda or host by its name; auto is decided here."""
-    if name == "auto":
-        has_cuda = not cuda.missing() and torch.cuda.is_available()
-        name = os.environ[DEVICE_VARIABLE] = "cuda" if has_cuda else "host"
-    return torch.device("cuda" if name == "cuda" else "cpu")
-
-
-def _brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device. Does not wait until the copy is complete."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from gadei_ps.classifier.calibration import (
 )
 from gadei_ps.classifier.dataset import UNSEEN_LABEL, Dataset
 from gadei_ps.classifier.features import Rows
-from gadei_ps.classifier.inference import EnsembleClassifier, Floats
+from gadei_ps.classifier.inference import Floats
 from gadei_ps.classifier.model_directory import CONFUSION, PICTURE, ModelDirectoryError, save_result
 from gadei_ps.classifier.report import Confusion, LabelQuality
 from gadei_ps.classifier.training_plan import Plan
@@ -203,12 +203,9 @@ class Measuring:
 
     def _parts(self, tensors: Tensors, encoded: Encoded | Rows) -> Floats:
         """Return log probabilities (parts, n, classes), or logits if rows have several labels."""
-        model = self._plan.classifier(tensors)
-        if isinstance(model, EnsembleClassifier):
-            assert isinstance(encoded, Rows)
-            return model.parts(encoded, logits=self._plan.settings.label_separator is not None)
-        assert isinstance(encoded, Encoded)
-        return model.parts(encoded.padded())
+        logits = self._plan.settings.label_separator is not None
+        found: Floats = self._plan.classifier(tensors).parts(encoded, logits)  # type: ignore[arg-type]
+        return found
 
     def _save(self, metrics: Mapping[str, Any]) -> None:
         """Write the model directory with the best weights. Raises ModelDirectoryError.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gadei_ps.classifier import words
 from gadei_ps.classifier.calibration import Calibration
-from gadei_ps.classifier.features import Features
+from gadei_ps.classifier.features import Features, Rows
 from gadei_ps.classifier.inference import (
     Classifier,
     EnsembleClassifier,
@@ -26,7 +26,7 @@ from gadei_ps.classifier.inference import (
     Floats,
     Sizes,
 )
-from gadei_ps.classifier.words import WORDS, Vocabulary
+from gadei_ps.classifier.words import WORDS, Encoded, Vocabulary
 from gadei_ps.errors import GadeiError
 from gadei_ps.machine import user_files
 from gadei_ps.show.counts import counted
@@ -74,16 +74,15 @@ class Result(NamedTuple):
 
     def probabilities(self, texts: Sequence[str]) -> tuple[Floats, NDArray[np.int64]]:
         """Return probabilities (n, classes), and how many words of each text the model knows."""
-        if isinstance(self.model, EnsembleClassifier):
-            assert isinstance(self.vocabulary, Features)
-            rows = self.vocabulary.encode(texts)
-            parts = self.model.parts(rows, logits=self.calibration.multi_label)
-            starts = rows.word_starts
-            known = np.diff(np.concatenate(([0], np.cumsum(rows.words > words.UNKNOWN)))[starts])
+        encoded: Rows | Encoded
+        if isinstance(self.vocabulary, Features):
+            encoded = self.vocabulary.encode(texts)
+            tokens, starts = encoded.words, encoded.word_starts
         else:
-            assert isinstance(self.vocabulary, Vocabulary)
-            tokens = words.encode(texts, self.vocabulary).padded()
-            parts, known = self.model.parts(tokens), (tokens > words.UNKNOWN).sum(axis=1)
+            encoded = words.encode(texts, self.vocabulary)
+            tokens, starts = encoded.tokens, encoded.starts
+        parts = self.model.parts(encoded, self.calibration.multi_label)  # type: ignore[arg-type]
+        known = np.diff(np.concatenate(([0], np.cumsum(tokens > words.UNKNOWN)))[starts])
         return self.calibration.probabilities(parts), known
 
 

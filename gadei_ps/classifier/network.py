@@ -9,17 +9,16 @@ The module does not use the parameter server.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from gadei_ps.classifier.dataset import UNSEEN_LABEL
-from gadei_ps.classifier.inference import BATCH, Sizes, batches
-from gadei_ps.classifier.words import PADDING
+from gadei_ps.classifier.calibration import scores
+from gadei_ps.classifier.inference import Classifier, Sizes
+from gadei_ps.classifier.words import PADDING, Encoded
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Lookup = Callable[..., torch.Tensor]
@@ -122,17 +121,19 @@ class SentenceClassifier(torch.nn.Module):
         products = self.linear(words, self.filters).view(batch, length, -1)
         return self._output(self._windows(products).amax(dim=1))
 
-    def packed(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def packed(self, tokens: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
         """Return the same logits for sentences one after the other: less padding in large batches.
 
-        tokens: (N,), each sentence followed by `widest` - 1 PADDING. lengths: int64 (B,), of each
-        sentence with the PADDING after it.
+        tokens: (N,), each sentence followed by `widest` - 1 PADDING. rows: int64 (N,), the sentence
+        of each token, from 0. count: number of sentences.
         """
         embedded = self.lookup(tokens, self.embedding, PADDING, sparse=self.sparse)
         # The padding keeps each window within its sentence.
         windows = self._windows(self.linear(embedded, self.filters)[None])[0, : len(tokens)]
-        # Checks of the lengths would wait for a GPU.
-        return self._output(torch.segment_reduce(windows, "max", lengths=lengths, unsafe=True))
+        # Not segment_reduce, whose gradient is wrong where windows are equal (torch 2.13).
+        peaks = windows.new_zeros(count, windows.shape[1])
+        peaks = peaks.scatter_reduce(0, rows[:, None].expand_as(windows), windows, "amax")
+        return self._output(peaks)
 
     def _windows(self, products: torch.Tensor) -> torch.Tensor:
         """Add the taps of each window: (B, L, all taps) -> (B, L + widest - 1, filters)."""
@@ -157,40 +158,15 @@ class SentenceClassifier(torch.nn.Module):
 
 
 def evaluate(
-    model: SentenceClassifier,
-    tokens: NDArray[np.int32],
-    labels: NDArray[np.int64],
-    batch_size: int = BATCH,
+    model: SentenceClassifier, texts: Encoded, labels: NDArray[np.int64]
 ) -> tuple[float, float]:
-    """Accuracy (0 to 1) and mean cross-entropy (nats) without dropout.
+    """Accuracy (0 to 1) and mean cross-entropy (nats) without dropout, computed by NumPy.
 
-    tokens: (n, width), with trailing PADDING. labels: (n,). A sentence with UNSEEN_LABEL is wrong
-    and has no loss. If all have it, the loss is NaN. Raises ValueError if there is no sentence.
+    labels: (n,). A sentence with a negative label is wrong and has no loss. If all have one, the
+    loss is NaN. Raises ValueError if there is no sentence.
     """
-    if not len(tokens) or len(tokens) != len(labels):
-        raise ValueError(f"cannot evaluate {len(tokens)} sentences with {len(labels)} labels")
-    correct, loss = 0, 0.0
-    for rows, logits in _logits(model, tokens, batch_size):
-        expected = torch.from_numpy(labels[rows])
-        correct += int((logits.argmax(dim=1) == expected).sum())
-        losses = functional.cross_entropy(
-            logits, expected, ignore_index=UNSEEN_LABEL, reduction="sum"
-        )
-        loss += float(losses)
-    known = int((labels != UNSEEN_LABEL).sum())
-    return correct / len(labels), loss / known if known else math.nan
-
-
-def _logits(
-    model: SentenceClassifier, tokens: NDArray[np.int32], batch_size: int
-) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-    """Row numbers and their logits on the CPU, as `batches` gives them."""
-    training = model.training
-    model.eval()
-    try:
-        for rows, batch in batches(tokens, batch_size):
-            with torch.no_grad():
-                logits = model(torch.from_numpy(batch).to(model.embedding.device))
-            yield rows, logits.cpu()
-    finally:
-        model.train(training)
+    if not len(texts) or len(texts) != len(labels):
+        raise ValueError(f"cannot evaluate {len(texts)} sentences with {len(labels)} labels")
+    tensors = {name: one.detach().cpu().numpy() for name, one in model.named_parameters()}
+    (found,) = Classifier(Sizes(**model.sizes), tensors).parts(texts)
+    return scores(np.exp(found), labels)

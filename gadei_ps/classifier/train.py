@@ -3,8 +3,8 @@
 The launcher reads the data and starts a job and its learners. After each epoch it measures the
 shared weights on the held-out tenth, while training continues. Of the CNN, it keeps the best
 weights, and stops when neither accuracy nor loss improves. It computes no gradients. It replaces
-learners that die. Those of an ensemble on the host are forks of a process that imports PyTorch
-while the launcher reads.
+learners that die. Those of an ensemble on the host are forks of a process that imports what they
+need while the launcher reads.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def train(settings: Settings, display_silent: bool = False) -> dict[str, Any]:
 def _starting(settings: Settings, compute: Compute) -> Iterator[Start]:
     """Yield a function that starts the learners of a run."""
     start = partial(Learners, stdout=2, compute=compute)
-    # The threads of the CNN, and what CUDA does, cannot be forked.
+    # PyTorch's threads, and what CUDA does, cannot be forked.
     if settings.model == CNN or compute.device != "host":
         yield start
         return
@@ -162,8 +162,10 @@ def _compute(settings: Settings) -> Compute:
 
 def _torch_lacks() -> str:
     """Explain why PyTorch cannot use a GPU that CuPy can use. Empty if it can."""
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return "PyTorch is not installed: pip install 'gadei-ps[torch]'"
     if torch.version.cuda:
         return ""
     return f"PyTorch {torch.__version__} is built for the CPU alone; install one built for CUDA"

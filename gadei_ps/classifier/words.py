@@ -41,6 +41,11 @@ MAX_LENGTH = 256
 MAX_CHARACTERS = 1 << 16
 """Characters of a text that are read. Later words are not among the first MAX_LENGTH."""
 
+RARE_FROM: Final = 1000
+"""Number of texts from which words that occur once are unknown. The vocabulary then has half as
+many words, the accuracy is the same, and the unknown word is trained. In smaller sets most words
+occur once."""
+
 Cut = Literal["words", "characters"]
 """Unit of texts. `characters`: words, but characters of scripts without spaces."""
 WORDS: Final = "words"
@@ -213,6 +218,15 @@ class Encoded:
         """Start of each sentence in `tokens`, and the end of the last one: shape (n + 1,)."""
         return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def packed(
+        self, rows: NDArray[np.int64], gap: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the words of these sentences as `packed` does."""
+        return packed(self.tokens, self.starts, rows, gap)
+
     def batch(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """These sentences, each followed by PADDING, as wide as the longest: int32, (rows, width).
 
@@ -265,3 +279,26 @@ def _encoded(
         tokens.extend(found)
         lengths.append(len(found))
     return Encoded(np.array(tokens, np.int32), np.array(lengths, np.int32))
+
+
+def packed(
+    words: NDArray[np.int32], starts: NDArray[np.int64], rows: NDArray[np.int64], gap: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the words of these texts, each followed by so many PADDING, and their starts.
+
+    starts: of all texts among `words`, and the end of the last one; returned for these rows.
+    """
+    at, begins = gathered(starts, rows)
+    gaps = gap * np.arange(len(begins))
+    found = np.full(len(at) + gaps[-1], PADDING, np.int32)
+    found[np.arange(len(at)) + np.repeat(gaps[:-1], np.diff(begins))] = words[at]
+    return found, begins + gaps
+
+
+def gathered(
+    starts: NDArray[np.int64], rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Find the places of the elements of these rows, and where each row begins among them."""
+    lengths = starts[rows + 1] - starts[rows]
+    begins = np.concatenate(([0], np.cumsum(lengths)))
+    return np.arange(begins[-1]) + np.repeat(starts[rows] - begins[:-1], lengths), begins

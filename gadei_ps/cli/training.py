@@ -154,8 +154,9 @@ def train(
     """
     if address is not None and groups is None:
         raise UsageError("--address needs --groups")
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("train needs PyTorch: pip install 'gadei-ps[torch]'")
+    is_cnn = groups is not None or model is ModelName.CNN
+    if is_cnn and importlib.util.find_spec("torch") is None:
+        raise UsageError("the CNN needs PyTorch: pip install 'gadei-ps[torch]'")
     from gadei_ps.classifier.training_settings import Settings
     from gadei_ps.show import view
 
@@ -168,7 +169,7 @@ def train(
         "dropout": dropout,
     }
     given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
-    if groups is None and model is not ModelName.CNN:
+    if not is_cnn:
         for name in given.keys() & {"optimizer", "lr", "patience", "dropout"}:
             raise UsageError(f"--{name} is for --model cnn; the ensemble has its own settings")
         # Before NumPy is imported: more threads would take the cores of learners, and spin there.

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gadei_ps.classifier import calibration, ensemble, features
+from gadei_ps.classifier import gradients as closed_form
 from gadei_ps.classifier.calibration import Calibration
 from gadei_ps.classifier.corpus import Corpus
 from gadei_ps.classifier.dataset import (
@@ -27,6 +28,7 @@ from gadei_ps.classifier.dataset import (
     split_labels,
 )
 from gadei_ps.classifier.features import Features, Rows, hashed
+from gadei_ps.classifier.gradients import Gradient, Product, first_weights, gradients
 from gadei_ps.classifier.hold_out import findings, split
 from gadei_ps.classifier.inference import EnsembleClassifier, EnsembleSizes
 from gadei_ps.classifier.model_directory import (
@@ -42,6 +44,7 @@ from gadei_ps.classifier.training_plan import Plan
 from gadei_ps.classifier.training_settings import Settings
 from gadei_ps.classifier.words import MAX_CHARACTERS
 from gadei_ps.errors import UsageError
+from gadei_ps.learners.gradients import Rows as GradientRows
 
 TEXTS = ("The cat's mat.", "the CAT sat", "a dog, a dog", "", "\u65e5\u672c x", "it\u2019s the cat")
 
@@ -88,12 +91,12 @@ def test_values_are_tf_idf_of_two_blocks() -> None:
 def test_words_keep_their_order_and_unknown_ones_are_1() -> None:
     known = Features.learn(hashed(TEXTS[:2]), 10)
     rows = known.rows(hashed(["the cat dog", "CAT", ""]))
-    tokens = rows.tokens(np.arange(3))
-    assert tokens.shape == (3, 3)
-    assert tokens[0, 0] > 1
-    assert tokens[0, 1] == tokens[1, 0] > 1
-    assert (tokens[0, 2], tokens[1:, 1:].any()) == (1, False)
-    assert rows.tokens(np.array([2])).tolist() == [[0]]
+    tokens, starts = rows.packed(np.array([1, 2, 0]), 2)
+    assert starts.tolist() == [0, 3, 5, 10]
+    assert tokens[5] > 1
+    assert tokens[0] == tokens[6] > 1
+    assert tokens[7] == 1
+    assert not tokens[[1, 2, 3, 4, 8, 9]].any()
 
 
 def test_hashes_do_not_depend_on_the_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +153,7 @@ def test_networks_without_torch_are_the_same(tmp_path: Path) -> None:
     save_result(tmp_path / "m", in_numpy(model), known, "abc", {}, {}, calibrated)
     result = load_result(tmp_path / "m")
     assert isinstance(result.model, EnsembleClassifier)
-    np.testing.assert_allclose(result.model.parts(rows, batch_size=3), expected, atol=1e-5)
+    np.testing.assert_allclose(result.model.parts(rows), expected, atol=1e-5)
     probabilities, words = result.probabilities(TEXTS)
     mixed = np.tensordot([0.5, 0.25, 1.0], expected, axes=1)
     np.testing.assert_allclose(probabilities, calibration.softmax(mixed), atol=1e-5)
@@ -163,10 +166,14 @@ def test_networks_without_torch_are_the_same(tmp_path: Path) -> None:
 def test_packed_sentences_have_the_logits_and_gradients_of_padded_ones() -> None:
     _, rows, of = sizes()
     model = moved(ensemble.Ensemble(of)).cnn.eval()
-    some = np.array([3, 0, 4])  # the first has no word
-    tokens, lengths = rows.packed(some, model.widest - 1)
-    found = model.packed(torch.from_numpy(tokens), torch.from_numpy(lengths))
-    expected = model(torch.from_numpy(rows.tokens(some)))
+    some = np.array([3, 0, 4, 2])  # the first has no word, the last one a word pair twice
+    tokens, starts = rows.packed(some, model.widest - 1)
+    of_tokens = torch.from_numpy(np.repeat(np.arange(4), np.diff(starts)))
+    found = model.packed(torch.from_numpy(tokens), of_tokens, 4)
+    padded = np.zeros((4, np.diff(starts).max()), np.int32)
+    for to, begin, end in zip(padded, starts[:-1], starts[1:], strict=True):
+        to[: end - begin] = tokens[begin:end]
+    expected = model(torch.from_numpy(padded))
     torch.testing.assert_close(found, expected)
     gradients = [
         torch.autograd.grad(logits.square().sum(), list(model.parameters()))
@@ -258,32 +265,102 @@ def test_the_reported_loss_is_that_of_the_prediction() -> None:
     assert several.reported.item() == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("is_on_host", [True, False])
-def test_a_batch_has_gradients_of_its_own_rows_alone(
-    is_on_host: bool, monkeypatch: pytest.MonkeyPatch
+def whole(gradient: Gradient, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a gradient as the server adds it up."""
+    if isinstance(gradient, Product):
+        return gradient.factors.T @ gradient.vectors
+    if isinstance(gradient, np.ndarray):
+        return gradient
+    found = np.zeros(shape, np.float32)
+    np.add.at(found, gradient.indices, gradient.values)
+    return found
+
+
+@pytest.mark.parametrize("slice_size", [16, 2])
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_gradients_are_those_of_autograd(
+    multi_label: bool, slice_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Compare a wave of mini-batches of 4 and 3 rows, one text twice and one without words."""
+    monkeypatch.setattr(closed_form, "SLICE", slice_size)
     _, rows, of = sizes()
-    batch, labels = np.array([1, 2, 1]), torch.tensor([0, 2, 1])
+    batch, labels = np.array([1, 2, 1, 3, 0, 4, 5]), np.array([0, 2, 1, 1, 0, 2, 2])
+    truth = np.eye(3, dtype=np.float32)[labels]
+    if multi_label:
+        truth[2] = [1, 0, 1]
+    model = moved(ensemble.Ensemble(of)).eval()
+    reported = []
+    for part in (slice(0, 4), slice(4, 7)):
+        parts = model(rows, batch[part])
+        if multi_label:
+            losses = ensemble.multi_label_losses(parts, torch.from_numpy(truth[part]))
+        else:
+            losses = ensemble.losses(parts, torch.from_numpy(labels[part]))
+        losses.minimized.backward()  # type: ignore[no-untyped-call]
+        reported.append(losses.reported.item())
+    loss, found = gradients(in_numpy(model), rows, batch, truth, 4, multi_label=multi_label)
+    assert loss == pytest.approx(np.mean(reported), rel=1e-5)
+    assert found.keys() == of.shapes.keys()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        expected = parameter.grad.to_dense().numpy()
+        ours = whole(found[name], of.shapes[name])
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6, err_msg=name)
 
-    def trained() -> ensemble.Ensemble:
-        torch.manual_seed(1)
-        model = moved(ensemble.Ensemble(of))
-        ensemble.losses(model(rows, batch), labels).minimized.backward()  # type: ignore[no-untyped-call]
-        return model
 
-    expected = trained()
-    monkeypatch.setattr(ensemble.Ensemble, "is_on_host", is_on_host)
-    model = trained()
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        torch.testing.assert_close(one.grad.to_dense(), other.grad.to_dense())
-    for table in (model.wide, model.bag):
-        assert table.grad is not None
-        assert table.grad.is_sparse
-        touched = set(table.grad._indices()[0].tolist())
-        assert touched == set(rows.bag(batch)[0].tolist())
-    assert all(parameter.grad is not None for parameter in model.parameters())
+def test_a_batch_has_gradients_of_its_own_rows_alone() -> None:
+    _, rows, of = sizes()
+    batch = np.array([1, 2, 1])
+    model = in_numpy(moved(ensemble.Ensemble(of)))
+    _, found = gradients(model, rows, batch, np.eye(3, dtype=np.float32), 16)
+    for name in ("wide", "bag"):
+        gradient = found[name]
+        assert isinstance(gradient, GradientRows)
+        assert set(gradient.indices) == set(rows.bag(batch)[0])
+        assert len(gradient.indices) == len(set(gradient.indices))
+
+
+def test_gradients_with_dropout_are_the_derivatives_of_the_loss() -> None:
+    _, rows, of = sizes()
+    batch, labels = np.arange(6), np.array([0, 1, 2, 0, 1, 2])
+    truth = np.eye(3, dtype=np.float32)[labels]
+    model = in_numpy(moved(ensemble.Ensemble(of)))
+    _, found = gradients(model, rows, batch, truth, 6, rng=np.random.default_rng(1))
+    _, others = gradients(model, rows, batch, truth, 6)
+    exact = {name: one.astype(np.float64) for name, one in model.tensors.items()}
+
+    def minimized(name: str, step: np.ndarray) -> float:
+        changed: Any = exact | {name: exact[name] + step}
+        forward = EnsembleClassifier(of, changed).forward(rows, batch, np.random.default_rng(1))
+        parts: Any = torch.from_numpy(forward.logits)
+        return ensemble.losses(tuple(parts), torch.from_numpy(labels)).minimized.item()
+
+    for name, shape in of.shapes.items():
+        gradient = whole(found[name], shape)
+        if name not in ("wide", "wide_bias", "output_bias", "cnn.output_bias"):
+            assert not np.allclose(gradient, whole(others[name], shape)), "there is dropout"
+        step = np.random.default_rng(2).normal(size=shape) * 1e-6
+        if name == "cnn.embedding":
+            step[0] = 0
+        change = minimized(name, step) - minimized(name, -step)
+        assert change == pytest.approx(2 * (gradient * step).sum(), rel=1e-3), name
+
+
+def test_the_first_weights_depend_on_the_seed_alone() -> None:
+    of = EnsembleSizes(1000, 500, 3)
+    first = first_weights(of, 1)
+    assert {name: one.shape for name, one in first.items()} == of.shapes
+    for name, again in first_weights(of, 1).items():
+        np.testing.assert_array_equal(first[name], again)
+    assert not np.array_equal(first["bag"], first_weights(of, 2)["bag"])
+    for name in ("wide", "wide_bias", "bag_bias", "cnn.filter_bias"):
+        assert not first[name].any()
+    assert not first["cnn.embedding"][0].any()
+    bounds = {"bag": 1 / 64, "output_weight": 1 / 8, "cnn.embedding": 0.05}
+    for name, bound in bounds.items():
+        assert np.abs(first[name]).max() == pytest.approx(bound, rel=0.02)
+    assert np.abs(first["cnn.filters"][:64]).max() == pytest.approx(1 / 16, rel=0.02)  # of width 4
+    assert np.abs(first["cnn.filters"][128:192]).max() == pytest.approx(128**-0.5, rel=0.02)
 
 
 def test_shares_and_temperature_are_found() -> None:

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
+from gadei_ps.classifier import inference  # noqa: E402
 from gadei_ps.classifier.dataset import UNSEEN_LABEL  # noqa: E402
 from gadei_ps.classifier.inference import Classifier, Sizes  # noqa: E402
 from gadei_ps.classifier.model_directory import (  # noqa: E402
@@ -26,7 +27,7 @@ from gadei_ps.classifier.model_directory import (  # noqa: E402
     save_result,
 )
 from gadei_ps.classifier.network import SentenceClassifier, evaluate  # noqa: E402
-from gadei_ps.classifier.words import Vocabulary, encode  # noqa: E402
+from gadei_ps.classifier.words import Encoded, Vocabulary, encode  # noqa: E402
 from gadei_ps.storage import files  # noqa: E402
 
 
@@ -46,6 +47,11 @@ def sentences(count: int, width: int, seed: int = 0) -> Any:
     tokens = random.integers(1, 30, (count, width), dtype=np.int32)
     lengths = random.integers(1, width + 1, count)
     return tokens * (np.arange(width) < lengths[:, None])
+
+
+def encoded(tokens: Any) -> Encoded:
+    """The same without padding."""
+    return Encoded(tokens[tokens > 0], (tokens > 0).sum(axis=1).astype(np.int32))
 
 
 def backward(loss: Any) -> None:
@@ -202,7 +208,7 @@ def test_it_learns_a_word_that_decides() -> None:
     tokens[labels == 1, 1] = 25
     model = small(classes=2)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
-    _, before = evaluate(model, tokens, labels)
+    _, before = evaluate(model, encoded(tokens), labels)
     for _ in range(5):
         for start in range(0, 64, 2):
             batch = torch.from_numpy(tokens[start : start + 2])
@@ -212,7 +218,7 @@ def test_it_learns_a_word_that_decides() -> None:
             optimizer.zero_grad()
             backward(loss)
             optimizer.step()
-    accuracy, after = evaluate(model, tokens, labels)
+    accuracy, after = evaluate(model, encoded(tokens), labels)
     assert accuracy == 1.0
     assert after < before / 2
 
@@ -220,13 +226,15 @@ def test_it_learns_a_word_that_decides() -> None:
 # Measuring
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 64])
-def test_evaluate_is_accuracy_and_mean_loss(batch_size: int) -> None:
+@pytest.mark.parametrize("slice_size", [1, 5, 64])
+def test_evaluate_is_accuracy_and_mean_loss(
+    slice_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "SLICE", slice_size)
     model = small(dropout=0.5).train()
     tokens = sentences(23, 9)
     labels = np.arange(23) % 3
-    accuracy, loss = evaluate(model, tokens, labels, batch_size)
-    assert model.training, "the mode is restored"
+    accuracy, loss = evaluate(model, encoded(tokens), labels)
     logits = plain_logits(model, torch.from_numpy(tokens)).detach()
     assert accuracy == np.mean(logits.argmax(1).numpy() == labels)
     assert loss == pytest.approx(float(functional.cross_entropy(logits, torch.from_numpy(labels))))
@@ -234,12 +242,12 @@ def test_evaluate_is_accuracy_and_mean_loss(batch_size: int) -> None:
 
 def test_unseen_labels_count_as_wrong_and_have_no_loss() -> None:
     model = small()
-    tokens = sentences(8, 9)
+    tokens = encoded(sentences(8, 9))
     right = in_numpy(model).parts(tokens)[0].argmax(axis=1)
     labels = np.where(np.arange(8) < 6, right, UNSEEN_LABEL)
     accuracy, loss = evaluate(model, tokens, labels)
     assert accuracy == 0.75
-    assert loss == pytest.approx(evaluate(model, tokens[:6], right[:6])[1])
+    assert loss == pytest.approx(evaluate(model, tokens.only(np.arange(8) < 6), right[:6])[1])
     accuracy, loss = evaluate(model, tokens, np.full(8, UNSEEN_LABEL))
     assert accuracy == 0
     assert math.isnan(loss)
@@ -247,20 +255,20 @@ def test_unseen_labels_count_as_wrong_and_have_no_loss() -> None:
 
 def test_there_must_be_something_to_evaluate() -> None:
     with pytest.raises(ValueError, match="0 sentences"):
-        evaluate(small(), sentences(3, 5)[:0], np.zeros(0, np.int64))
+        evaluate(small(), encoded(sentences(3, 5)[:0]), np.zeros(0, np.int64))
     with pytest.raises(ValueError, match="2 labels"):
-        evaluate(small(), sentences(3, 5), np.zeros(2, np.int64))
+        evaluate(small(), encoded(sentences(3, 5)), np.zeros(2, np.int64))
 
 
 def test_predict_gives_probabilities_in_the_order_of_the_rows() -> None:
     model = small()
     tokens = sentences(23, 9)
-    probabilities = np.exp(in_numpy(model).parts(tokens, batch_size=4)[0])
+    probabilities = np.exp(in_numpy(model).parts(encoded(tokens))[0])
     assert probabilities.dtype == np.float32
     assert probabilities.sum(axis=1) == pytest.approx(1, abs=1e-5)
     expected = plain_logits(model, torch.from_numpy(tokens)).softmax(1).detach().numpy()
     np.testing.assert_allclose(probabilities, expected, rtol=1e-4)
-    assert in_numpy(model).parts(tokens[:0]).shape == (1, 0, 3)
+    assert in_numpy(model).parts(encoded(tokens[:0])).shape == (1, 0, 3)
 
 
 # The result directory
@@ -287,9 +295,10 @@ def test_a_result_is_read_back_whole(tmp_path: Path) -> None:
     save(directory, model=model, metrics={"loss": [math.nan, 1.5, {"a": math.inf}]})
     assert sorted(p.name for p in directory.iterdir()) == sorted(FILES_OF_CNN)
     result = load_result(directory)
-    tokens = encode(["w\u00e41 w\u00e42 never", "w\u00e43"], result.vocabulary).padded()
-    expected = model.eval()(torch.from_numpy(tokens)).detach().numpy()
-    np.testing.assert_allclose(result.model.logits(tokens), expected, atol=1e-5)
+    texts = encode(["w\u00e41 w\u00e42 never", "w\u00e43"], result.vocabulary)
+    expected = model.eval()(torch.from_numpy(texts.padded())).detach().numpy()
+    assert isinstance(result.model, Classifier)
+    np.testing.assert_allclose(result.model.parts(texts, logits=True)[0], expected, atol=1e-5)
     assert result.model.sizes.as_dict() == model.sizes
     assert result.vocabulary == VOCABULARY
     assert result.label_names == LABELS
@@ -442,13 +451,13 @@ def test_a_result_directory_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_importing_starts_nothing() -> None:
-    """Nor does it load PyTorch's compiler, which takes as long as all the rest.
+    """Nor does it load PyTorch, which takes longer than all the rest.
 
     Learners are forked from such a process, which must have no other threads.
     """
     program = (
         "import os, sys, multiprocessing as m, gadei_ps.classifier.learner;"
         "assert len(os.listdir('/proc/self/task')) == 1 and not m.active_children();"
-        "assert 'torch._dynamo' not in sys.modules"
+        "assert not {'torch', 'numba'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
