@@ -96,7 +96,7 @@ def test_status_without_a_cluster(replicas: list[subprocess.Popen[bytes]]) -> No
 
 def test_an_empty_address_is_a_mistake(replicas: list[subprocess.Popen[bytes]]) -> None:
     """It would be another cluster than the one that a script was to name."""
-    with pytest.raises(UsageError, match="^--address : write HOST:PORT"):
+    with pytest.raises(UsageError, match=r"^--address : write HOST:PORT"):
         commands.ask("stop", "a", "", lambda *_: None)
     assert sockets.here("a") == [("a", 0), ("a", 1)]
 
