@@ -123,6 +123,7 @@ ROOMS = (
             "tests/unit/test_loading.py",
             "tests/unit/test_roster.py",
             "tests/unit/test_segment.py",
+            "tests/unit/test_owned.py",
             "tests/end_to_end/test_clean_stop.py",
             "tests/end_to_end/test_supervision.py",
             "tests/end_to_end/test_adoption.py",

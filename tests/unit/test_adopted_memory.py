@@ -23,10 +23,12 @@ from gadei_ps.job import lock_file
 from gadei_ps.job.lock_file import NameLock
 from gadei_ps.machine import process
 from gadei_ps.memory import holds, layout, segment, shm
-from gadei_ps.memory.layout import CONTROL, Phase, ServerState, Stop
+from gadei_ps.memory.layout import CONTROL, Kept, Phase, ServerState, Stop
 from gadei_ps.memory.weights import Tensor, place
 from gadei_ps.watchdog import entry, job_memory
 from gadei_ps.watchdog.job_memory import JobMemory
+from gadei_ps.watchdog.serve_options import Options
+from gadei_ps.watchdog.servers import Servers
 from gadei_ps.watchdog.supervisor import Supervisor
 
 THERE = 1  # another pid namespace
@@ -190,6 +192,24 @@ def test_every_word_of_an_adopted_job(
     for part in parts(made):
         assert (part.header["owner_pid"], part.header["owner_start"]) == me
     assert [os.path.lexists(shm.path_of(left.rings[row].name)) for row in range(3)] == [1, 1, 0]
+
+
+def test_the_adopting_command_sets_who_may_continue(
+    left: JobMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tick(servers: Servers, now: float) -> None:
+        control["lease_state"] = 1
+
+    control = left.control.view(CONTROL)
+    control["temporary"] = Kept.NEVER
+    monkeypatch.setattr(Servers, "tick", tick)
+    monkeypatch.setattr(Servers, "serving", property(lambda _: True))
+    made = Supervisor(left.config, Options(resume=True))
+    try:
+        made.startup()
+        assert made.memory.adopted and control["temporary"] == Kept.BY_SERVE
+    finally:
+        made.shutdown()
 
 
 def test_never_the_words_of_two_watchdogs(left: JobMemory, dead: tuple[int, int]) -> None:

@@ -99,6 +99,16 @@ def test_another_load_before_the_first_step(job_name: str) -> None:
         assert asks(rig, 1, 9, after=8) == "other", "the job has trained since"
 
 
+def test_a_load_that_was_not_finished_takes_the_place_of_the_one_before(job_name: str) -> None:
+    with Rig(job_name, W, learners=3) as rig:
+        assert asks(rig, 1, 7) == "write"
+        asks(rig, 1, 7, done=True)
+        assert asks(rig, 1, 8, after=7) == "write"
+        rig.roster[0]["wanted"] = 0
+        assert asks(rig, 2, 8, after=7) == "write"
+        assert asks(rig, 3, 7) == "wait", "nothing of that load is whole any more"
+
+
 def test_the_one_that_writes_gives_up(job_name: str) -> None:
     """Abandon it as if it had died, even while it lives; it may be the next one that writes."""
     with Rig(job_name, W, learners=3) as rig:
@@ -128,6 +138,7 @@ def test_the_one_that_writes_trains(job_name: str) -> None:
         assert asks(rig, 2, what="weights") == "wait"
         rig.state["record"]["steps"] = 1
         assert asks(rig, 2, what="weights") == "other"
+        assert asks(rig, 1, what="weights") == "write", "its connection broke, and it asks again"
         assert asks(rig, 1, gives=50, steps=1) == "write"
         rig.state["record"]["steps"] = 50
         assert asks(rig, 2, gives=50, steps=1) == "wait", "it may have written the steps"

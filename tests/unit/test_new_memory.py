@@ -19,7 +19,7 @@ from gadei_ps.machine import log, process
 from gadei_ps.memory import build, layout, shm
 from gadei_ps.memory.layout import CONTROL, RING, STATE, WEIGHTS, Mode, Role, SegmentKind, Work
 from gadei_ps.memory.segment import Segment
-from gadei_ps.memory.weights import Tensor, place
+from gadei_ps.memory.weights import Tensor, place, read_table
 from gadei_ps.storage.checkpoint import Snapshot
 from gadei_ps.watchdog import batches, initial_model, model_segments, script, settings
 from gadei_ps.watchdog.batches import Batches
@@ -31,6 +31,7 @@ VALUES = {
     "optimizer": {"kind": "adam", "lr": 0.25, "staleness_aware": True},
     "slots": 3,
     "ahead": 5,
+    "owned": True,
     "shards": 2,
     "spin_us": 12.0,
     "nonfinite": "refuse",
@@ -93,6 +94,7 @@ def test_every_word_of_a_new_job(job_name: str) -> None:
             "script_word": script.PLACE | script.OPEN,
             "slots": 3,
             "ahead": 5,
+            "owned": 1,
             "mode": Mode.COLLECT,
             "report": 1,
             "refuse_nonfinite": 1,
@@ -217,7 +219,7 @@ def test_work_begins_at_its_begin(memory: JobMemory) -> None:
 
     wanted = {"next": 0, "epochs_done": 0, "epochs": 3, "seed": 7, "batches": 10}
     made = Batches(memory, 0)
-    request = SetWork(batches=10, epochs=3, seed=7)
+    request = SetWork(batches=10, epochs=3, seed=7, ahead=6)
     with at_each_line(look, batches):
         assert made.set_work(request) == {"set": True}
     assert seen[-1] == wanted | {"work": Work.WORKING}
@@ -227,6 +229,27 @@ def test_work_begins_at_its_begin(memory: JobMemory) -> None:
         if one["work"]:
             assert one["batches"]
     assert made.set_work(request) == {"set": False}
+    for ahead, most in ((2, 6), (7, 7)):
+        assert made.set_work(request.model_copy(update={"ahead": ahead})) == {"set": False}
+        assert control["ahead"] == most
+
+
+def test_the_table_of_a_model(memory: JobMemory) -> None:
+    model = place(
+        [
+            Tensor("w", (3000, 2)),
+            Tensor("tied", (5,), aliases=("a", "b")),
+            Tensor("mean", (7,), Role.BUFFER),
+            Tensor("fixed", (11,), Role.FROZEN, aliases=("c",)),
+        ]
+    )
+    first = InitialModel(model, None)
+    initial_model.enter(memory, first, memory.make_model(first), log.get())
+    assert memory.weights
+    head = memory.weights.view(WEIGHTS)
+    names = ("tensors", "trained", "aliases", "frozen", "elements", "words")
+    assert [int(head[name]) for name in names] == [3, 2, 3, 1, model.elements, model.words]
+    assert read_table(memory.weights) == model
 
 
 def test_the_job_file_changes(memory: JobMemory) -> None:

@@ -96,16 +96,17 @@ def test_a_new_learner(watched: Watched) -> None:
         used[field] = 8
     used["name"] = b"before"
     watched.rig.control["ring_inode"][row] = 8
+    watched.rig.control["has_buffers"][row] = 1
     coming = watched.roster.begin(os.getpid(), "a" * 40)
     assert (coming.row, coming.generation) == (row, ROWS + 1)
     ring = memory.make_ring(row, coming.generation)
     seen = []
 
     def look() -> None:
-        inode = int(watched.rig.control["ring_inode"][row])
-        found = words(used)
-        found.pop("loss", None)  # NaN: it comes with the first gradient
-        seen.append((found, inode, int(ring.header["magic"])))
+        control = watched.rig.control
+        found = words(used) | {"loss": str(used["loss"])}
+        inode, buffers = int(control["ring_inode"][row]), int(control["has_buffers"][row])
+        seen.append((found, inode, buffers, int(ring.header["magic"])))
 
     with at_each_line(look, roster):
         watched.roster.admit(coming, ring)
@@ -118,8 +119,9 @@ def test_a_new_learner(watched: Watched) -> None:
         "served": 3,
         "retired": 3,
         "outstanding": layout.NO_BATCH,
+        "loss": "nan",  # it comes with the first gradient
     }
-    whole = entry, ring.inode, layout.MAGIC
+    whole = entry, ring.inode, 0, layout.MAGIC
     assert seen[-1] == whole
     assert all(one == whole for one in seen if one[0]["generation"] == ROWS + 1)
     assert {one[0]["generation"] for one in seen} == {3, ROWS + 1}

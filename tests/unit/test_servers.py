@@ -92,6 +92,8 @@ def test_the_words_of_the_fork_server(watched: Servers, monkeypatch: pytest.Monk
     monkeypatch.setattr(ServerStarter, "pid", 0)
     watched.tick(2.0)
     assert control["fork_server_pid"] == 0
+    watched._starter.died()
+    assert control["fork_server_deaths"] == 1
 
 
 def test_servers_are_adopted(watched: Servers) -> None:

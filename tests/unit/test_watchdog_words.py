@@ -371,6 +371,26 @@ def test_the_staleness_of_a_learner_that_has_left(memory: JobMemory) -> None:
         assert history._measure(1.0) == (0, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("generation", "gone", "deaths", "event"),
+    [(1, Gone.HUNG, 0, "eviction"), (2, 0, 1, "death"), (2, 0, 0, "detach")],
+)
+def test_why_a_learner_has_left(
+    memory: JobMemory, generation: int, gone: int, deaths: int, event: str
+) -> None:
+    """Another learner may have its row already."""
+    with selectors.DefaultSelector() as selector:
+        history = History(memory, selector, log.get())
+        history._learners = history._there()
+        entry, memory.words["learner_deaths"] = memory.words["roster"][0], deaths
+        entry["generation"], entry["gone"] = generation, gone
+        if generation == 1:
+            memory.remove_ring(0)
+        history._note_events()
+        left = json.loads(history._waiting[0])
+    assert (left["event"], left["learner"], left["pid"]) == (event, 0, os.getpid())
+
+
 def test_a_value_that_no_line_can_have(memory: JobMemory) -> None:
     with selectors.DefaultSelector() as selector:
         history = History(memory, selector, log.get())
