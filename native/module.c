@@ -31,10 +31,8 @@
         }                                     \
     } while (0)
 
-
 METHOD(claim)
 {
-    UNUSED;
     TAKES(3)
     struct ps_frame *frame;
     int result;
@@ -42,67 +40,25 @@ METHOD(claim)
     return frame ? PyLong_FromUnsignedLongLong((uint64_t)frame) : PyLong_FromLong(result);
 }
 
-METHOD(wait_grant)
-{
-    UNUSED;
-    TAKES(4)
-    int result;
-    WAITING(result, ps_wait_grant(RING, CONTROL, arg[2], patience));
-    return PyLong_FromLong(result);
-}
+#define WAITS(name, n, call)                  \
+    METHOD(name)                              \
+    {                                         \
+        TAKES(n)                              \
+        int result;                           \
+        WAITING(result, call);                \
+        return PyLong_FromLong(result);       \
+    }
 
-METHOD(wait_applied)
-{
-    UNUSED;
-    TAKES(4)
-    int result;
-    WAITING(result, ps_wait_applied(RING, CONTROL, arg[2], patience));
-    return PyLong_FromLong(result);
-}
-
-METHOD(pause_learner)
-{
-    UNUSED;
-    TAKES(3)
-    ps_pause(RING, CONTROL, arg[2] != 0);
-    Py_RETURN_NONE;
-}
-
-METHOD(ask_exclusive)
-{
-    UNUSED;
-    TAKES(3)
-    ps_ask_exclusive(RING, CONTROL, arg[2] != 0);
-    Py_RETURN_NONE;
-}
-
-METHOD(beat)
-{
-    UNUSED;
-    TAKES(1)
-    ps_beat(RING);
-    Py_RETURN_NONE;
-}
-
-METHOD(is_exclusive)
-{
-    UNUSED;
-    TAKES(2)
-    return PyBool_FromLong(ps_is_exclusive(RING, CONTROL));
-}
-
-METHOD(wait_exclusive)
-{
-    UNUSED;
-    TAKES(3)
-    int result;
-    WAITING(result, ps_wait_exclusive(RING, CONTROL, patience));
-    return PyLong_FromLong(result);
-}
+WAITS(wait_grant, 4, ps_wait_grant(RING, CONTROL, arg[2], patience))
+WAITS(wait_applied, 4, ps_wait_applied(RING, CONTROL, arg[2], patience))
+WAITS(wait_exclusive, 3, ps_wait_exclusive(RING, CONTROL, patience))
+DOES(pause_learner, 3, ps_pause(RING, CONTROL, arg[2] != 0))
+DOES(ask_exclusive, 3, ps_ask_exclusive(RING, CONTROL, arg[2] != 0))
+RETURNS(is_exclusive, 2, PyBool_FromLong(ps_is_exclusive(RING, CONTROL)))
+DOES(beat, 1, ps_beat(RING))
 
 METHOD(take_work)
 {
-    UNUSED;
     TAKES(3)
     uint64_t item = 0;
     int result;
@@ -110,44 +66,29 @@ METHOD(take_work)
     return result ? PyLong_FromLong(result) : PyLong_FromUnsignedLongLong(item);
 }
 
-METHOD(lease_make)
+static PyObject *none_or_error(int error)
 {
-    UNUSED;
-    TAKES(1)
-    int error = -ps_lease_make(arg[0]);
-    if (error) {
-        errno = error;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    Py_RETURN_NONE;
+    if (!error)
+        Py_RETURN_NONE;
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
 }
+
+RETURNS(lease_make, 1, none_or_error(-ps_lease_make(arg[0])))
+DOES(lease_release, 1, ps_lease_release(arg[0]))
 
 METHOD(lease_take)
 {
-    UNUSED;
     TAKES(2)
     int result;
     Py_BEGIN_ALLOW_THREADS
     result = ps_lease_take(arg[0], arg[1]);
     Py_END_ALLOW_THREADS
-    if (result <= -1000) {
-        errno = -1000 - result;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    return PyLong_FromLong(result);
-}
-
-METHOD(lease_release)
-{
-    UNUSED;
-    TAKES(1)
-    ps_lease_release(arg[0]);
-    Py_RETURN_NONE;
+    return result <= -1000 ? none_or_error(-1000 - result) : PyLong_FromLong(result);
 }
 
 METHOD(populate)
 {
-    UNUSED;
     TAKES(2)
     /* Best effort: kernels before 5.14 fill them at the first access. */
     int result;
@@ -157,37 +98,12 @@ METHOD(populate)
     return PyLong_FromLong(result);
 }
 
-METHOD(guard)
-{
-    UNUSED;
-    TAKES(4)
-    int error = -ps_guard(arg[0], arg[1], arg[2], arg[3]);
-    if (error) {
-        errno = error;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    Py_RETURN_NONE;
-}
-
-METHOD(unguard)
-{
-    UNUSED;
-    TAKES(1)
-    ps_unguard(arg[0]);
-    Py_RETURN_NONE;
-}
-
-METHOD(tell_of_stores)
-{
-    UNUSED;
-    TAKES(2)
-    ps_tell_of_stores(arg[0], arg[1]);
-    Py_RETURN_NONE;
-}
+RETURNS(guard, 4, none_or_error(-ps_guard(arg[0], arg[1], arg[2], arg[3])))
+DOES(unguard, 1, ps_unguard(arg[0]))
+DOES(tell_of_stores, 2, ps_tell_of_stores(arg[0], arg[1]))
 
 METHOD(futex_wait)
 {
-    UNUSED;
     TAKES(3)
     Py_BEGIN_ALLOW_THREADS
     ps_futex_wait((const uint32_t *)arg[0], (uint32_t)arg[1], arg[2]);
@@ -197,7 +113,6 @@ METHOD(futex_wait)
 
 METHOD(wait_any)
 {
-    UNUSED;
     TAKES(4)
     int error;
     Py_BEGIN_ALLOW_THREADS
@@ -206,55 +121,15 @@ METHOD(wait_any)
     return PyLong_FromLong(error);
 }
 
-METHOD(futex_wake)
-{
-    UNUSED;
-    TAKES(1)
-    ps_futex_wake((const uint32_t *)arg[0]);
-    Py_RETURN_NONE;
-}
-
-METHOD(bell)
-{
-    UNUSED;
-    TAKES(1)
-    ps_ring_bell((uint32_t *)arg[0]);
-    Py_RETURN_NONE;
-}
-
-METHOD(load)
-{
-    UNUSED;
-    TAKES(1)
-    return PyLong_FromUnsignedLongLong(ps_get(arg[0]));
-}
-
-METHOD(store)
-{
-    UNUSED;
-    TAKES(2)
-    ps_set(arg[0], arg[1]);
-    Py_RETURN_NONE;
-}
-
-METHOD(load32)
-{
-    UNUSED;
-    TAKES(1)
-    return PyLong_FromUnsignedLong(ps_get32(arg[0]));
-}
-
-METHOD(store32)
-{
-    UNUSED;
-    TAKES(2)
-    ps_set32(arg[0], (uint32_t)arg[1]);
-    Py_RETURN_NONE;
-}
+DOES(futex_wake, 1, ps_futex_wake((const uint32_t *)arg[0]))
+DOES(bell, 1, ps_ring_bell((uint32_t *)arg[0]))
+RETURNS(load, 1, PyLong_FromUnsignedLongLong(ps_get(arg[0])))
+DOES(store, 2, ps_set(arg[0], arg[1]))
+RETURNS(load32, 1, PyLong_FromUnsignedLong(ps_get32(arg[0])))
+DOES(store32, 2, ps_set32(arg[0], (uint32_t)arg[1]))
 
 METHOD(address)
 {
-    UNUSED;
     if (count != 1) {
         PyErr_SetString(PyExc_TypeError, "takes 1 argument");
         return NULL;
@@ -269,7 +144,6 @@ METHOD(address)
 
 METHOD(start_ticks)
 {
-    UNUSED;
     TAKES(1)
     uint64_t told = arg[0] > INT32_MAX ? 0 : ps_start_ticks((int32_t)arg[0]);
     if (told == PS_START_UNKNOWN)
@@ -277,16 +151,10 @@ METHOD(start_ticks)
     return PyLong_FromUnsignedLongLong(told);
 }
 
-METHOD(job_lives)
-{
-    UNUSED;
-    TAKES(1)
-    return PyBool_FromLong(ps_job_lives((const struct ps_control *)arg[0]));
-}
+RETURNS(job_lives, 1, PyBool_FromLong(ps_job_lives((const struct ps_control *)arg[0])))
 
 METHOD(shard_range)
 {
-    UNUSED;
     TAKES(3)
     uint64_t low, high;
     if (arg[1] < 1 || arg[1] > PS_MAX_SHARDS || arg[2] >= arg[1]) {
@@ -300,7 +168,6 @@ METHOD(shard_range)
 
 METHOD(die_with_parent)
 {
-    UNUSED;
     TAKES(1)
     if (prctl(PR_SET_PDEATHSIG, (unsigned long)arg[0], 0, 0, 0) < 0)
         return PyErr_SetFromErrno(PyExc_OSError);

@@ -16,14 +16,21 @@
 
 #include "ps_ring.h"
 
+/* Checks how many arguments a method is given; -1 with an exception set. */
+static inline int takes(Py_ssize_t given, Py_ssize_t wanted)
+{
+    if (given == wanted)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
+    return -1;
+}
+
 /* Converts the arguments of a method; -1 with an exception set. */
 static inline int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted,
                           uint64_t *out)
 {
-    if (given != wanted) {
-        PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
+    if (takes(given, wanted) < 0)
         return -1;
-    }
     for (Py_ssize_t i = 0; i < wanted; i++) {
         out[i] = PyLong_AsUnsignedLongLong(args[i]);
         if (out[i] == (uint64_t)-1 && PyErr_Occurred())
@@ -33,12 +40,17 @@ static inline int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wa
 }
 
 #define TAKES(n)                               \
-    uint64_t arg[n];                           \
+    uint64_t arg[(n) ? (n) : 1];               \
     if (numbers(args, count, (n), arg) < 0)    \
         return NULL;
 
-#define METHOD(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t count)
-#define UNUSED (void)self
+#define UNUSED __attribute__((unused))
+#define METHOD(name)                                                                \
+    static PyObject *name(UNUSED PyObject *self, UNUSED PyObject *const *args,      \
+                          UNUSED Py_ssize_t count)
+/* A method of n numbers, `arg`: returns an object, or does something and returns None. */
+#define RETURNS(name, n, object) METHOD(name) { TAKES(n) return object; }
+#define DOES(name, n, something) METHOD(name) { TAKES(n) something; Py_RETURN_NONE; }
 
 #define RING ((struct ps_ring *)arg[0])
 #define CONTROL ((const struct ps_control *)arg[1])

@@ -5,14 +5,6 @@
 #include "module.h"
 #include "ps_learner.h"
 
-static inline int takes(Py_ssize_t given, Py_ssize_t wanted)
-{
-    if (given == wanted)
-        return 0;
-    PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
-    return -1;
-}
-
 /* (version, batch, samples, rate_scale, loss). ValueError for what no frame may say. */
 int take_facts(const struct ps_learner *learner, PyObject *given, struct ps_facts *facts);
 

@@ -6,7 +6,6 @@
 
 METHOD(copy)
 {
-    UNUSED;
     TAKES(5)
     if (arg[0] < PS_FLOAT32 || arg[0] > PS_FLOAT16) {
         PyErr_SetString(PyExc_ValueError, "unknown dtype code");
@@ -22,7 +21,6 @@ METHOD(copy)
 
 METHOD(nonzeros)
 {
-    UNUSED;
     TAKES(2)
     const float *values = (const float *)arg[0];
     uint64_t found = 0;
@@ -35,7 +33,6 @@ METHOD(nonzeros)
 
 METHOD(sparse_product)
 {
-    UNUSED;
     TAKES(6)
     Py_BEGIN_ALLOW_THREADS
     ps_sparse_product((float *)arg[0], (const float *)arg[1], (const float *)arg[2], arg[3], arg[4],
@@ -44,12 +41,8 @@ METHOD(sparse_product)
     Py_RETURN_NONE;
 }
 
-METHOD(first_block)
-{
-    UNUSED;
-    TAKES(1)
-    return PyLong_FromUnsignedLongLong(ps_first_block((const struct ps_weights *)arg[0]));
-}
+RETURNS(first_block, 1,
+        PyLong_FromUnsignedLongLong(ps_first_block((const struct ps_weights *)arg[0])))
 
 PyMethodDef ps_frame_methods[] = {
     ENTRY(copy, "copy(dtype, to, from, count, residue) -> sum of squares; infinite if a value is "

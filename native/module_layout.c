@@ -63,9 +63,6 @@ static PyObject *fields_of(const char *tag)
 
 METHOD(layout)
 {
-    UNUSED;
-    (void)args;
-    (void)count;
     PyObject *all = PyDict_New();
     EACH(i, structs)
         if (all && put(all, structs[i].tag,
@@ -77,9 +74,6 @@ METHOD(layout)
 
 METHOD(numbers_of_layout)
 {
-    UNUSED;
-    (void)args;
-    (void)count;
     PyObject *all = PyDict_New();
     EACH(i, all_numbers)
         if (all && put(all, all_numbers[i].name,
@@ -90,9 +84,6 @@ METHOD(numbers_of_layout)
 
 METHOD(codes)
 {
-    UNUSED;
-    (void)args;
-    (void)count;
     PyObject *all = PyDict_New(), *list = NULL; /* borrowed of all */
     EACH(i, all_codes) {
         if (!all)

@@ -141,9 +141,7 @@ METHOD(leave)
 
 METHOD(shut)
 {
-    (void)args;
-    if (takes(count, 0) < 0)
-        return NULL;
+    TAKES(0)
     Py_BEGIN_ALLOW_THREADS
     ps_shut(&LEARNER->calls);
     Py_END_ALLOW_THREADS
@@ -310,35 +308,11 @@ METHOD_OF_ONE(land)
     Py_RETURN_NONE;
 }
 
-METHOD(counted)
-{
-    (void)args;
-    if (takes(count, 0) < 0)
-        return NULL;
-    ps_frame_counted(LEARNER);
-    Py_RETURN_NONE;
-}
-
-METHOD(wanted)
-{
-    (void)args;
-    if (takes(count, 0) < 0)
-        return NULL;
-    return PyBool_FromLong(ps_wanted(LEARNER));
-}
-
-METHOD(turn)
-{
-    TAKES(1)
-    return PyLong_FromUnsignedLongLong(ps_turn(LEARNER, arg[0]));
-}
-
-METHOD(copy_begin)
-{
-    TAKES(1)
-    ps_copy_begin(LEARNER, (float *)arg[0]);
-    Py_RETURN_NONE;
-}
+DOES(counted, 0, ps_frame_counted(LEARNER))
+RETURNS(wanted, 0, PyBool_FromLong(ps_wanted(LEARNER)))
+RETURNS(turn, 1, PyLong_FromUnsignedLongLong(ps_turn(LEARNER, arg[0])))
+DOES(copy_begin, 1, ps_copy_begin(LEARNER, (float *)arg[0]))
+DOES(copy_end, 0, ps_copy_end(LEARNER))
 
 METHOD(copy_on)
 {
@@ -348,15 +322,6 @@ METHOD(copy_on)
     result = ps_copy_on(LEARNER, arg[0]);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(result);
-}
-
-METHOD(copy_end)
-{
-    (void)args;
-    if (takes(count, 0) < 0)
-        return NULL;
-    ps_copy_end(LEARNER);
-    Py_RETURN_NONE;
 }
 
 static PyObject *get_left(PyObject *self, void *unused)

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xd9ef0e20c44f46abull
+#define PS_BUILD 0x0159b13b9279f65eull
 
 #endif

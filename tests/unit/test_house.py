@@ -314,7 +314,7 @@ def calls_in_c(sources: Mapping[str, str]) -> dict[str, set[str]]:
     The sources are formatted so that a function's body begins with a brace in the first column.
     """
     code = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.S) for name, text in sources.items()}
-    definition = re.compile(r"^(?!static|#|\s|})[\w \*]*?\b(\w+)\([^;{}]*\)\s*\{", re.M)
+    definition = re.compile(r"^(?!static|#|\s|})[\w \*]*?\b([a-z]\w*)\([^;{}]*\)\s*\{", re.M)
     owner = {function: name for name, text in code.items() for function in definition.findall(text)}
     return {
         name: {
