@@ -1,8 +1,11 @@
-"""The cache of compiled code, which lasts from one start to the next.
+"""The cache of compiled code: a file for each unit, which lasts from one start to the next.
 
 Its directory is named by a digest of all that decides what the code is: the sources, the C
 extension, the compiler, and the processor. So a process never loads code that was compiled from
 other sources, or for another processor.
+
+A file is a checksum and an object file (ELF). A damaged file, or that of another directory or unit,
+counts as missing.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 
@@ -27,50 +29,17 @@ from gadei_ps import _native, homes
 KEPT = 3  # directories of other versions that stay, the most recently used
 UNUSED_S = 86400.0  # the others go when they were unused for that long
 DIGEST = re.compile("[0-9a-f]{16}")
-_PACKAGE = Path(__file__).parents[1]
+CHECKSUM_BYTES = hashlib.sha256().digest_size
 COMPILERS = ("numba", "llvmlite")
 # What Numba's own settings change in the code. LLVM optimizes it whatever NUMBA_OPT is.
-SETTINGS = tuple(
-    f"NUMBA_{name}"
-    for name in ("CPU_NAME", "CPU_FEATURES", "BOUNDSCHECK", "DEBUGINFO", "DISABLE_INTEL_SVML")
-)
-# Every module with code that is kept, and every module that such a module imports.
-SOURCES = tuple(
-    _PACKAGE / name
-    for name in (
-        "homes.py",
-        "kernels/borrow.py",
-        "kernels/cache.py",
-        "kernels/compiled.py",
-        "kernels/cpu.py",
-        "kernels/engine.py",
-        "kernels/half.py",
-        "kernels/loaded.py",
-        "kernels/optimizers.py",
-        "kernels/store.py",
-        "memory/layout.py",
-        "server/account.py",
-        "server/apply.py",
-        "server/arrival.py",
-        "server/blocks.py",
-        "server/chunks.py",
-        "server/constants.py",
-        "server/context.py",
-        "server/frames.py",
-        "server/journal.py",
-        "server/kinds.py",
-        "server/known.py",
-        "server/ledger.py",
-        "server/order.py",
-        "server/payload.py",
-        "server/record.py",
-        "server/recover.py",
-        "server/shard.py",
-        "server/statistics.py",
-        "server/structs.py",
-        "server/superstep.py",
-        "server/symbols.py",
-    )
+SETTINGS = ("CPU_NAME", "CPU_FEATURES", "BOUNDSCHECK", "DEBUGINFO")
+_PACKAGE = Path(__file__).parents[1]
+# Modules of the server's folder that compiled code does not need; a test compares them.
+_NOT_COMPILED = "code compiler driver fork_server loading manager rings shards units watchers"
+SOURCES = (
+    *sorted(_PACKAGE.glob("kernels/*.py")),
+    *sorted(one for one in _PACKAGE.glob("server/*.py") if one.stem not in _NOT_COMPILED.split()),
+    _PACKAGE / "memory" / "layout.py",
 )
 
 
@@ -118,10 +87,10 @@ def directory() -> Path:
 
     Its time of modification is that of the last call. Raises OSError, as base() does.
     """
-    given = [os.environ.get(name) for name in SETTINGS]
-    told = _of_the_extension(), _of_the_machine(), given, _of_the_sources()
-    digest = hashlib.sha256(repr(told).encode())
-    here = base() / digest.hexdigest()[:16]
+    settings = [os.environ.get(f"NUMBA_{name}") for name in SETTINGS]
+    extension = _native.layout(), _native.numbers(), _native.codes()
+    told = repr((extension, _of_the_machine(), settings, _of_the_sources()))
+    here = base() / hashlib.sha256(told.encode()).hexdigest()[:16]
     with contextlib.suppress(OSError):
         if here.is_dir():
             os.utime(here)
@@ -131,17 +100,13 @@ def directory() -> Path:
     return here
 
 
-def _on_the_disk() -> str:
+@functools.cache
+def _of_the_sources() -> str:
+    """Return the digest of the sources as this process first read them."""
     digest = hashlib.sha256()
     for path in SOURCES:
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-@functools.cache
-def _of_the_sources() -> str:
-    """Return the digest of the sources as this process first read them."""
-    return _on_the_disk()
 
 
 def check_sources() -> None:
@@ -149,24 +114,8 @@ def check_sources() -> None:
 
     Call it after the sources are imported and before they are compiled.
     """
-    if _on_the_disk() != _of_the_sources():
+    if _of_the_sources.__wrapped__() != _of_the_sources():
         raise OSError(errno.ESTALE, "gadei-ps was installed again meanwhile; start the job again")
-
-
-def _of_the_extension() -> object:
-    """Return what compiled code takes from the C extension: offsets, sizes, types and values.
-
-    The descriptions of fields and codes are not compiled.
-    """
-    structs = {
-        name: (size, {field: told[:4] for field, told in fields.items()})
-        for name, (size, fields) in _native.layout().items()
-    }
-    codes = {
-        name: {code: value for code, (value, _) in told.items()}
-        for name, told in _native.codes().items()
-    }
-    return structs, _native.numbers(), codes
 
 
 @functools.cache
@@ -192,21 +141,33 @@ def _prune(here: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-_problems: list[str] = []
+def _path(name: str) -> Path:
+    return directory() / f"{name}.code"
 
 
-def note(error: OSError) -> None:
-    """Note that code could not be loaded or kept."""
-    _problems.append(str(error))
+def _checksum(path: Path, code: bytes) -> bytes:
+    """Return a checksum for this file alone: it rejects a copy in another version's directory."""
+    return hashlib.sha256(f"{path.parent.name}/{path.name}\n".encode() + code).digest()
 
 
-def has_failed() -> bool:
-    """Return whether code could not be loaded or kept."""
-    return bool(_problems)
+def read(name: str) -> bytes | None:
+    """Return the code of a unit, some tens of kilobytes; None if no whole file can be read."""
+    try:
+        path = _path(name)
+        data = path.read_bytes()
+    except OSError:
+        return None
+    code = data[CHECKSUM_BYTES:]
+    return code if data[:CHECKSUM_BYTES] == _checksum(path, code) else None
 
 
-def report(log: Any) -> None:
-    """Log a warning if code could not be loaded or kept since the last call."""
-    if _problems:
-        log.warning("compiled code cannot be kept for the next start", reason=_problems[-1])
-        _problems.clear()
+def keep(name: str, code: bytes) -> None:
+    """Write the file of a unit. Raises OSError."""
+    path = _path(name)
+    made = path.with_suffix(f".{os.getpid()}.new")
+    try:
+        made.write_bytes(_checksum(path, code) + code)
+        made.rename(path)
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise

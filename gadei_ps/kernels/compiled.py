@@ -13,14 +13,13 @@ Numba. Servers set NUMBA_OPT, so that Numba does not optimize each function befo
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
 from llvmlite import binding
 
-from gadei_ps.kernels.store import Code
+from gadei_ps.kernels.engine import entry
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,13 +27,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 HOW = {"nogil": True, "error_model": "numpy"}
 # Without what would make a function callable from Python.
 PART = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-ENTRY = "gadei_ps_"
 # Functions of Python and Numba, which only an error and an array with an owner need. Today: Py...,
 # NRT_Free, NRT_MemInfo_call_dtor, numba_do_raise, numba_gil_ensure, numba_gil_release,
 # numba_runtime_build_excinfo_struct and numba_unpickle. Numba's helpers of mathematics and arrays
 # (math.frexp, complex powers, reshape) match, too: compiled code must not use them.
-NOT_RUN = re.compile("_?Py|numba_|NRT_")
-SYMBOL = struct.Struct("<IBBHQQ")  # of an object file: ELF of 64 bits, little-endian
+NOT_RUN = re.compile(r"^declare ([^@\n]*@(?:_?Py|numba_|NRT_).*\))[^)\n]*$", re.M)
 
 
 def compiled(function: F, **more: Any) -> F:
@@ -56,8 +53,8 @@ def inlined(function: F) -> F:
     return compiled(function, forceinline=True, **PART)
 
 
-def machine_code(name: str, signature: Any, function: Callable[..., Any]) -> Code:
-    """Return the code of a unit, compiled: a C function, with all that it calls.
+def machine_code(name: str, signature: Any, function: Callable[..., Any]) -> bytes:
+    """Return the object file of a unit: a C function, with all that it calls.
 
     name: the unit's. signature: Numba's, of numbers or void. If the code raises an error, the
     process ends at once, because a shard's thread has nobody to report to.
@@ -68,33 +65,19 @@ def machine_code(name: str, signature: Any, function: Callable[..., Any]) -> Cod
     # unrolls it. So what is inlined is optimized by itself first.
     parts = binding.parse_assembly(made.inspect_llvm().replace("alwaysinline", "noinline"))
     _optimize(parts, machine)
-    module = binding.parse_assembly(str(parts).replace("noinline", "alwaysinline"))
-    entry = module.get_function(made.native_name)
+    text = str(parts).replace("noinline", "alwaysinline")
+    # Without their attributes: a function that is not run must be free to end the process.
+    text = NOT_RUN.sub(r"define \1 { call void @llvm.trap() unreachable }", text)
+    module = binding.parse_assembly(f"{text}\ndeclare void @llvm.trap()")
+    module.get_function(made.native_name).name = entry(name)
     # Numba numbers the functions that a process compiles, so two processes may give one name to
     # different code. Only the entry is seen by others.
-    entry.name = ENTRY + name.replace("-", "_")
-    module.link_in(binding.parse_assembly(_ends(module)))
     for one in (*module.functions, *module.global_variables):
-        if not one.is_declaration and one.name != entry.name:
+        if not one.is_declaration and one.name != entry(name):
             one.linkage = "internal"
     _optimize(module, machine)
-    file = machine.emit_object(module)
-    needs = {symbol for symbol, _, section in symbols(file) if symbol and not section}
-    return Code(entry.name, tuple(sorted(needs)), file)
-
-
-def symbols(file: bytes) -> Iterator[tuple[str, int, int]]:
-    """Yield each symbol of an object file: name, kind (local if less than 16), and section.
-
-    A symbol of others has no section, 0.
-    """
-    tables = {}
-    for one in binding.ObjectFileRef.from_data(file).sections():
-        if one.name() in (b".symtab", b".strtab"):
-            tables[one.name()] = one.data()
-    names = tables[b".strtab"]
-    for at, kind, _, section, _, _ in SYMBOL.iter_unpack(tables[b".symtab"]):
-        yield names[at : names.index(b"\0", at)].decode(), kind, section
+    code: bytes = machine.emit_object(module)
+    return code
 
 
 def _optimize(module: Any, machine: Any) -> None:
@@ -117,14 +100,3 @@ def _machine() -> Any:
         codemodel="jitdefault",
         jit=True,
     )
-
-
-def _ends(module: Any) -> str:
-    """Return LLVM's code of the functions that are not to be run: each ends the process."""
-    text = [f'target triple = "{module.triple}"', f'target datalayout = "{module.data_layout}"']
-    for one in module.functions:
-        if one.is_declaration and NOT_RUN.match(one.name):
-            head = str(one).strip().replace("declare", "define", 1)
-            head = re.sub(r"( #\d+)+$", "", head)  # attributes, which are those of its module
-            text.append(f"{head} {{ call void @llvm.trap() unreachable }}")
-    return "\n".join([*text, "declare void @llvm.trap()"])

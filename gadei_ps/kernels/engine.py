@@ -1,8 +1,7 @@
 """Loading of object files into this process, by LLVM and without Numba.
 
-LLVM ends the process if a symbol is missing, so all that an object file needs are looked for
-before. The code stays for as long as the process lives. No thread is left behind, and a fork has
-the code, too.
+LLVM ends the process if a symbol is missing; a test shows which ones the code needs. The code stays
+for as long as the process lives. No thread is left behind, and a fork has the code, too.
 """
 
 from __future__ import annotations
@@ -19,25 +18,19 @@ from typing import Any
 from llvmlite import binding
 
 from gadei_ps import _native
-from gadei_ps.kernels.store import Code
 
 _lock = threading.Lock()
 MAPPED = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-xp .*/libllvmlite\.so$")
 
 
-class Unresolved(RuntimeError):
-    """The code needs a function that this process does not have."""
-
-
-@functools.cache
-def symbols() -> None:
-    """Make the functions of the C extension known to LLVM, so that compiled code can call them."""
-    binding.load_library_permanently(_native.__file__)
+def entry(unit: str) -> str:
+    """Return the name of a unit's C function, the only one that others may see."""
+    return f"gadei_ps_{unit.replace('-', '_')}"
 
 
 @functools.cache
 def _engine() -> Any:
-    symbols()
+    binding.load_library_permanently(_native.__file__)
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_triple(binding.get_process_triple())
@@ -45,16 +38,13 @@ def _engine() -> Any:
     return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
 
 
-def load(code: Code) -> int:
-    """Load the code and return the address of its entry, a C function. Raises Unresolved."""
+def load(unit: str, code: bytes) -> int:
+    """Load a unit's object file and return the address of its C function."""
     with _lock:
         engine = _engine()
-        for name in code.needs:
-            if binding.address_of_symbol(name) is None:
-                raise Unresolved(f"compiled code needs {name}, which this process does not have")
-        engine.add_object_file(binding.ObjectFileRef.from_data(code.object))
+        engine.add_object_file(binding.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        return int(engine.get_function_address(code.entry))
+        return int(engine.get_function_address(entry(unit)))
 
 
 def give_back() -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from gadei_ps.errors import ControlError
 from gadei_ps.job import paths
-from gadei_ps.kernels import cache, loaded
-from gadei_ps.machine import log
+from gadei_ps.kernels import cache
 from gadei_ps.memory.layout import CONTROL, ServerState
 from gadei_ps.memory.segment import Segment
 from gadei_ps.server import loading, units
@@ -28,9 +27,10 @@ def set_up() -> None:
     """Make this process, its forks and its compilers keep code where all of them find it.
 
     Otherwise each server would compile for itself, and one that is killed would leave its files.
-    Numba, if one of them imports it, does not optimize what LLVM optimizes as a whole afterwards.
+    Numba, if one of them imports it, does not optimize what LLVM optimizes as a whole afterwards,
+    and lets no code call Intel's library of mathematics, which processes without Numba lack.
     """
-    os.environ["NUMBA_OPT"] = "0"
+    os.environ |= {"NUMBA_OPT": "0", "NUMBA_DISABLE_INTEL_SVML": "1"}
     if not cache.is_lasting():
         with contextlib.suppress(ControlError, OSError):
             os.environ["NUMBA_CACHE_DIR"] = str(spare_home())
@@ -38,9 +38,7 @@ def set_up() -> None:
 
 def load_kept(optimizer: int) -> None:
     """Load the kept code for an optimizer, for forks of this process; never compile."""
-    for unit in units.units([optimizer]):
-        unit.load_kept()
-    loaded.give_back()
+    loading.load_all([unit for unit in units.units([optimizer]) if unit.is_kept()])
 
 
 class Code:
@@ -56,7 +54,7 @@ class Code:
         """Load or compile the code at the server's start. `logs`: see loading.load()."""
         set_up()
         kind = int(self._control["optimizer"])
-        loading.load(units.units([kind]), log.get(), logs)
+        loading.load(units.units([kind]), logs)
         self._kinds.add(kind)
 
     def is_ready(self, active: bool) -> bool:
@@ -72,6 +70,6 @@ class Code:
             self._line["state"] = ServerState.STARTING
             if not active and not int(self._control["lease_shards"]):
                 return False
-            loading.load(units.units([kind]), log.get(), logs=False)
+            loading.load(units.units([kind]), logs=False)
             self._kinds.add(kind)
         return True

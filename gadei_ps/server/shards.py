@@ -64,8 +64,8 @@ class Shards:
             one[f"slot{stream}"] = self.state.address + at
         one["undo"] = self.state.address + int(state["undo_at"]) + index * layout.UNDO_BYTES
         one["board"] = self.board.ctypes.data
-        one["apply"] = units.applier()
-        one["arrive"] = units.arriver()
+        one["apply"] = units.APPLY.load()
+        one["arrive"] = units.ARRIVE.load()
         one["move"] = units.loops(int(self.control.view(CONTROL)["optimizer"]))
         one["tensors_at"] = self.weights.address + int(head["table_at"])
         for field in ("tensors", "elements", "parameters"):

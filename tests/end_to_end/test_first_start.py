@@ -31,13 +31,13 @@ SERVER = """
 import sys, threading, time
 from pathlib import Path
 from unittest import mock
-from gadei_ps.kernels import cache, store
-from gadei_ps.machine import process
+from gadei_ps.kernels import cache
+from gadei_ps.machine import log as logs, process
 from gadei_ps.server import code, loading, units as of_server
 
 code.set_up()
 process.cores = lambda: 2
-loading.LOCK_S = loading.LATE_S = float(sys.argv[3])
+loading.LATE_S = float(sys.argv[3])
 
 def hurry():
     while not Path(sys.argv[2]).exists():
@@ -46,12 +46,14 @@ def hurry():
 
 threading.Thread(target=hurry, daemon=True).start()
 log = mock.Mock()
+logs.get = lambda: log
 units = [one for one in of_server.units([1]) if one.name.startswith(("move-1-", "assign"))]
-loading.load(units, log, True)
+loading.load(units, True)
 while not Path(sys.argv[1]).exists():
     time.sleep(0.01)
 lines = [call.args[0] for call in log.warning.call_args_list]
-print(cache.directory(), sum(store.is_kept(unit.name) for unit in units), *lines, sep="\\n")
+kept = sum(cache.read(unit.name) is not None for unit in units)
+print(cache.directory(), kept, *lines, sep="\\n")
 """
 LOOPS = 4  # of SGD
 COMPILES = "compiling the kernels once, for up to half a minute"
@@ -240,14 +242,14 @@ def test_no_directory_for_code_can_be_written(tmp_path: Path) -> None:
 
 def test_without_memory_for_a_compiler() -> None:
     """The server compiles alone."""
-    from gadei_ps.kernels.loaded import Unit
     from gadei_ps.memory import reserve
     from gadei_ps.server import loading
+    from gadei_ps.server.units import Unit
 
     alone = mock.Mock(Unit)
     alone.is_kept.return_value = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reserve, "for_processes", lambda: loading.PROCESS_BYTES - 1)
         patch.setattr(loading, "_have_compiled", mock.Mock(side_effect=AssertionError))
-        loading.load([alone], mock.Mock(), logs=False)
+        loading.load([alone], logs=False)
     alone.load.assert_called_once()

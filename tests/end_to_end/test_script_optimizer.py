@@ -21,11 +21,11 @@ from support.supervised import Watched
 
 from gadei_ps.errors import UsageError
 from gadei_ps.job.faults import Processes
-from gadei_ps.kernels.loaded import Unit
 from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, slots
 from gadei_ps.learners.client import Client
 from gadei_ps.memory import presence
 from gadei_ps.server import loading
+from gadei_ps.server.units import Unit
 
 TENSORS = {"w": np.ones(8, np.float32)}
 ADAMW: dict[str, Any] = {"kind": "adamw", "lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from places import ROOT, Mutant, Room
 
+from gadei_ps.kernels import cache
+
 TIMED_OUT = "timed out"
 BY_PYTEST = re.compile(r"Timeout \(?>|\++ Timeout \++")
 BY_A_TEST = re.compile(r"(?:E  |FAILED|ERROR) .*(?:\bnot within [\d.]+ s\b|TimeoutExpired)")
@@ -153,11 +155,10 @@ class Tree:
         by_file: dict[str, list[tuple[int, Mutant]]] = {}
         for number, one in numbered:
             by_file.setdefault(one.file, []).append((number, one))
-        compiled = (ROOT / "gadei_ps/kernels/cache.py").read_text()
+        compiled = [str(path.relative_to(ROOT)) for path in cache.SOURCES]
         for file, chosen in by_file.items():
             path = self.tree / file
-            in_numba = f'"{file.removeprefix("gadei_ps/")}"' in compiled
-            path.write_text(with_all(path.read_text(), chosen, in_numba))
+            path.write_text(with_all(path.read_text(), chosen, file in compiled))
         (self.tree / "native/ps_left_out.h").write_text(HEADER)
         (self.tree / "gadei_ps/left_out.py").write_text(MODULE)
         with (self.tree / "native/ps_lease.c").open("a") as out:

@@ -300,16 +300,16 @@ def test_compiled_code(
     recorder: Recorder, place: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, report: list[str]
 ) -> None:
     """A server loads its code or compiles it again, and what it has compiled then is kept."""
-    from gadei_ps.kernels import store
+    from gadei_ps.kernels import cache
 
-    def load(root: Path) -> store.Code | None:
+    def load(root: Path) -> bytes | None:
         monkeypatch.setenv("NUMBA_CACHE_DIR", str(root))
-        return store.read("toy")
+        return cache.read("toy")
 
     def check(root: Path, allowed: tuple[str, ...]) -> None:
         code = load(root)
         if code is None:
-            store.keep("toy", made)
+            cache.keep("toy", made)
             code = load(root)
         assert code == made
 

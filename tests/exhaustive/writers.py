@@ -141,10 +141,10 @@ def code(root: Path) -> None:
     """Store a compiled function."""
     from numba import types
 
-    from gadei_ps.kernels import compiled, store
+    from gadei_ps.kernels import cache, compiled
 
     os.environ["NUMBA_CACHE_DIR"] = str(root)
-    store.keep("toy", compiled.machine_code("toy", types.int64(types.int64), toy))
+    cache.keep("toy", compiled.machine_code("toy", types.int64(types.int64), toy))
 
 
 TASKS: dict[str, Callable[[Path], None]] = {

@@ -22,10 +22,8 @@ import pytest
 from support import eventually
 
 from gadei_ps.kernels import cache
-from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.machine import process
 from gadei_ps.server import compiler, loading
-from gadei_ps.server import units as of_server
 
 NAMES = ("first", "second", "third")
 
@@ -36,10 +34,33 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Unit(NamedTuple):
-    """A unit whose compilation is a call."""
+    """A unit whose compilation appends its name to a file."""
 
-    compile: Callable[[], object]
+    name: str
+    file: Path
     module: str = "os"
+
+    def compile(self) -> bytes:
+        with self.file.open("a") as file:
+            file.write(f"{self.name}\n")
+        return b"code"
+
+
+class Meeting(Unit):
+    """A unit whose compilation ends when all others have begun, each in a process of its own."""
+
+    def compile(self) -> bytes:
+        (self.file / self.name).write_text(str(os.getpid()))
+        eventually(lambda: all((self.file / one).exists() for one in NAMES), 60.0)
+        return b"code"
+
+
+class Endless(Unit):
+    """A unit whose compilation never ends."""
+
+    def compile(self) -> bytes:
+        signal.pause()
+        return b""
 
 
 def fork_ended(pid: int) -> None:
@@ -47,16 +68,6 @@ def fork_ended(pid: int) -> None:
     eventually(lambda: not process.start_ticks(pid))
     with contextlib.suppress(ChildProcessError):  # this process inherits it only as a subreaper
         os.waitpid(pid, 0)
-
-
-def noting(path: Path, name: str) -> Unit:
-    """Return a unit whose compilation writes its name to a file."""
-
-    def note() -> None:
-        with path.open("a") as file:
-            file.write(f"{name}\n")
-
-    return Unit(note)
 
 
 def in_child(call: Callable[[], object]) -> int:
@@ -93,53 +104,35 @@ def ended(pid: int) -> int:
 
 
 def test_processes_take_the_units_in_turn(tmp_path: Path) -> None:
-    """Each is compiled once, and the first process ends after the others."""
-
-    def note(name: str) -> None:
-        (tmp_path / name).write_text(str(os.getpid()))
-        eventually(lambda: all((tmp_path / one).exists() for one in NAMES), 60.0)
-
-    def compile_all() -> None:
-        compiler._compile([Unit(lambda name=name: note(name)) for name in NAMES], 9)
-
-    pid = in_child(compile_all)
+    """Each is compiled once, and kept when the first process ends."""
+    pid = in_child(lambda: compiler._compile([Meeting(name, tmp_path) for name in NAMES], 3))
     assert ended(pid) == 0
     pids = {(tmp_path / name).read_text() for name in NAMES}
     assert len(pids) == len(NAMES), "one waits for the others"
-    assert str(pid) in pids
+    assert [cache.read(name) for name in NAMES] == [b"code"] * len(NAMES)
 
 
 def test_a_process_alone(tmp_path: Path) -> None:
     path = tmp_path / "order"
-    assert ended(in_child(lambda: compiler._compile([noting(path, one) for one in NAMES], 1))) == 0
-    assert path.read_text().split() == list(NAMES)
-
-
-def test_without_a_process_for_a_fork(tmp_path: Path) -> None:
-    path = tmp_path / "order"
-
-    def compile_all() -> None:
-        with mock.patch.object(os, "fork", side_effect=BlockingIOError(errno.EAGAIN, "a limit")):
-            compiler._compile([noting(path, one) for one in NAMES], len(NAMES))
-
-    assert ended(in_child(compile_all)) == 0
+    assert ended(in_child(lambda: compiler._compile([Unit(one, path) for one in NAMES], 1))) == 0
     assert path.read_text().split() == list(NAMES)
 
 
 def test_it_stops_once_nothing_can_be_kept(tmp_path: Path) -> None:
     path = tmp_path / "order"
+    names = [f"{number}" for number in range(9)]
 
-    def fails() -> None:
-        noting(path, "first").compile()
-        cache.note(OSError(errno.ENOSPC, "No space left on device"))
+    def compile_all() -> None:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with mock.patch.object(cache, "keep", side_effect=full):
+            compiler._compile([Unit(one, path) for one in names], 1)
 
-    pid = in_child(lambda: compiler._compile([Unit(fails), noting(path, "second")], 1))
-    assert ended(pid) == 0
-    assert path.read_text().split() == ["first"]
+    assert ended(in_child(compile_all)) == 1
+    assert len(path.read_text().split()) < len(names)
 
 
-def test_forks_end_with_the_first_process() -> None:
-    pid = in_child(lambda: compiler._compile([Unit(signal.pause)] * 2, 2))
+def test_forks_end_with_the_first_process(tmp_path: Path) -> None:
+    pid = in_child(lambda: compiler._compile([Endless(one, tmp_path) for one in NAMES], 1))
     fork = eventually(psutil.Process(pid).children)[0]
     os.kill(pid, signal.SIGKILL)
     assert ended(pid) == -signal.SIGKILL
@@ -225,28 +218,17 @@ def test_forks_that_compile_are_progress(monkeypatch: pytest.MonkeyPatch) -> Non
     assert looks == 4, "it has waited until the end"
 
 
-def test_the_limit_begins_with_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that waiting for another job's lock does not count."""
-    looks = []
+def test_units_that_another_job_compiles_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler of this one waits for its lock."""
+    now = 0.0
 
-    def wait(child: subprocess.Popen[bytes], _: object) -> None:
-        looks.append(not lock_is_free() or process.has_ended(child))
+    def wait(_: float) -> None:
+        nonlocal now
+        now += loading.LATE_S + 1.0
+        raise subprocess.TimeoutExpired("", 0.0)
 
-    monkeypatch.setattr(loading, "_wait", wait)
-    missing = of_server.units([int(Kind.SGD)])
-    loading._have_compiled(missing, 1, mock.Mock())
-    assert looks == [True]
-    monkeypatch.setattr(loading, "LOCK_S", 0.0)
-    with open(cache.directory() / compiler.LOCK, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        loading._have_compiled(missing, 1, mock.Mock())
-    assert looks == [True], "it has not waited any longer"
-
-
-def test_an_upgrade_while_the_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler would be the new one's."""
-    cache.directory()  # reads the sources
-    monkeypatch.setattr(cache, "_on_the_disk", lambda: "others")
-    monkeypatch.setattr(process, "spawn", mock.Mock(side_effect=AssertionError))
-    with pytest.raises(OSError, match="installed again meanwhile"):
-        loading._have_compiled([], 1, mock.Mock())
+    monkeypatch.setattr(loading, "time", mock.Mock(monotonic=lambda: now))
+    monkeypatch.setattr(process, "tree_cpu_s", lambda _: 1.0)
+    kept = mock.Mock(side_effect=[False, True, True])
+    loading._wait(mock.Mock(wait=wait), [mock.Mock(is_kept=kept)])
+    assert kept.call_count == 3

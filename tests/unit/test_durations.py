@@ -45,12 +45,7 @@ ORDER = {
         command.ORPHAN_S,
         command.ORPHANS_END_S,
     ),
-    "a process that compiles, the job's start": (
-        loading.LATE_S,
-        loading.LOCK_S,
-        loading.LATE_S + loading.LOCK_S,
-        watchdog.START_SILENT_S,
-    ),
+    "a process that compiles, the job's start": (loading.LATE_S, watchdog.START_SILENT_S),
     "a locked directory, a pause, a stop without progress": (
         checkpoint.LOCK_TIMEOUT_S,
         checkpoint_writer.COPY_ATTEMPTS_S,
