@@ -2,7 +2,7 @@
 
 Learners train a network in PyTorch. The server hands out each mini-batch once an epoch; both runs
 train the same epochs. In the second run a learner, the active server or the watchdog is killed
-(SIGKILL) at random instants, EVERY_S apart in the mean, or as soon as all of them are there again.
+(SIGKILL) at random instants, 4 s apart in the mean, or as soon as all of them are there again.
 This process computes the loss of the weights in shared memory on rows that are held out, once a
 second.
 
@@ -47,7 +47,6 @@ from gadei_ps.watchdog.restart import USEFUL_S, Policy
 LEARNERS = 2
 LOOK_S = 1.0
 POLL_S = 0.01
-EVERY_S = 4.0  # between two kills, in the mean
 PATIENCE_S = 120.0  # without a gradient
 MATURE_S = {Role.LEARNER: USEFUL_S + 1.0, Role.WATCHDOG: 2.0, Role.SERVER: 0.0}
 """Age from which a process is killed (s): a job fails after early deaths."""
@@ -84,6 +83,8 @@ class Run:
     epochs: int
     seed: int | None
     """Seed of the kills. None: kill nothing."""
+    every_s: float = 0.0
+    """Mean time between two kills."""
     most_s: float = float("inf")
     """Time from the first gradient after which the run is stopped."""
     curve: list[tuple[float, float]] = field(default_factory=list, init=False)
@@ -167,7 +168,7 @@ class Run:
         self.curve.append((round(self.seconds, 3), self._loss()))
 
     def _pause(self) -> float:
-        return EVERY_S * (0.5 + self._chance.random())
+        return self.every_s * (0.5 + self._chance.random())
 
     def _loss(self) -> float:
         state = {name: torch.from_numpy(view.copy()) for name, view in self._views.items()}
@@ -229,7 +230,7 @@ def measure(quick: bool) -> Report:
     epochs = size["seconds"] / trial.seconds * trial.gradients / trial.mini_batches
     report = Report(["run", "s", "kills", "gradients", "lost", "applied twice", "loss"])
     for contender, seed in ((UNDISTURBED, None), (KILLS, size["seed"])):
-        run = Run(f"{name}-{seed}", rows, mini_batch, max(1, round(epochs)), seed)
+        run = Run(f"{name}-{seed}", rows, mini_batch, max(1, round(epochs)), seed, size["every_s"])
         run.train()
         row = run.row(contender)
         report.rows.append(row)

@@ -38,7 +38,14 @@ FULL: dict[str, dict[str, Any]] = {
         "rounds": 7,
         "call_s": 0.3,
     },
-    "kills": {"rows": 64_000, "mini_batch": 16, "seconds": 60.0, "trial_s": 6.0, "seed": 1},
+    "kills": {
+        "rows": 64_000,
+        "mini_batch": 16,
+        "seconds": 60.0,
+        "trial_s": 6.0,
+        "every_s": 4.0,
+        "seed": 1,
+    },
     "learners": {"learners": [2, 16, 64, 200], "silent": [62, 254], "rounds": 10, "call_s": 0.5},
     "nlc": {
         "sets": ["mr", "banking77"],
@@ -173,7 +180,14 @@ QUICK: dict[str, dict[str, Any]] = {
         "rounds": 1,
         "call_s": 0.03,
     },
-    "kills": {"rows": 1600, "mini_batch": 16, "seconds": 4.0, "trial_s": 0.5, "seed": 1},
+    "kills": {
+        "rows": 1600,
+        "mini_batch": 16,
+        "seconds": 1.5,
+        "trial_s": 0.25,
+        "every_s": 0.4,
+        "seed": 1,
+    },
     "learners": {"learners": [2, 3], "silent": [1], "rounds": 1, "call_s": 0.05},
     "nlc": {
         "sets": ["mr"],

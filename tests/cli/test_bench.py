@@ -1,15 +1,20 @@
-"""`bench` runs and reports results. Tests do not judge the figures."""
+"""`bench` runs and reports results. Tests do not judge the figures.
+
+A benchmark, the job's processes and its members are forks of this process, which has imported
+PyTorch; docs/test_command_lines.py runs one as users do.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+import numba
 import pytest
 from shell import Cli
+from support import PATIENCE_S, quick
 
 from gadei_ps.benchmarks import suite, virtual_tables
 from gadei_ps.memory import presence
@@ -29,6 +34,13 @@ RUN = [
     "scripts",
     "virtual",
 ]
+MEMBERS = (
+    "failover_learner",
+    "idle_agent_replica",
+    "kills_learner",
+    "peers_latency",
+    "virtual_member",
+)
 RATIO = {"contender", "ratio"}
 ROW = {"contender", "unit"}
 
@@ -47,18 +59,25 @@ def test_a_name_that_there_is_not(cli: Cli) -> None:
     assert len(shown.err.splitlines()) == 1
 
 
-@pytest.mark.timeout(600)
+@pytest.fixture
+def forks(cli: Cli, compiled: None, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Fork benchmarks and their members; compile their loops without much optimization."""
+    modules = [f"gadei_ps.benchmarks.{name}" for name in MEMBERS]
+    programs = quick.PROGRAMS_OF_TORCH | dict(zip(modules, modules, strict=True))
+    monkeypatch.setattr(quick, "PROGRAMS_OF_TORCH", programs)
+    monkeypatch.setattr(numba.config, "OPT", 1)
+    cli.patience_s = 4 * PATIENCE_S
+    return cli
+
+
+@pytest.mark.timeout(5 * PATIENCE_S)
 @pytest.mark.parametrize("name", RUN)
-def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
-    out = cli.directory / "results"
-    command = [sys.executable, "-m", "gadei_ps", "bench", name, "--quick", "--json"]
-    pipe = subprocess.PIPE
-    bench = subprocess.Popen(
-        [*command, "--out", str(out)], stdout=pipe, stderr=pipe, cwd=cli.directory
-    )
-    output, complained = bench.communicate()
-    assert bench.returncode == 0, complained.decode()
-    result = json.loads(output)
+def test_each_runs(name: str, forks: Cli) -> None:
+    out = forks.directory / "results"
+    bench = forks.start("bench", name, "--quick", "--json", "--out", out)
+    ended = bench.wait()
+    assert ended.code == 0, ended.err
+    result = ended.json
     assert json.loads((out / f"{name}.json").read_text()) == result
     assert (result["benchmark"], result["quick"]) == (name, True)
     assert result["machine"]["cores"] >= 1

@@ -87,8 +87,12 @@ class Forked:
         pass_fds: Sequence[int] = (),
         process_group: int | None = None,
         how: int | None = None,
+        protected: bool = True,
     ) -> None:
-        """Start as Popen and process.spawn do; how: signal that it gets when this thread ends."""
+        """Start as Popen and process.spawn do; how: signal that it gets when this thread ends.
+
+        protected: nothing changes here, as a fork has what its parent has.
+        """
         self.returncode: int | None = None
         self._reaping = threading.Lock()
         self.stdin: IO[bytes] | None = None
