@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import support
 from shell import FOREVER, Cli, is_running, learning
+from support import quick
 
 from gadei_ps import homes
 from gadei_ps.commands import jobs
@@ -118,12 +119,19 @@ def test_stop_with_learners(cli: Cli, job_name: str, learner: list[str]) -> None
 
 def test_starting(cli: Cli, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_file, "DYING_S", 0.01)  # commands are forks of this process
+    go = cli.directory / "go"
+
+    def wait(program: str) -> None:
+        while program == "gadei_ps.server.manager" and not go.exists():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(quick, "STARTING", [*quick.STARTING, wait])
     (cli.directory / f"{job_name}.toml").write_text("standby = false")
     daemon = cli.start("serve", f"{job_name}.toml")
     support.eventually(lambda: support.segments(job_name))
-    with support.Stopped(daemon.pid):
-        for command in ("status", "stop"):
-            assert "is starting" in cli(command, job_name).error
+    for command in ("status", "stop"):
+        assert "is starting" in cli(command, job_name).error
+    go.touch()
     assert daemon.signal(signal.SIGTERM).code == 0
 
 
