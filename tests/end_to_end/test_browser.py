@@ -190,7 +190,7 @@ def test_gaps(cli: Cli, page: Any) -> None:
     page.get_by_role("heading", name="Jobs").wait_for()
     page.goto(page.evaluate("location.origin") + f"/run/{OTHER}")
     page.locator(".chart h3", has_text="loss").wait_for()
-    page.wait_for_function("shown.plots.get('loss')?.plot?.axes[0]._values")
+    eventually(lambda: page.evaluate("shown.plots.get('loss')?.plot?.axes[0]._values"))
 
     def drawn(*pairs: tuple[float, float]) -> list[bool]:
         page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))")
