@@ -157,9 +157,15 @@ class Watcher:
         """Time (s), state and view of each job when its rates were taken."""
         self._processes: dict[int, psutil.Process] = {}
 
-    def look(self, only: str | None = None) -> list[View]:
-        """Look at all jobs, by name, or at the one of this name."""
-        views = [self._view(job) for job in self._reader.jobs(only)]
+    def look(self, only: str | None = None, chosen: tuple[str, int] = ("", -1)) -> list[View]:
+        """Look at all jobs, by name, or at the one of this name.
+
+        Of all jobs, processes are measured only of the one that is chosen, by name and user.
+        """
+        views = [
+            self._view(job, only is not None or (job.name, job.uid) == chosen)
+            for job in self._reader.jobs(only)
+        ]
         there = {(view.name, view.job.uid) for view in views}
         pids = {one.pid for view in views for one in view.processes}
         self._known = {key: one for key, one in self._known.items() if key in there}
@@ -170,7 +176,7 @@ class Watcher:
         """Look at one job; None if there is no memory of it."""
         return next(iter(self.look(job)), None)
 
-    def _view(self, job: Job) -> View:
+    def _view(self, job: Job, measured: bool) -> View:
         key, now = (job.name, job.uid), time.monotonic()
         if job.state is State.UNREADABLE:
             return View(job, "")
@@ -183,7 +189,9 @@ class Watcher:
             last = _with_rates(view, before, now - at, counter)
             at, before = now, job
         self._known[key] = at, before, last
-        processes = [self._measured(one) for one in _processes(job)]
+        processes = _processes(job)
+        if measured:
+            processes = [self._measured(one) for one in processes]
         return replace(last, job=job, processes=processes, is_elsewhere=_is_elsewhere(job))
 
     def _measured(self, one: Process) -> Process:

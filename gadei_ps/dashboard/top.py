@@ -247,7 +247,7 @@ def run(uid: int | None, job: str | None) -> None:
     watcher, top = Watcher(uid), Top(alone=uid is not None)
     with Screen() as screen, contextlib.suppress(EOFError, OSError):
         while not top.ended:
-            views = watcher.look(job)
+            views = watcher.look(job, top.chosen)
             top.take([view for view in views if view.job.state is not State.DEAD])
             screen.draw(top.render)
             for key in screen.keys(INTERVAL_S):

@@ -20,6 +20,7 @@ import pytest
 from shell import Cli, Running
 from support import PATIENCE_S, Rig, Stopped, daemon, eventually, status
 
+from gadei_ps.dashboard.data import Watcher
 from gadei_ps.dashboard.live import OneJob
 from gadei_ps.learners.client import Client
 from gadei_ps.memory.weights import Tensor
@@ -176,6 +177,19 @@ def test_pages_of_a_job(job: Client, job_name: str, site: Site) -> None:
     assert (code, headers["content-type"]) == (200, "image/svg+xml") and "</svg>" in text
     assert site.ask(f"/compare?a={name}&b={name}")[0] == 200
     assert site.ask("/static/app.js")[1]["content-type"].startswith("text/javascript")
+
+
+@pytest.mark.usefixtures("job")
+def test_processes_of_one_job_are_measured(job_name: str) -> None:
+    """The table of all jobs shows none, and top those of the selected job."""
+    watcher, uid = Watcher(os.getuid()), os.getuid()
+
+    def measured(*given: Any) -> set[bool]:
+        views = [one for one in watcher.look(*given) if one.name == job_name]
+        return {one.memory_bytes is not None for view in views for one in view.processes}
+
+    assert measured() == measured(None, (job_name, uid + 1)) == {False}
+    assert measured(None, (job_name, uid)) == measured(job_name) == {True}
 
 
 def test_pages_need_no_watchdog(job: Client, job_name: str, site: Site) -> None:
