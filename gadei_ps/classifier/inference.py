@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -54,14 +55,14 @@ class Sizes:
         """Number of filters."""
         return self.maps * len(self.widths)
 
-    @property
+    @cached_property
     def tap_features(self) -> list[int]:
         """Number of filters that have a tap, for each tap."""
         return [
             self.maps * sum(width > tap for width in self.widths) for tap in range(max(self.widths))
         ]
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters, by name."""
         return {
@@ -160,10 +161,14 @@ class Classifier(NamedTuple):
         tokens, starts = texts.packed(rows, len(taps) - 1)
         embedded = embedding[tokens]
         products = embedded @ filters.T
-        windows = products[:, : taps[0]]
-        for tap, block in enumerate(np.split(products, np.cumsum(taps)[:-1], axis=1)[1:], 1):
-            windows[tap:, : taps[tap]] += block[:-tap]
-        peaks = np.maximum(np.maximum.reduceat(windows, starts[:-1], axis=0), 0)
+        begin = taps[0]
+        windows = products[:, :begin]
+        for tap, count in enumerate(taps[1:], 1):
+            windows[tap:, :count] += products[:-tap, begin : begin + count]
+            begin += count
+        # Faster than reduceat, and take than indices in brackets below.
+        of_texts = [windows[begin:end].max(axis=0) for begin, end in pairwise(starts.tolist())]
+        peaks = np.maximum(np.stack(of_texts), 0)
         maxima = dropped(np.maximum(peaks + filter_bias, 0), self.sizes.dropout, rng)
         logits = maxima @ output_weight.T + output_bias
         return CnnForward(logits, tokens, starts, embedded, windows, peaks, maxima)
@@ -223,11 +228,11 @@ class EnsembleClassifier:
 
         wide = matrix(values)
         bag = wide if rng is None else matrix(dropped(values, FEATURE_DROPOUT, rng))
-        units = np.maximum(bag @ tensors["bag"][grams] + tensors["bag_bias"], 0)
+        units = np.maximum(bag @ tensors["bag"].take(grams, axis=0) + tensors["bag_bias"], 0)
         hidden = dropped(units, HIDDEN_DROPOUT, rng)
         cnn = self.cnn.forward(texts, rows, rng)
         logits = (
-            wide @ tensors["wide"][grams] + tensors["wide_bias"],
+            wide @ tensors["wide"].take(grams, axis=0) + tensors["wide_bias"],
             hidden @ tensors["output_weight"].T + tensors["output_bias"],
             cnn.logits,
         )
