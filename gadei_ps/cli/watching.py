@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from gadei_ps.dashboard.access import Access
 
 
-NEEDED = "dashboard needs starlette, uvicorn and jinja2: pip install 'gadei-ps[dashboard]'"
-
-
 def top(
     job: Annotated[
         str | None,
@@ -82,7 +79,9 @@ def dashboard(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "gadei_ps":
             raise
-        raise UsageError(NEEDED) from None
+        raise UsageError(
+            "dashboard needs starlette, uvicorn and jinja2: pip install 'gadei-ps[dashboard]'"
+        ) from None
 
     def started(access: Access) -> None:
         if as_json:

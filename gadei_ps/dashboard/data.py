@@ -156,6 +156,8 @@ class Watcher:
         self._known: dict[tuple[str, int], tuple[float, Job, View]] = {}
         """Time (s), state and view of each job when its rates were taken."""
         self._processes: dict[int, psutil.Process] = {}
+        self._elsewhere: dict[int, bool] = {}
+        """Whether a watchdog has another runtime directory, by its pid: it stays where it is."""
 
     def look(self, only: str | None = None, chosen: tuple[str, int] = ("", -1)) -> list[View]:
         """Look at all jobs, by name, or at the one of this name.
@@ -170,6 +172,7 @@ class Watcher:
         pids = {one.pid for view in views for one in view.processes}
         self._known = {key: one for key, one in self._known.items() if key in there}
         self._processes = {pid: one for pid, one in self._processes.items() if pid in pids}
+        self._elsewhere = {pid: one for pid, one in self._elsewhere.items() if pid in pids}
         return views
 
     def look_at(self, job: str) -> View | None:
@@ -192,7 +195,11 @@ class Watcher:
         processes = _processes(job)
         if measured:
             processes = [self._measured(one) for one in processes]
-        return replace(last, job=job, processes=processes, is_elsewhere=_is_elsewhere(job))
+        pid = job.watchdog_pid
+        if pid is not None and pid not in self._elsewhere:
+            self._elsewhere[pid] = _is_elsewhere(job)
+        is_elsewhere = pid is not None and self._elsewhere[pid]
+        return replace(last, job=job, processes=processes, is_elsewhere=is_elsewhere)
 
     def _measured(self, one: Process) -> Process:
         """Add processor time and memory; a process that has ended has none."""
@@ -209,8 +216,6 @@ class Watcher:
 
 def _is_elsewhere(job: Job) -> bool:
     """Return whether a job of this user has its watchdog in another runtime directory."""
-    if job.watchdog_pid is None:
-        return False
     with contextlib.suppress(GadeiError, OSError):
         files = paths.lock_path(job.name), paths.socket_path(job.name)
         if job.uid == paths.owner() and not any(map(os.path.lexists, files)):
