@@ -8,7 +8,7 @@ from functools import partial
 
 from gadei_ps.groups.outer import Outer
 from gadei_ps.groups.rules import Mix, Replace, Rule
-from gadei_ps.sync.parameters import SpecError, converted, short_repr
+from gadei_ps.sync.parameters import SpecError, converted, short_repr, split
 
 _RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Replace, Mix, Outer)}
 
@@ -24,21 +24,10 @@ def parse(text: str) -> Rule:
     if rule is None:
         forms = ", ".join(one.forms[0] for one in _RULES.values())
         raise SpecError(f"unknown rule {short_repr(name)}; write one of {forms}")
-    given: dict[str, str] = {}
-    keys = list(rule.parameters)
-    for place, item in enumerate(re.split("[:,]", rest) if colon else []):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            if not key or place >= len(keys) or place != len(given):
-                raise _error(rule, f"cannot read {short_repr(item)}")
-            key, value = keys[place], key
-        if key not in rule.parameters:
-            raise _error(rule, f"unknown parameter {short_repr(key)}")
-        if key in given:
-            raise _error(rule, f"{key} is given twice")
-        given[key] = value
+    error, keys = partial(_error, rule), list(rule.parameters)
+    given = split(re.split("[:,]", rest), keys, error, len(keys)) if colon else {}
     make: Callable[..., Rule] = rule
-    return make(**converted(rule.parameters, given, partial(_error, rule)))
+    return make(**converted(rule.parameters, given, error))
 
 
 def _error(rule: type[Rule], what: str) -> SpecError:

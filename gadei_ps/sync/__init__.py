@@ -15,7 +15,7 @@ from gadei_ps.sync.base import UNBOUNDED, Commit, LearnerError, NotGranted, Sync
 from gadei_ps.sync.bsp import BSP
 from gadei_ps.sync.cutoff import Cutoff
 from gadei_ps.sync.elastic_bsp import ElasticBSP
-from gadei_ps.sync.parameters import SpecError, converted, path, short_repr
+from gadei_ps.sync.parameters import SpecError, converted, path, short_repr, split
 from gadei_ps.sync.ssp import SSP
 from gadei_ps.sync.wsp import WSP
 
@@ -80,7 +80,8 @@ def _read(spec: str | Mapping[str, object]) -> tuple[type[SyncModel], dict[str, 
     if isinstance(spec, str):
         name, colon, rest = spec.strip().partition(":")
         model = _named(name)
-        return model, _split(model, rest) if colon else {}
+        keys = list(model.parameters)
+        return model, split(rest.split(","), keys, partial(_error, model)) if colon else {}
     if isinstance(spec, Mapping):
         options = dict(spec)
         if "model" not in options:
@@ -96,25 +97,7 @@ def _named(name: object) -> type[SyncModel]:
     return model
 
 
-def _split(model: type[SyncModel], rest: str) -> dict[str, object]:
-    """The parameters in `key=value,key=value`. The first value may stand without its key."""
-    given: dict[str, object] = {}
-    for place, item in enumerate(rest.split(",")):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            if place or not model.parameters or not key:
-                raise _error(model, f"cannot read {short_repr(item)}")
-            key, value = next(iter(model.parameters)), key
-        if key in given:
-            raise _error(model, f"{key} is given twice")
-        given[key] = value
-    return given
-
-
 def _made(model: type[SyncModel], given: Mapping[str, object]) -> SyncModel:
-    for key in given:
-        if key not in model.parameters:
-            raise _error(model, f"unknown parameter {short_repr(key)}")
     values = converted(model.parameters, given, partial(_error, model))
     make: Callable[..., SyncModel] = model
     try:

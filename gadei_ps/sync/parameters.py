@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,11 @@ def converted(
 ) -> dict[str, Any]:
     """The values of the parameters that are given, by name.
 
-    error: makes what is raised for one that cannot be converted, or that is missing.
+    error: makes what is raised for one that cannot be converted, is missing, or does not exist.
     """
+    for key in given:
+        if key not in parameters:
+            raise error(f"unknown parameter {short_repr(key)}")
     values: dict[str, Any] = {}
     for key, parameter in parameters.items():
         if key in given:
@@ -43,6 +46,30 @@ def converted(
         elif parameter.required:
             raise error(f"{key} is missing")
     return values
+
+
+def split(
+    items: Sequence[str],
+    keys: Sequence[str],
+    error: Callable[[str], SpecError],
+    positional: int = 1,
+) -> dict[str, object]:
+    """The values in items like `key=value`, not yet converted.
+
+    keys: of all parameters, in their order. positional: so many values may stand without theirs at
+    the beginning.
+    """
+    given: dict[str, object] = {}
+    for place, item in enumerate(items):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            if not key or place != len(given) or place >= min(positional, len(keys)):
+                raise error(f"cannot read {short_repr(item)}")
+            key, value = keys[place], key
+        if key in given:
+            raise error(f"{key} is given twice")
+        given[key] = value
+    return given
 
 
 def short_repr(value: object) -> str:
