@@ -72,8 +72,10 @@ def open_dashboard(cli: Cli) -> str:
 def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
     link = open_dashboard(cli)
     asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("dialog", lambda dialog: dialog.accept())
+    posted: list[str] = []
+    page.on("request", lambda one: (posted if one.method == "POST" else asked).append(one.url))
+    answers = iter(["dismiss"])
+    page.on("dialog", lambda dialog: getattr(dialog, next(answers, "accept"))())
     page.goto(link)
     page.get_by_role("heading", name="Jobs").wait_for()
     assert "token" not in page.url
@@ -93,7 +95,10 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
 
     page.locator("#settings").fill("lr=0.25")
     page.get_by_role("button", name="Set").click()
+    assert not posted, "the question was answered by no"
+    page.get_by_role("button", name="Set").click()
     page.locator("#result", has_text="lr 0.5 -> 0.25").wait_for()
+    assert len(posted) == 1
     page.locator("#events li", has_text="set lr 0.5 -> 0.25").wait_for()
     assert status(job_name)["settings"]["lr"] == 0.25
     page.locator(".chart[aria-label^='learning rate'][aria-label$='last value 0.25']").wait_for()
@@ -124,7 +129,9 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
 
     look(page)
     origin = page.evaluate("location.origin")
-    assert {one for one in asked if not one.startswith((origin, "data:", "blob:"))} == set()
+    assert {
+        one for one in (*asked, *posted) if not one.startswith((origin, "data:", "blob:"))
+    } == set()
 
     with page.expect_download() as download:
         page.get_by_role("button", name="PNG").click()
