@@ -7,9 +7,11 @@ command imports what it needs when it runs, so that --help and completion are qu
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import typer
@@ -104,7 +106,23 @@ def command_tree() -> Any:
     return typer.main.get_command(app)
 
 
+def tree_for(args: Sequence[str]) -> Any:
+    """Return the tree with the command alone that a command line names, or with all if none is."""
+    named = copy.copy(app)
+    word = args[0] if args else ""
+    named.registered_groups = [one for one in app.registered_groups if one.name == word]
+    named.registered_commands = [one for one in app.registered_commands if _name(one) == word]
+    found = named.registered_groups or named.registered_commands
+    return typer.main.get_command(named) if found else command_tree()
+
+
+def _name(command: typer.models.CommandInfo) -> str:
+    assert command.callback is not None
+    return command.name or typer.main.get_command_name(command.callback.__name__)
+
+
 def main() -> None:
     """Entry point of `gadei-ps` and of `python -m gadei_ps`."""
     gc.set_threshold(100_000)  # what a command imports stays; garbage is looked for less often
-    process.leave(exits.execute(command_tree, sys.argv[1:]))
+    args = sys.argv[1:]
+    process.leave(exits.execute(lambda: tree_for(args), args))

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gadei_ps.cli.app import app, command_tree
+from gadei_ps.cli.app import app, command_tree, tree_for
 
 WIDE = {"COLUMNS": "600", "TERM": "dumb"}  # no help text is broken into lines
 USUAL = {"COLUMNS": "80", "TERM": "dumb"}
@@ -141,3 +141,20 @@ def test_faults_are_found() -> None:
         "a switch shows",
     ):
         assert part in found
+
+
+@pytest.mark.parametrize("name", command_tree().commands)
+def test_a_command_is_built_without_the_others(name: str) -> None:
+    """It has the options that it has in the tree of all, and so have the commands below it."""
+
+    def options(tree: Any) -> dict[tuple[str, ...], list[str]]:
+        return {path: [str(one.opts) for one in made.params] for path, made in walk(tree)}
+
+    everything = options(command_tree())
+    alone = options(tree_for([name, "--json"]))
+    assert alone == {path: everything[path] for path in everything if path[:1] in ((), (name,))}
+
+
+def test_words_that_name_no_command_have_all_commands() -> None:
+    for words in ([], ["--version"], ["stat"], ["--", "ls"]):
+        assert tree_for(words) is command_tree()
