@@ -341,8 +341,9 @@ def read(path: Path) -> dict[str, Any]:
         raw = user_files.read(path, MOST_BYTES)
     except OSError as error:
         what = error.strerror
-        if error.errno == errno.ENOENT and not path.suffix:
-            what = f"{what}; give the job file, such as {path}.toml, not the name of a job"
+        if error.errno == errno.ENOENT:
+            job_file = f"give the job file, such as {path}.toml, not the name of a job"
+            what = f"{what}; {'check the path' if path.suffix else job_file}"
         raise (UsageError if is_lasting(error) else JobFailed)(f"{path}: {what}") from None
     return _parsed(path, raw)
 

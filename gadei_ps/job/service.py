@@ -89,7 +89,7 @@ def _is_system() -> bool:
 def serve(job: str) -> str:
     """The command that serves the job, or serves it again."""
     found = of(job)
-    return "gadei-ps serve" if found is None else found.systemctl("start")
+    return "gadei-ps serve JOB.toml" if found is None else found.systemctl("start")
 
 
 def command(job: str, arguments: str) -> str:

@@ -223,7 +223,7 @@ def test_a_job_of_the_systems_unit(
     by_hand = cli("status", job_name, GADEI_PS_RUNTIME_DIR=other).error
     by_hand += cli("status", job_name).error
     assert "systemctl" not in by_hand, "there are job files, but no units"
-    assert service.serve(job_name) == "gadei-ps serve"
+    assert service.serve(job_name) == "gadei-ps serve JOB.toml"
     (jobs / "system").mkdir()
     (jobs / "system" / "gadei-ps@.service").touch()
     monkeypatch.setattr(service, "UNITS", (jobs,))
@@ -325,8 +325,8 @@ def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert job["server_pid"] in presence.server_pids(job_name)
     assert "learner.py" in job["command"]
     assert "learner.py" in cli("ls").out
-    assert "serve it again (gadei-ps serve)" in cli("status", job_name).error
-    with pytest.raises(JobNotFound, match=r"lost its watchdog.* serve it again \(gadei-ps serve\)"):
+    assert "serve it again (gadei-ps serve JOB.toml)" in cli("status", job_name).error
+    with pytest.raises(JobNotFound, match=r"lost its watchdog.* serve it again \(gadei-ps serve JOB"):
         Client(job_name)
     assert not cli("gc", job_name, "--json").json["removed"]
     cli.serve(job_name)

@@ -563,7 +563,7 @@ def test_watchdog_of_anothers_job(
     support.eventually(lambda: "no watchdog answers" in running.err, what=lambda: running.err)
     assert daemon.signal(signal.SIGKILL).code == -signal.SIGKILL
     refused = cli("run", job_name, "--", *learner, 5).err.splitlines()
-    assert "serve it again (gadei-ps serve)" in refused[-1], "it is not the job of `run`"
+    assert "serve it again (gadei-ps serve JOB.toml)" in refused[-1], "it is not the job of `run`"
     daemon = cli.serve(job_name)
     assert support.learner(job_name, one["pid"])
     support.eventually(learning(job_name, running, 1))
