@@ -22,7 +22,7 @@ from torch.nn import functional
 from gadei_ps.classifier.calibration import PRIOR
 from gadei_ps.classifier.features import Rows
 from gadei_ps.classifier.gradients import MARGIN, first_weights
-from gadei_ps.classifier.inference import FEATURE_DROPOUT, HIDDEN_DROPOUT, EnsembleSizes
+from gadei_ps.classifier.inference import FEATURE_DROPOUT, HIDDEN_DROPOUT, EnsembleSizes, Floats
 from gadei_ps.classifier.network import Linear, Lookup, SentenceClassifier
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -105,6 +105,17 @@ class Ensemble(torch.nn.Module):
         hidden = functional.dropout(hidden, HIDDEN_DROPOUT, self.training)
         bag = functional.linear(hidden, self.output_weight, self.output_bias)
         return wide, bag, self.cnn.packed(token, of_token, len(rows))
+
+    def penalty(self, texts: Rows, rows: NDArray[np.int64], frequency: Floats) -> torch.Tensor:
+        """Return what these rows pay for the weights of `wide`: see gradients.py."""
+        features, _, values = texts.bag(rows)
+        distinct, counts = np.unique(features[values != 0], return_counts=True)
+        paid = (counts / frequency[distinct] / (2 * len(rows) * MARGIN**2)).astype(np.float32)
+        at, share = (
+            torch.from_numpy(one).to(self.wide.device, non_blocking=True)
+            for one in (distinct, paid)
+        )
+        return share @ self.lookup(at, self.wide, sparse=True).square().sum(dim=1)
 
 
 def losses(parts: Parts, labels: torch.Tensor) -> Losses:

@@ -72,7 +72,17 @@ def first_weights(sizes: EnsembleSizes, seed: int) -> dict[str, Floats]:
         values -= 1
         values *= np.float32(bound) if isinstance(bound, float) else bound
     found["cnn.embedding"][PADDING] = 0
+    # What the squared hinge loss has for labels of equal frequency, before any n-gram is known.
+    found["wide_bias"][:] = MARGIN * (2 / sizes.classes - 1)
     return found
+
+
+def frequencies(texts: Texts, features: int) -> Floats:
+    """Return the number of texts that have each n-gram, at least 1."""
+    found = np.ones(features, np.int64)
+    for begin in range(0, len(texts.features), 1 << 24):  # bincount makes a copy of 8 bytes each
+        found += np.bincount(texts.features[begin : begin + (1 << 24)], minlength=features)
+    return np.maximum(found - 1, 1).astype(np.float32)
 
 
 def gradients(
@@ -83,6 +93,7 @@ def gradients(
     batch_size: int,
     *,
     multi_label: bool = False,
+    frequency: Floats | None = None,
     rng: np.random.Generator | None = None,
 ) -> tuple[float, dict[str, Gradient]]:
     """Return loss and gradients of a mini-batch, or the sums of several.
@@ -91,7 +102,8 @@ def gradients(
     classes). batch_size: rows of a mini-batch; the last one may have fewer. The loss that is
     minimized is the sum of the parts' mean losses. That which is returned is the cross-entropy of
     the prediction (nats), with equal shares of the parts, to be compared with that of the held-out
-    rows. rng: draws the dropout; without it there is none.
+    rows. frequency: as from `frequencies`; with it, the weights of `wide` are drawn to zero as by a
+    linear SVM with C = 1. rng: draws the dropout; without it there is none.
     """
     share = np.full((len(rows), 1), 1 / batch_size, np.float32)
     if rest := len(rows) % batch_size:
@@ -104,6 +116,11 @@ def gradients(
         reported, errors = losses(forward.logits, truth[part], multi_label)
         loss += float((reported * share[part]).sum())
         found.append(_backward(model, forward, errors * share[part], rng is not None))
+        if frequency is not None:
+            # Each text pays for its n-grams by their frequency, so all pay for each weight once.
+            paid = (share[part] * (forward.wide != 0)).sum(axis=0) / frequency[forward.grams]
+            weights = model.tensors["wide"][forward.grams]
+            found[-1]["wide"].values[:] += paid[:, None] / MARGIN**2 * weights
     batches = -(-len(rows) // batch_size)
     return loss / batches, found[0] if len(found) == 1 else _sum(found)
 

@@ -30,7 +30,13 @@ from numpy.typing import NDArray
 from gadei_ps import _native
 from gadei_ps.classifier.dataset import LabelSets
 from gadei_ps.classifier.features import Rows as Texts
-from gadei_ps.classifier.gradients import Gradient, Product, first_weights, gradients
+from gadei_ps.classifier.gradients import (
+    Gradient,
+    Product,
+    first_weights,
+    frequencies,
+    gradients,
+)
 from gadei_ps.classifier.inference import EnsembleClassifier, EnsembleSizes
 from gadei_ps.classifier.training_settings import ENSEMBLE
 from gadei_ps.errors import GadeiError, JobNotFound, JobStopped
@@ -64,6 +70,7 @@ def _learn(data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]) -> Non
     model = EnsembleClassifier(sizes, client.weights)
     multi_label = settings["multi_label"]
     sets = LabelSets(data["label_starts"], data["label_values"]) if multi_label else None
+    frequency = None if multi_label else frequencies(texts, sizes.features)
     # So that two learners do not drop the same units in the same order.
     rng = np.random.default_rng([seed, client.generation])
     for batch in client.batches(len(labels), batch_size, settings["epochs"], seed):
@@ -74,7 +81,14 @@ def _learn(data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]) -> Non
         else:
             truth = sets.matrix(rows, sizes.classes)
         loss, found = gradients(
-            model, texts, rows, truth, batch_size, multi_label=multi_label, rng=rng
+            model,
+            texts,
+            rows,
+            truth,
+            batch_size,
+            multi_label=multi_label,
+            frequency=frequency,
+            rng=rng,
         )
         # Here for as long as their addresses are used.
         places = [_place(found[tensor.name]) for tensor in client.model.tensors]

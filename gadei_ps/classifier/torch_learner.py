@@ -16,6 +16,7 @@ from gadei_ps.classifier import ensemble
 from gadei_ps.classifier.dataset import LabelSets
 from gadei_ps.classifier.ensemble import Losses
 from gadei_ps.classifier.features import Rows
+from gadei_ps.classifier.gradients import frequencies
 from gadei_ps.classifier.inference import EnsembleSizes
 from gadei_ps.classifier.network import SentenceClassifier
 from gadei_ps.classifier.training_settings import ENSEMBLE
@@ -89,7 +90,13 @@ def _ensemble(
     sizes = EnsembleSizes(**settings["sizes"])
     model = ensemble.Ensemble(sizes, seed=settings["seed"], **_PUSHED)
     if not settings["multi_label"]:
-        return model, lambda rows, labels: ensemble.losses(model(texts, rows), labels)
+        frequency = frequencies(texts, sizes.features)
+
+        def with_penalty(rows: NDArray[np.int64], labels: torch.Tensor) -> Losses:
+            minimized, reported = ensemble.losses(model(texts, rows), labels)
+            return Losses(minimized + model.penalty(texts, rows, frequency), reported)
+
+        return model, with_penalty
     sets = LabelSets(data["label_starts"], data["label_values"])
 
     def losses_of(rows: NDArray[np.int64], labels: torch.Tensor) -> Losses:

@@ -28,7 +28,13 @@ from gadei_ps.classifier.dataset import (
     split_labels,
 )
 from gadei_ps.classifier.features import Features, Rows, hashed
-from gadei_ps.classifier.gradients import Gradient, Product, first_weights, gradients
+from gadei_ps.classifier.gradients import (
+    Gradient,
+    Product,
+    first_weights,
+    frequencies,
+    gradients,
+)
 from gadei_ps.classifier.hold_out import findings, split
 from gadei_ps.classifier.inference import EnsembleClassifier, EnsembleSizes
 from gadei_ps.classifier.model_directory import (
@@ -289,16 +295,27 @@ def test_gradients_are_those_of_autograd(
     if multi_label:
         truth[2] = [1, 0, 1]
     model = moved(ensemble.Ensemble(of)).eval()
+    frequency = frequencies(rows, of.features)
     reported = []
     for part in (slice(0, 4), slice(4, 7)):
         parts = model(rows, batch[part])
         if multi_label:
             losses = ensemble.multi_label_losses(parts, torch.from_numpy(truth[part]))
+            minimized = losses.minimized
         else:
             losses = ensemble.losses(parts, torch.from_numpy(labels[part]))
-        losses.minimized.backward()  # type: ignore[no-untyped-call]
+            minimized = losses.minimized + model.penalty(rows, batch[part], frequency)
+        minimized.backward()  # type: ignore[no-untyped-call]
         reported.append(losses.reported.item())
-    loss, found = gradients(in_numpy(model), rows, batch, truth, 4, multi_label=multi_label)
+    loss, found = gradients(
+        in_numpy(model),
+        rows,
+        batch,
+        truth,
+        4,
+        multi_label=multi_label,
+        frequency=None if multi_label else frequency,
+    )
     assert loss == pytest.approx(np.mean(reported), rel=1e-5)
     assert found.keys() == of.shapes.keys()
     for name, parameter in model.named_parameters():
@@ -306,6 +323,23 @@ def test_gradients_are_those_of_autograd(
         expected = parameter.grad.to_dense().numpy()
         ours = whole(found[name], of.shapes[name])
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_all_texts_pay_once_for_each_weight() -> None:
+    """Check that an epoch of mini-batches draws `wide` to zero as a linear SVM of C = 1 does."""
+    _, rows, of = sizes()
+    model = in_numpy(moved(ensemble.Ensemble(of)))
+    every, truth = np.arange(len(rows)), np.eye(3, dtype=np.float32)[[0, 1, 2, 0, 1, 2]]
+    frequency = frequencies(rows, of.features)
+    assert frequency.tolist() == np.bincount(rows.features, minlength=of.features).tolist()
+    with_it, without = (
+        whole(gradients(model, rows, every, truth, 2, frequency=one)[1]["wide"], of.shapes["wide"])
+        for one in (frequency, None)
+    )
+    # The SVM minimizes the sum of the losses and half of the squared weights, whose margin is 1.
+    expected = model.tensors["wide"] / closed_form.MARGIN**2
+    batch_size = 2
+    np.testing.assert_allclose((with_it - without) * batch_size, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_a_batch_has_gradients_of_its_own_rows_alone() -> None:
@@ -353,7 +387,8 @@ def test_the_first_weights_depend_on_the_seed_alone() -> None:
     for name, again in first_weights(of, 1).items():
         np.testing.assert_array_equal(first[name], again)
     assert not np.array_equal(first["bag"], first_weights(of, 2)["bag"])
-    for name in ("wide", "wide_bias", "bag_bias", "cnn.filter_bias"):
+    np.testing.assert_allclose(first["wide_bias"], 2 * (1 / 3 - 2 / 3), err_msg="of 3 labels")
+    for name in ("wide", "bag_bias", "cnn.filter_bias"):
         assert not first[name].any()
     assert not first["cnn.embedding"][0].any()
     bounds = {"bag": 1 / 64, "output_weight": 1 / 8, "cnn.embedding": 0.05}
