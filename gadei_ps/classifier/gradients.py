@@ -120,7 +120,9 @@ def gradients(
             # Each text pays for its n-grams by their frequency, so all pay for each weight once.
             paid = (share[part] * (forward.wide != 0)).sum(axis=0) / frequency[forward.grams]
             weights = model.tensors["wide"][forward.grams]
-            found[-1]["wide"].values[:] += paid[:, None] / MARGIN**2 * weights
+            gradient = found[-1]["wide"]
+            assert isinstance(gradient, Rows)
+            gradient.values[:] += paid[:, None] / MARGIN**2 * weights
     batches = -(-len(rows) // batch_size)
     return loss / batches, found[0] if len(found) == 1 else _sum(found)
 
