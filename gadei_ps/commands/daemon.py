@@ -19,6 +19,7 @@ from gadei_ps.commands import early, jobs
 from gadei_ps.commands.durations import END_TIMEOUT_S, ORPHAN_S, START_SILENT_S
 from gadei_ps.commands.early import Child
 from gadei_ps.errors import (
+    ConnectionLost,
     ControlError,
     JobFailed,
     JobInUse,
@@ -229,12 +230,13 @@ class Daemon:
         while True:
             try:
                 return control.ask(str(self.socket), message, timeout_s)
-            except (JobNotFound, ControlError):
-                # The socket is removed a moment before the process ends.
+            except (JobNotFound, ControlError) as error:
+                # A watchdog that ends removes its socket first, and then servers and memory.
+                ends = isinstance(error, (JobNotFound, ConnectionLost))
                 assert self._process is not None
                 before = self._process
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    before.wait(WATCHDOG_GONE_S)
+                    before.wait(END_TIMEOUT_S if ends else WATCHDOG_GONE_S)
                 self.check()
                 if self._process is before:
                     raise

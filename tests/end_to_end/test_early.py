@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from shell import Cli, is_running
 from support import PATIENCE_S, config, eventually, gone, quick
 
+from gadei_ps.commands import daemon as daemons
 from gadei_ps.commands import early
 from gadei_ps.commands.daemon import Daemon
-from gadei_ps.errors import JobFailed
+from gadei_ps.errors import JobFailed, JobNotFound, JobStopped
+from gadei_ps.job.control import Status
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -101,3 +106,26 @@ def test_run_fails_before_it_is_used(
     if not ended:
         os.kill(one, signal.SIGKILL)
     assert ended
+
+
+def test_a_request_waits_for_a_watchdog_that_ends(
+    job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it ends seconds after its socket is gone."""
+    monkeypatch.setattr(daemons, "WATCHDOG_GONE_S", 0.0)
+    with quick.fork_quickly(), Daemon(config(job_name, standby=False)) as daemon:
+        assert daemon._process is not None
+        daemon.socket.unlink()
+        asked = threading.Event()
+
+        def ask(*words: Any) -> dict[str, Any]:
+            asked.set()
+            raise JobNotFound("its socket is gone")
+
+        monkeypatch.setattr(daemons.control, "ask", ask)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(daemon.request, Status())
+            assert asked.wait(PATIENCE_S)
+            daemon._process.terminate()
+            with pytest.raises(JobStopped):
+                answer.result(PATIENCE_S)
