@@ -41,8 +41,9 @@ from numpy.typing import NDArray
 from gadei_ps.benchmarks.common import Report, alternate, cores, ratios_of, summary
 from gadei_ps.benchmarks.sizes import MB, sizes
 from gadei_ps.kernels import cpu, optimizers
-from gadei_ps.kernels.borrow import borrow
-from gadei_ps.kernels.optimizers import Kind, OptimizerSpec, WireType
+from gadei_ps.kernels.optimizers import COEFFICIENTS, Kind, OptimizerSpec, WireType
+from gadei_ps.server.payload import values_of
+from gadei_ps.server.symbols import address, doubles, floats, halves
 
 CHUNK = 1024
 HEADLINE = 100 * MB
@@ -68,12 +69,18 @@ def apply_shard(
     g: cpu.Gradient,
     passes: int,
 ) -> None:
-    """Pass over one shard chunk by chunk, as the server does. g: float32, or bfloat16's bits."""
-    coef, w, s0, s1, g = borrow(coef), borrow(w), borrow(s0), borrow(s1), borrow(g)
+    """Pass over one shard chunk by chunk, as the server does. g: float32, or bfloat16's bits.
+
+    By addresses: for slices of arrays, Numba would count references, which takes as long.
+    """
+    c = doubles(address(coef), COEFFICIENTS)
+    at, at0, at1, at_g = address(w), address(s0), address(s1), address(g)
     for _ in range(passes):
         for start in range(0, w.size, CHUNK):
-            end = min(start + CHUNK, w.size)
-            cpu.update(kind, coef, w[start:end], s0[start:end], s1[start:end], g[start:end])
+            count, here = min(CHUNK, w.size - start), np.uint64(4 * start)
+            gradient = values_of(g[0], at_g + np.uint64(start * g.itemsize), count)
+            weights, slot0 = floats(at + here, count), floats(at0 + here, count)
+            cpu.update(kind, c, weights, slot0, floats(at1 + here, count), gradient)
 
 
 @numba.njit(nogil=True)
@@ -87,14 +94,16 @@ def apply_float16(
     passes: int,
 ) -> None:
     """Do the same with a gradient of float16, converted block by block."""
-    coef, w, s0, s1, g = borrow(coef), borrow(w), borrow(s0), borrow(s1), borrow(g)
+    c = doubles(address(coef), COEFFICIENTS)
+    at, at0, at1, at_g = address(w), address(s0), address(s1), address(g)
     decoded = np.empty(CHUNK, np.float32)
     for _ in range(passes):
         for start in range(0, w.size, CHUNK):
-            end = min(start + CHUNK, w.size)
-            gradient = decoded[: end - start]
-            cpu.decode_float16(g[start:end], gradient)
-            cpu.update(kind, coef, w[start:end], s0[start:end], s1[start:end], gradient)
+            count, here = min(CHUNK, w.size - start), np.uint64(4 * start)
+            gradient = decoded[:count]
+            cpu.decode_float16(halves(at_g + np.uint64(2 * start), count), gradient)
+            weights, slot0 = floats(at + here, count), floats(at0 + here, count)
+            cpu.update(kind, c, weights, slot0, floats(at1 + here, count), gradient)
 
 
 KINDS = tuple(kind for kind in Kind if kind is not Kind.ADD)  # those that torch.optim has

@@ -20,7 +20,6 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.compiled import compiled
 from gadei_ps.kernels.half import HAS_CONVERSION, from_bits
 from gadei_ps.kernels.optimizers import (
@@ -353,13 +352,12 @@ def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Gradi
     w: float32. g: as long, float32, or bfloat16 as uint16 bits. s0, s1: as long if the kind has
     that slot, else of any length.
     """
-    move(kind, scalars(borrow(coef)), w, s0, s1, g)
+    move(kind, scalars(coef), w, s0, s1, g)
 
 
 @_kernel
 def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
     """Do what `update` does, with the `scalars` of its coefficients."""
-    w, s0, s1, g = borrow(w), borrow(s0), borrow(s1), borrow(g)
     if kind == SGD:
         sgd(coef, w, s0, s1, g)
     elif kind in (MOMENTUM_SGD, NESTEROV):
@@ -386,7 +384,6 @@ def add(w: Floats, delta: Gradient) -> None:
 @_kernel
 def accumulate(acc: Floats, g: Floats, factor: float) -> None:
     """Add a gradient times a factor, rounded to float32, to the sum of several, in place."""
-    acc, g = borrow(acc), borrow(g)
     times = np.float32(factor)
     for i in range(acc.size):
         acc[i] += times * g[i]
@@ -403,7 +400,6 @@ def scale(acc: Floats, factor: float) -> None:
 @_kernel
 def decode_bfloat16(source: Halves, out: Floats) -> None:
     """Write bfloat16 values, given as uint16 bits, as float32 of the same length. Exact."""
-    source, out = borrow(source), borrow(out)
     for i in range(out.size):
         out[i] = wide(source[i])
 
@@ -416,7 +412,6 @@ def decode_float16(source: Halves, out: Floats) -> None:
     If the processor cannot convert, all three results (normal, special, tiny) are computed and one
     is selected. So there is no branch, and no subnormal float32 that the processor might flush.
     """
-    source, out = borrow(source), borrow(out)
     if HAS_CONVERSION:
         for i in range(out.size):
             out[i] = from_bits(source[i])

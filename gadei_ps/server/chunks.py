@@ -14,7 +14,6 @@ import numpy as np
 from numba import types
 
 from gadei_ps.kernels import cpu
-from gadei_ps.kernels.borrow import borrow
 from gadei_ps.kernels.compiled import inlined, inner
 from gadei_ps.kernels.optimizers import COEFFICIENTS, slots
 from gadei_ps.memory import layout
@@ -221,8 +220,7 @@ def _update(kernel: Any, kept: int, m: _Move, g: Values, start: int, count: int)
     w = floats(m.at.weights + here, count)
     s0 = floats(m.at.slot0 + here, count if kept > 0 else 0)
     s1 = floats(m.at.slot1 + here, count if kept > 1 else 0)
-    w, s0, s1, gradient = borrow(w), borrow(s0), borrow(s1), borrow(values_of(g.form, g.at, count))
-    kernel(m.coef, w, s0, s1, gradient)
+    kernel(m.coef, w, s0, s1, values_of(g.form, g.at, count))
 
 
 @inlined

@@ -17,7 +17,9 @@ import pytest
 from numba import types
 
 from gadei_ps.kernels import compiled, engine
+from gadei_ps.kernels.optimizers import Kind
 from gadei_ps.memory.layout import RING
+from gadei_ps.server import units
 from gadei_ps.server.symbols import address, floats, structs, words
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -46,6 +48,13 @@ def _triple(at: np.uint64, count: int) -> None:
 
 def _triple_chunk(at: np.uint64) -> None:
     _triple(at, 64)
+
+
+@compiled.compiled
+def _sum_of_slices(count: int) -> float:
+    values = np.ones(count)
+    rest = [values[start:] for start in range(count)]
+    return float(rest[count // 2].sum())
 
 
 def _of_error(number: int) -> int:
@@ -87,18 +96,40 @@ def test_an_inlined_function_is_a_part_of_its_caller() -> None:
     assert not [line for line in code.splitlines() if " call " in line and "4_sum" in line]
 
 
-def test_a_loop_of_known_length_takes_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLVM would unroll it if it was inlined before it is optimized."""
-    optimized: list[str] = []
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """LLVM's code of what is compiled, after each time that it is optimized."""
+    found: list[str] = []
     optimize = compiled._optimize
 
     def note(module: Any, machine: Any) -> None:
         optimize(module, machine)
-        optimized.append(str(module))
+        found.append(str(module))
 
     monkeypatch.setattr(compiled, "_optimize", note)
+    return found
+
+
+def test_a_loop_of_known_length_takes_vectors(optimized: list[str]) -> None:
+    """LLVM would unroll it if it was inlined before it is optimized."""
     compiled.machine_code("triple", types.void(types.uint64), _triple_chunk)
     assert re.search(r"fmul <\d+ x float>", optimized[-1])
+
+
+COUNTS = re.compile("atomicrmw|NRT_incref")
+
+
+@pytest.mark.parametrize("name", ["apply", "assign-0", "move-1-0", f"move-{int(Kind.ADAM)}-1"])
+def test_no_loop_counts_references(name: str, optimized: list[str]) -> None:
+    """Counting takes as long as the arithmetic of a chunk; Numba adds it without a word."""
+    next(one for one in units.units(Kind) if one.name == name).compile()
+    assert not COUNTS.search(optimized[-1])
+
+
+def test_a_count_of_references_is_found() -> None:
+    assert _sum_of_slices(3) == 2.0
+    (code,) = _sum_of_slices.inspect_llvm().values()  # type: ignore[attr-defined]
+    assert COUNTS.search(code)
 
 
 def test_an_error_ends_the_process() -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -212,30 +211,6 @@ def test_clip_scale(squares: float, clip_norm: float) -> None:
         assert wanted * math.sqrt(squares) == pytest.approx(
             min(clip_norm, math.sqrt(squares)), rel=1e-5
         )
-
-
-SCALARS = numba.types.UniTuple(numba.float64, COEFFICIENTS)
-COMPILED: list[tuple[Any, tuple[Any, ...]]] = [
-    (cpu.update, (numba.int64, numba.float64[::1], *[numba.float32[::1]] * 4)),
-    (cpu.move, (numba.int64, SCALARS, *[numba.float32[::1]] * 4)),
-    (cpu.add, (numba.float32[::1],) * 2),
-    (cpu.accumulate, (numba.float32[::1], numba.float32[::1], numba.float64)),
-    (cpu.scale, (numba.float32[::1], numba.float64)),
-    (cpu.decode_bfloat16, (numba.uint16[::1], numba.float32[::1])),
-    (cpu.decode_float16, (numba.uint16[::1], numba.float32[::1])),
-]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "arguments"), COMPILED, ids=lambda x: getattr(x, "__name__", "")
-)
-def test_no_kernel_counts_references(kernel: Any, arguments: tuple[Any, ...]) -> None:
-    """Counting cost as much as the arithmetic of a chunk; Numba adds it without a word."""
-    # Compiled again, for code from the cache cannot be looked into.
-    fresh = numba.njit(nogil=True, error_model="numpy")(kernel.py_func)
-    fresh.compile(arguments)
-    (code,) = fresh.inspect_asm().values()
-    assert "NRT_incref" not in code
 
 
 def same_floats(got: Floats, wanted: Floats) -> None:
