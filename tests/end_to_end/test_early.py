@@ -111,7 +111,7 @@ def test_run_fails_before_it_is_used(
 def test_a_request_waits_for_a_watchdog_that_ends(
     job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine it ends seconds after its socket is gone."""
+    """Keep its socket away, and let it end later than that."""
     monkeypatch.setattr(daemons, "WATCHDOG_GONE_S", 0.0)
     with quick.fork_quickly(), Daemon(config(job_name, standby=False)) as daemon:
         assert daemon._process is not None
