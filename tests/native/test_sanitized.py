@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.timeout(300)  # a time-out of its own lets a long test begin early
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 # The flags of setup.py come after those above; compiling takes twice as long with -O3.
 SETUP = "from pathlib import Path; exec(Path('setup.py').read_text().replace('-O3', '-O1'))"
 # Those that run in one process: others would preload the sanitizers into every daemon.
