@@ -34,10 +34,10 @@ PATIENCE_S = 900.0
 STEPS = "range(1, 4001)"
 """Steps of the first script, each with a gradient."""
 FEWER = (
-    "__import__('itertools').chain("
-    "iter(lambda: not __import__('os').path.exists('end'), False), (2000, 4000))"
+    "__import__('itertools').chain(iter(lambda: __import__('time').sleep(0.01) "
+    "or not __import__('os').path.exists('end'), False), (2000, 4000))"
 )
-"""Steps until the file is there, then the two whose loss is printed."""
+"""Slow steps until the file is there, then the two whose loss is printed."""
 
 
 class Reader:
