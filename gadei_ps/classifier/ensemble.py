@@ -12,6 +12,7 @@ gradients.py instead.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
@@ -69,7 +70,7 @@ class Ensemble(torch.nn.Module):
         self.sizes = sizes
         self.lookup = lookup
         self.cnn = SentenceClassifier(
-            **sizes.cnn.as_dict(), sparse=True, linear=linear, lookup=lookup
+            **asdict(sizes.cnn), sparse=True, linear=linear, lookup=lookup
         )
         first = {name: torch.from_numpy(one) for name, one in first_weights(sizes, seed).items()}
 

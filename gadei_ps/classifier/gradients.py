@@ -16,6 +16,7 @@ from gadei_ps import _native
 from gadei_ps.classifier.calibration import PRIOR, log_softmax, sigmoid, softmax
 from gadei_ps.classifier.features import Rows as Texts
 from gadei_ps.classifier.inference import (
+    EMBEDDING_RANGE,
     HIDDEN_DROPOUT,
     SLICE,
     Classifier,
@@ -29,8 +30,6 @@ from gadei_ps.classifier.inference import (
 from gadei_ps.classifier.words import PADDING
 from gadei_ps.learners.gradients import Rows
 
-EMBEDDING_RANGE: Final = 0.05
-"""Embeddings start uniform within this distance of zero."""
 MARGIN: Final = 2.0
 """Logits of `wide` that have no hinge loss. Its share is then about as large as the others'."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,13 @@ from gadei_ps.classifier.words import Encoded
 Floats = NDArray[np.float32]
 SLICE: Final = 16
 """Texts that are computed at once."""
+EMBEDDING_RANGE: Final = 0.05
+"""Embeddings start uniform within this distance of zero.
+
+Adagrad moves a word by about 0.01 at a time, at the paper's learning rate of 0.01. With 0.05 it
+reaches a higher validation accuracy on TREC-6 than with Kim's 0.25, in 4 epochs instead of 7 (one
+run each), and about the same on MR. Plain SGD moves words much less and needs 0.25.
+"""
 FEATURE_DROPOUT: Final = 0.3
 HIDDEN_DROPOUT: Final = 0.2
 
@@ -45,10 +52,6 @@ class Sizes:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1: {self.dropout}")
         object.__setattr__(self, "widths", sorted(self.widths, reverse=True))
-
-    def as_dict(self) -> dict[str, Any]:
-        """The sizes as JSON values."""
-        return asdict(self)
 
     @property
     def features(self) -> int:
@@ -100,10 +103,6 @@ class EnsembleSizes:
         """Sizes of the part `cnn`."""
         sizes = asdict(self)
         return Sizes(**{name: sizes[name] for name in Sizes.__dataclass_fields__})
-
-    def as_dict(self) -> dict[str, Any]:
-        """The sizes as JSON values."""
-        return asdict(self)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,7 +261,7 @@ def save_result(
     """
     check_result_directory(directory)
     path = resolved(directory)
-    sizes = model.sizes.as_dict()
+    sizes = asdict(model.sizes)
     settings = {"format": _format(vocabulary), "model": sizes, "training": dict(config)}
     if calibration is not None:
         settings["calibration"] = calibration.as_dict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import IO, Any, Final
 
 import numpy as np
@@ -149,7 +149,7 @@ class Plan:
         settings = self.settings
         return {
             "model": settings.model,
-            "sizes": self.sizes.as_dict(),
+            "sizes": asdict(self.sizes),
             "multi_label": settings.label_separator is not None,
             "threads": threads,
             "seed": settings.seed,

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,7 @@ def test_a_result_is_read_back_whole(tmp_path: Path) -> None:
     expected = model.eval()(torch.from_numpy(texts.padded())).detach().numpy()
     assert isinstance(result.model, Classifier)
     np.testing.assert_allclose(result.model.parts(texts, logits=True)[0], expected, atol=1e-5)
-    assert result.model.sizes.as_dict() == model.sizes
+    assert asdict(result.model.sizes) == model.sizes
     assert result.vocabulary == VOCABULARY
     assert result.label_names == LABELS
     assert result.config["training"] == {"learning_rate": 0.01}
