@@ -70,6 +70,7 @@ ROOMS = (
         ),
         (
             "tests/exhaustive/test_instructions.py",
+            "tests/unit/test_undo_log.py",
             "tests/unit/test_recovery.py",
             "tests/unit/test_superstep.py",
             "tests/unit/test_shard.py",
