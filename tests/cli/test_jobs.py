@@ -326,7 +326,9 @@ def test_orphaned(cli: Cli, job_name: str, learner: list[str]) -> None:
     assert "learner.py" in job["command"]
     assert "learner.py" in cli("ls").out
     assert "serve it again (gadei-ps serve JOB.toml)" in cli("status", job_name).error
-    with pytest.raises(JobNotFound, match=r"lost its watchdog.* serve it again \(gadei-ps serve JOB"):
+    with pytest.raises(
+        JobNotFound, match=r"lost its watchdog.* serve it again \(gadei-ps serve JOB"
+    ):
         Client(job_name)
     assert not cli("gc", job_name, "--json").json["removed"]
     cli.serve(job_name)
