@@ -227,18 +227,19 @@ class Daemon:
 
         Raises as check() does, and ControlError.
         """
+        ends = time.monotonic() + END_TIMEOUT_S
         while True:
             try:
                 return control.ask(str(self.socket), message, timeout_s)
             except (JobNotFound, ControlError) as error:
-                # A watchdog that ends removes its socket first, and then servers and memory.
-                ends = isinstance(error, (JobNotFound, ConnectionLost))
                 assert self._process is not None
                 before = self._process
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    before.wait(END_TIMEOUT_S if ends else WATCHDOG_GONE_S)
+                    before.wait(WATCHDOG_GONE_S)
                 self.check()
-                if self._process is before:
+                # A watchdog that ends removes its socket first, and then servers and memory.
+                may_end = isinstance(error, (JobNotFound, ConnectionLost))
+                if self._process is before and not (may_end and time.monotonic() < ends):
                     raise
 
     def end(self) -> None:
