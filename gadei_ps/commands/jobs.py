@@ -190,8 +190,11 @@ def stop(job: str, *, drain: bool, timeout_s: float, discard: bool = False) -> d
     try:
         report = status(job)
     except JobNotFound:
-        if "/" in job or not _has_no_watchdog(job):
+        if "/" in job:
             raise
+        if not _has_no_watchdog(job):
+            status(job)  # raises as before, unless the job has started meanwhile
+            return stop(job, drain=drain, timeout_s=timeout_s, discard=discard)
         living = presence.living(job, paths.owner())
         if living.elsewhere or not living.servers:
             raise
