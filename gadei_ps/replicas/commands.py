@@ -72,13 +72,17 @@ def program_run(
     file: of the run, for messages. address: of a cluster; None: one of this host's own. data: what
     learners are given. Raises GadeiError.
     """
-    with _started(wanted, file, address, say, [], "/", program, data) as following:
-        try:
-            yield following
-        finally:
-            # It may be lost, or a replica be away.
-            with interrupts.held(), contextlib.suppress(ClusterError):
-                following.stop()
+    with contextlib.ExitStack() as stack:
+        following = stack.enter_context(
+            _started(wanted, file, address, say, [], "/", program, data)
+        )
+        ending = stack.pop_all()
+    try:
+        yield following
+    finally:
+        # It may be lost, or a replica be away.
+        with interrupts.held(), ending, contextlib.suppress(ClusterError):
+            following.stop()
 
 
 @contextlib.contextmanager

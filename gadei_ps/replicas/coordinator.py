@@ -68,7 +68,7 @@ class Coordinator:
             for group in range(count)
         }
         self._references: dict[int, dict[int, Any]] = {group: {} for group in self._groups}
-        """Models of each group, by their versions."""
+        """References to the models of each group, by version."""
         self._reached = True
         """Whether Ray's head was reached at the last try: only then, anything is decided."""
         self._changes = 0
