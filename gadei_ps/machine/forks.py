@@ -24,7 +24,7 @@ IMPORT_S, ANSWER_S = 300.0, 30.0
 """Times after which a loaded process that does not answer is killed: at first, and later (s)."""
 MOST_BYTES = 1 << 16
 """Size of a request (bytes)."""
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
 """Variables of the loaded process: no other thread may run where a process is forked."""
 
 
@@ -75,7 +75,7 @@ class Loaded:
         """Kill the process."""
         with interrupts.held():
             process.end_group(self._child)
-        self._end.close()
+            self._end.close()
 
     def spawn(self, command: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Any:
         """Fork a child, or start a program as process.spawn does if that fails. Raises OSError."""
