@@ -78,10 +78,10 @@ def first_weights(sizes: EnsembleSizes, seed: int) -> dict[str, Floats]:
 
 def frequencies(texts: Texts, features: int) -> Floats:
     """Return the number of texts that have each n-gram, at least 1."""
-    found = np.ones(features, np.int64)
+    found = np.zeros(features, np.int64)
     for begin in range(0, len(texts.features), 1 << 24):  # bincount makes a copy of 8 bytes each
         found += np.bincount(texts.features[begin : begin + (1 << 24)], minlength=features)
-    return np.maximum(found - 1, 1).astype(np.float32)
+    return np.maximum(found, 1).astype(np.float32)
 
 
 def gradients(

@@ -99,12 +99,12 @@ def _learn(data: Mapping[str, NDArray[Any]], settings: Mapping[str, Any]) -> Non
 def _place(gradient: Gradient) -> Where:
     """Return the addresses of a gradient for Client.push_from."""
 
-    def at(array: NDArray[Any]) -> int:
-        assert array.flags.c_contiguous
+    def at(array: NDArray[Any], dtype: type = np.float32) -> int:
+        assert array.flags.c_contiguous and array.dtype == dtype
         return _native.address(array)
 
     if isinstance(gradient, Rows):
-        return rows_at(at(gradient.indices), at(gradient.values), len(gradient.indices))
+        return rows_at(at(gradient.indices, np.int64), at(gradient.values), len(gradient.indices))
     if isinstance(gradient, Product):
         return product_at(at(gradient.factors), at(gradient.vectors), len(gradient.factors))
     return whole_at(at(gradient))
