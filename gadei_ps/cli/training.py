@@ -156,7 +156,7 @@ def train(
         raise UsageError("--address needs --groups")
     is_cnn = groups is not None or model is ModelName.CNN
     if is_cnn and importlib.util.find_spec("torch") is None:
-        raise UsageError("the CNN needs PyTorch: pip install 'gadei-ps[torch]'")
+        raise UsageError("--groups and --model cnn need PyTorch: pip install 'gadei-ps[torch]'")
     from gadei_ps.classifier.training_settings import Settings
     from gadei_ps.show import view
 

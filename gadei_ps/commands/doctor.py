@@ -110,7 +110,7 @@ def numba() -> Found:
 def torch() -> Found:
     if importlib.util.find_spec("torch") is None:
         return warning(
-            "not installed; train --model cnn and gadei_ps.learners.torch need it",
+            "not installed; gadei_ps.learners.torch, and train with --model cnn or GPUs, need it",
             "pip install 'gadei-ps[torch]'",
         )
     return ok(importlib.metadata.version("torch"))
