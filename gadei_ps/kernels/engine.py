@@ -29,8 +29,14 @@ def entry(unit: str) -> str:
 
 
 @functools.cache
-def _engine() -> Any:
+def symbols() -> None:
+    """Make the functions of the C extension known to LLVM, so that compiled code can call them."""
     binding.load_library_permanently(_native.__file__)
+
+
+@functools.cache
+def _engine() -> Any:
+    symbols()
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_triple(binding.get_process_triple())

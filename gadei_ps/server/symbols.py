@@ -12,13 +12,13 @@ import operator
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import from_dtype, types
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
-from gadei_ps import _native
+from gadei_ps.kernels import engine
 
-binding.load_library_permanently(_native.__file__)
+engine.symbols()
 
 _WORD = ir.IntType(64)
 _u64, _u32, _f64, _void = types.uint64, types.uint32, types.float64, types.void
