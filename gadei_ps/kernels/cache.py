@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from gadei_ps import _native, homes
 
 KEPT = 3  # directories of other versions that stay, the most recently used
 UNUSED_S = 86400.0  # the others go when they were unused for that long
+UNFINISHED_S = 600.0  # longer than any process writes a file
 DIGEST = re.compile("[0-9a-f]{16}")
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 COMPILERS = ("numba", "llvmlite")
@@ -161,12 +163,23 @@ def read(name: str) -> bytes | None:
     return code if data[:CHECKSUM_BYTES] == _checksum(path, code) else None
 
 
+def _remove_unfinished(here: Path) -> None:
+    """Remove the files of processes that were killed while they wrote."""
+    for path in here.glob("*.new"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > UNFINISHED_S:
+                path.unlink()
+
+
 def keep(name: str, code: bytes) -> None:
     """Write the file of a unit. Raises OSError."""
     path = _path(name)
-    made = path.with_suffix(f".{os.getpid()}.new")
+    _remove_unfinished(path.parent)
+    fd, new = tempfile.mkstemp(".new", f"{name}.", path.parent)
+    made = Path(new)
     try:
-        made.write_bytes(_checksum(path, code) + code)
+        with open(fd, "wb") as file:
+            file.write(_checksum(path, code) + code)
         made.rename(path)
     except OSError:
         made.unlink(missing_ok=True)

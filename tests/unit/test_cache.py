@@ -49,6 +49,21 @@ def test_code_of_another_extension_is_not_used(
     assert cache.directory() != here
 
 
+def test_unfinished_files_of_killed_processes_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of living ones stay, even of one with the same number in another container."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    here = cache.directory()
+    old, new = here / "other.1.new", here / f"some.{os.getpid()}.new"
+    for path in (old, new):
+        path.write_text("half")
+    os.utime(old, times=(time.time() - 2 * cache.UNFINISHED_S,) * 2)
+    cache.keep("some", b"code")
+    assert set(here.iterdir()) == {here / "some.code", new}
+    assert new.read_text() == "half"
+
+
 class Unit(NamedTuple):
     """A unit of code whose compilation is a call."""
 
