@@ -27,10 +27,9 @@ def set_up() -> None:
     """Make this process, its forks and its compilers keep code where all of them find it.
 
     Otherwise each server would compile for itself, and one that is killed would leave its files.
-    Numba, if one of them imports it, does not optimize what LLVM optimizes as a whole afterwards,
-    and lets no code call Intel's library of mathematics, which processes without Numba lack.
+    Numba, if one of them imports it, does not optimize what LLVM optimizes as a whole afterwards.
     """
-    os.environ |= {"NUMBA_OPT": "0", "NUMBA_DISABLE_INTEL_SVML": "1"}
+    os.environ["NUMBA_OPT"] = "0"
     if not cache.is_lasting():
         with contextlib.suppress(ControlError, OSError):
             os.environ["NUMBA_CACHE_DIR"] = str(spare_home())

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib
 import itertools
+import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -21,6 +22,10 @@ from gadei_ps.server.structs import PART
 
 FORMS = range(PART["move"].shape[1])
 """Numbers of the forms of a gradient, see payload.FORMS."""
+
+# Before Numba is imported, which reads it once: kept code must not call Intel's library of
+# mathematics, because LLVM ends a process that loads such code without Numba.
+os.environ["NUMBA_DISABLE_INTEL_SVML"] = "1"
 
 _addresses: dict[str, int] = {}
 

@@ -112,6 +112,22 @@ def test_code_that_cannot_be_kept_is_used(whole: bytes, monkeypatch: pytest.Monk
     )
 
 
+COMPILES = """
+from gadei_ps.server import units
+units.CHECK.compile()
+import numba
+print(numba.config.DISABLE_INTEL_SVML)
+"""
+
+
+def test_whoever_compiles_does_without_the_library_of_intel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NUMBA_DISABLE_INTEL_SVML", raising=False)
+    command = [sys.executable, "-P", "-c", COMPILES]
+    assert subprocess.run(command, check=True, capture_output=True).stdout == b"1\n"
+
+
 SYMBOL = struct.Struct("<IBBHQQ")  # of an object file: ELF of 64 bits, little-endian
 
 
