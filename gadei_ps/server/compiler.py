@@ -13,6 +13,7 @@ import fcntl
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +25,7 @@ from gadei_ps.server import units
 from gadei_ps.server.units import Unit
 
 LOCK = "compiling.lock"  # a file beside the code
+LOCK_S = 100  # a compiler that still waits for another job's then ends, and its server compiles
 
 
 def main() -> None:
@@ -40,7 +42,9 @@ def _lock() -> None:
     """Lock the cache for this process and its forks, until they have ended."""
     with contextlib.suppress(OSError):  # a file system without locks: each compiles all
         file = os.open(cache.directory() / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        signal.alarm(LOCK_S)  # kills
         fcntl.flock(file, fcntl.LOCK_EX)
+    signal.alarm(0)
 
 
 def _compile(missing: Sequence[Unit], processes: int) -> None:

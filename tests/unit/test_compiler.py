@@ -167,6 +167,20 @@ def test_another_compiler_is_awaited_until_it_is_dead(tmp_path: Path) -> None:
     fork_ended(fork)
 
 
+def test_another_compiler_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "LOCK_S", 1)
+
+    def lock() -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest has a handler
+        compiler._lock()
+        assert not signal.alarm(0), "the limit is for the lock alone"
+
+    with open(cache.directory() / compiler.LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert ended(in_child(lock)) == -signal.SIGALRM
+    assert ended(in_child(lock)) == 0
+
+
 def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*given: object) -> None:
         raise OSError(37, "No locks available")

@@ -14,7 +14,7 @@ from gadei_ps.commands import jobs, run
 from gadei_ps.job.config import LEAST_HANG_S
 from gadei_ps.learners import client
 from gadei_ps.machine import launch
-from gadei_ps.server import loading, manager, shard, shards
+from gadei_ps.server import compiler, loading, manager, shard, shards
 from gadei_ps.storage import checkpoint
 from gadei_ps.watchdog import checkpoint_writer, job_memory, servers, sockets, supervisor
 from gadei_ps.watchdog import durations as watchdog
@@ -45,7 +45,12 @@ ORDER = {
         command.ORPHAN_S,
         command.ORPHANS_END_S,
     ),
-    "a process that compiles, the job's start": (loading.LATE_S, watchdog.START_SILENT_S),
+    "a process that compiles, the job's start": (
+        loading.LATE_S,
+        compiler.LOCK_S,
+        loading.LATE_S + compiler.LOCK_S,
+        watchdog.START_SILENT_S,
+    ),
     "a locked directory, a pause, a stop without progress": (
         checkpoint.LOCK_TIMEOUT_S,
         checkpoint_writer.COPY_ATTEMPTS_S,
