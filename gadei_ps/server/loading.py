@@ -50,7 +50,8 @@ def load_all(units: Sequence[Unit]) -> None:
 
 
 def _have_compiled(missing: Sequence[Unit], processes: int) -> None:
-    """Have units compiled by a child, as far as it gets."""
+    """Have units compiled by a child, as far as it gets. Raises OSError after an upgrade."""
+    cache.check_sources()  # the compiler would be the new one
     names = [unit.name for unit in missing]
     command = process.module_command("gadei_ps.server.compiler", str(processes), *names)
     try:

@@ -246,3 +246,12 @@ def test_units_that_another_job_compiles_are_progress(monkeypatch: pytest.Monkey
     kept = mock.Mock(side_effect=[False, True, True])
     loading._wait(mock.Mock(wait=wait), [mock.Mock(is_kept=kept)])
     assert kept.call_count == 3
+
+
+def test_an_upgrade_while_the_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler would be the new one's."""
+    cache.directory()  # reads the sources
+    monkeypatch.setattr(cache, "SOURCES", cache.SOURCES[:-1])
+    monkeypatch.setattr(process, "spawn", mock.Mock(side_effect=AssertionError))
+    with pytest.raises(OSError, match="installed again meanwhile"):
+        loading._have_compiled([], 1)
