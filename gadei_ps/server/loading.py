@@ -17,6 +17,7 @@ from gadei_ps.server.units import Unit
 
 MOST_PROCESSES = 3  # that compile, each on a core of its own
 PROCESS_BYTES = 448 << 20  # memory of each
+FORKING_BYTES = 96 << 20  # memory of the process that forks them
 LATE_S = 60.0  # a compiler that has made no progress for so long is killed
 LOOK_S = 1.0  # between two looks at its progress
 
@@ -31,8 +32,9 @@ def load(units: Sequence[Unit], logs: bool) -> None:
     if logs and missing:
         kept_in = str(cache.home())
         log.get().warning("compiling the kernels once, for up to half a minute", kept_in=kept_in)
-    processes = min(MOST_PROCESSES, process.cores(), reserve.for_processes() // PROCESS_BYTES)
-    if missing and processes:
+    fitting = (reserve.for_processes() - FORKING_BYTES) // PROCESS_BYTES
+    processes = min(MOST_PROCESSES, process.cores(), fitting)
+    if missing and processes > 0:
         _have_compiled(missing, processes)
     load_all(units)
     seconds = round(time.monotonic() - begin, 2)

@@ -240,7 +240,8 @@ def test_no_directory_for_code_can_be_written(tmp_path: Path) -> None:
     assert printed == [str(LOOPS)], "the next one has it"
 
 
-def test_without_memory_for_a_compiler() -> None:
+@pytest.mark.parametrize("missing", [1, 448 << 20])
+def test_without_memory_for_a_compiler(missing: int) -> None:
     """The server compiles alone."""
     from gadei_ps.memory import reserve
     from gadei_ps.server import loading
@@ -249,7 +250,8 @@ def test_without_memory_for_a_compiler() -> None:
     alone = mock.Mock(Unit)
     alone.is_kept.return_value = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reserve, "for_processes", lambda: loading.PROCESS_BYTES - 1)
+        wanted = loading.PROCESS_BYTES + loading.FORKING_BYTES
+        patch.setattr(reserve, "for_processes", lambda: wanted - missing)
         patch.setattr(loading, "_have_compiled", mock.Mock(side_effect=AssertionError))
         loading.load([alone], logs=False)
     alone.load.assert_called_once()
