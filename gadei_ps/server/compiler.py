@@ -48,12 +48,19 @@ def _lock() -> None:
 
 
 def _compile(missing: Sequence[Unit], processes: int) -> None:
-    """Compile the units by so many forks, as long as code can be kept. Raises OSError."""
+    """Compile the units by up to so many forks, as long as code can be kept. Raises OSError."""
     for module in {unit.module for unit in missing}:
         importlib.import_module(module)  # with Numba, before the forks
     fork, me = multiprocessing.get_context("fork"), os.getpid()
-    with ProcessPoolExecutor(processes, fork, process.die_with_parent, (me,)) as pool:
-        list(pool.map(_keep, missing))
+    forks = max(1, min(processes, len(missing)))
+    with ProcessPoolExecutor(forks, fork, process.die_with_parent, (me,)) as pool:
+        try:
+            kept = pool.map(_keep, missing)  # starts all forks
+        except (OSError, RuntimeError):  # no process, thread or memory is free: this one compiles
+            for one in multiprocessing.active_children():
+                one.kill()  # the pool gives it no work, and this process would wait for its end
+            kept = map(_keep, missing)
+        list(kept)
 
 
 def _keep(unit: Unit) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +118,48 @@ def test_a_process_alone(tmp_path: Path) -> None:
     path = tmp_path / "order"
     assert ended(in_child(lambda: compiler._compile([Unit(one, path) for one in NAMES], 1))) == 0
     assert path.read_text().split() == list(NAMES)
+
+
+@pytest.mark.parametrize("forks", [0, 1])
+def test_without_a_process_for_a_fork(forks: int, tmp_path: Path) -> None:
+    path = tmp_path / "order"
+
+    def compile_all() -> None:
+        limit = BlockingIOError(errno.EAGAIN, "a limit")
+        made = [mock.DEFAULT] * forks + [limit]
+        with mock.patch.object(os, "fork", side_effect=made, wraps=os.fork):
+            compiler._compile([Unit(one, path) for one in NAMES], len(NAMES))
+        for one in multiprocessing.active_children():
+            one.join()  # as at the end of a process
+
+    assert ended(in_child(compile_all)) == 0
+    assert path.read_text().split() == list(NAMES)
+
+
+def test_without_a_thread_for_the_pool(tmp_path: Path) -> None:
+    path = tmp_path / "order"
+
+    def compile_all() -> None:
+        no_thread = RuntimeError("can't start new thread")
+        with (
+            mock.patch.object(threading.Thread, "start", side_effect=no_thread),
+            contextlib.suppress(RuntimeError),  # nor can the pool wait for its end
+        ):
+            compiler._compile([Unit(one, path) for one in NAMES], len(NAMES))
+        for one in multiprocessing.active_children():
+            one.join()  # as at the end of a process
+
+    assert ended(in_child(compile_all)) == 0
+    assert path.read_text().split() == list(NAMES)
+
+
+def test_a_fork_for_each_unit_that_is_missing(tmp_path: Path) -> None:
+    def compile_one() -> None:
+        with mock.patch.object(os, "fork", wraps=os.fork) as fork:
+            compiler._compile([Unit("first", tmp_path / "order")], len(NAMES))
+        fork.assert_called_once()
+
+    assert ended(in_child(compile_one)) == 0
 
 
 def test_it_stops_once_nothing_can_be_kept(tmp_path: Path) -> None:
