@@ -162,6 +162,8 @@ class Writer:
         self._program, self._place = program, place
         self._follower = Follower(history)
         self._sink: Sink | None = None
+        self._seen: tuple[int, ...] = ()
+        """The state of the history that the last look found without a line of this job."""
 
     def write(self) -> bool:
         """Write the lines that have come; return whether there are any."""
@@ -179,10 +181,13 @@ class Writer:
         Before this watchdog's first line, the history may be that of a job before.
         """
         try:
-            if self._history.stat().st_mtime < self._begun:
-                return []
+            status = self._history.stat()
         except OSError:
             return []
+        seen = status.st_ino, status.st_size, status.st_mtime_ns
+        if seen == self._seen:
+            return []
+        self._seen = seen
         self._follower = Follower(self._history)
         lines: list[Line] = []
         while part := self._follower.read():
