@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import select
-import shutil
 import sys
 import termios
 import time
@@ -68,7 +67,8 @@ class Screen:
 
     def draw(self, render: Callable[[int, int], RenderableType]) -> None:
         """Show what is rendered for these columns and lines. Raises OSError if it is closed."""
-        columns, lines = shutil.get_terminal_size()
+        size = os.get_terminal_size(self._out)  # $COLUMNS would hide that it has changed
+        columns, lines = size.columns or 80, size.lines or 24
         if (columns, lines) != self._size:
             self._size, self._shown = (columns, lines), []
             self._write("\x1b[2J")
