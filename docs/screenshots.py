@@ -81,10 +81,10 @@ def _history(job: str) -> Path:
 
 @contextlib.contextmanager
 def dashboard() -> Iterator[str]:
-    """Serve these jobs at the time of their record; yield the address."""
+    """Serve these jobs a second after their record; yield the address."""
     views = {one.name: one for one in recorded()}
-    ended = json.loads(_history(JOB).read_text().splitlines()[-1])["time"]
-    clock = SimpleNamespace(time=lambda: ended, monotonic=time.monotonic)
+    now = json.loads(_history(JOB).read_text().splitlines()[-1])["time"] + 1
+    clock = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
     access = Access("127.0.0.1", 0, read_only=False, token=False)
     access.read_only = False
     with (

@@ -107,7 +107,7 @@ class OneJob:
         if is_new:
             lines = []  # the page has them
         points = [
-            {"time": one["time"], "version": one.get("version"), "values": found}
+            {"time": round(one["time"], 2), "version": one.get("version"), "values": found}
             for one in lines
             if (found := series.scalars(one))
         ]

@@ -226,14 +226,12 @@ def _not_found(job: str) -> JobNotFound:
 
 
 def _lines_of(job: str) -> list[dict[str, Any]]:
-    """Return the history of a job in memory; empty if it keeps none, or has none yet.
+    """Return the history of a job; empty if it is in memory and keeps none, or has none yet.
 
-    Raises JobNotFound.
+    The page of a job that has ended is still open. Raises JobNotFound.
     """
     view = Watcher(paths.owner()).look_at(job)
-    if view is None:
-        raise _not_found(job)
-    path = view.job.history
+    path = history.find(job) if view is None else view.job.history
     return history.lines(path) if path and path.exists() else []
 
 

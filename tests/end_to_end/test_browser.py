@@ -35,6 +35,7 @@ LEARNER = """
         while not client.stopping:
             loss = 0.1 + 2 * 0.995 ** client.published
             client.push({"w": np.full(1000, 0.001)}, loss=loss, samples=4)
+            client.report(pushed=client.published)
             time.sleep(0.02)
 """
 WAIT_MS = 60_000
@@ -151,7 +152,10 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
 
 
 def test_lines_that_come_while_the_curves_are_loaded(cli: Cli, job_name: str, page: Any) -> None:
-    """Each is on the page, although its data were read before, and its stream began later."""
+    """Each is on the page once, whether its data were read before, or its stream began later.
+
+    A page that is hidden while the job ends has its last lines, too.
+    """
     link = open_dashboard(cli)
     (cli.directory / "learner.py").write_text(textwrap.dedent(LEARNER))
     cli.made(job_name)
@@ -163,6 +167,8 @@ def test_lines_that_come_while_the_curves_are_loaded(cli: Cli, job_name: str, pa
     eventually(file.exists)
 
     def slowly(route: Any) -> None:
+        before = len(history.lines(file))
+        eventually(lambda: len(history.lines(file)) > before + 1)
         reply = route.fetch()
         cli("set", job_name, "lr=0.25")
         eventually(lambda: any("set" in one for one in history.lines(file)[:-2]))
@@ -171,8 +177,23 @@ def test_lines_that_come_while_the_curves_are_loaded(cli: Cli, job_name: str, pa
     page.route(re.compile(r"/data\?"), slowly)
     page.get_by_role("link", name=job_name).click()
     page.locator("#events li", has_text="set lr 0.5 -> 0.25").wait_for()
+    values = page.evaluate("shown.runs[0].series.pushed.filter((one) => one !== null)")
+    assert len(values) == len(set(values)) > 2
+    page.unroute(re.compile(r"/data\?"))
+    page.evaluate(HIDE, True)
     cli("stop", job_name)
     run.wait()
+    assert page.locator("#events li", has_text="stopped").count() == 0
+    page.evaluate(HIDE, False)
+    page.locator("#banner", has_text="The job has ended").wait_for()
+    assert page.locator("#events li", has_text="stopped").count() == 1
+
+
+# As a browser does for a tab in the background.
+HIDE = """(hidden) => {
+    Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
 
 
 # Of a curve: whether a column of its picture has its colour, in the middle between two times.

@@ -66,6 +66,7 @@ class Run {
     this.version = data.version;
     this.series = own(data.series);
     this.events = data.events;
+    this.until = data.time.at(-1) ?? 0; // the stream may have earlier points, too
   }
 
   add(point) {
@@ -330,9 +331,10 @@ class Stream {
     if (this.source || this.ended) return;
     this.source = new EventSource(this.url);
     this.source.addEventListener("update", (message) => this.update(JSON.parse(message.data)));
-    this.source.addEventListener("ended", () => {
+    this.source.addEventListener("ended", async () => {
       this.ended = true;
       this.close();
+      await (this.loaded ??= load());
       banner("The job has ended; its history is among the runs.");
     });
     this.source.onerror = () => {
@@ -350,7 +352,7 @@ class Stream {
     await (this.loaded ??= load());
     if (!window.shown) return;
     const run = shown.runs[0];
-    for (const point of message.points ?? []) run.add(point);
+    for (const point of message.points ?? []) if (point.time > run.until) run.add(point);
     const known = new Set(run.events.slice(-50).map((one) => one.time + one.text));
     const events = (message.events ?? []).filter((one) => !known.has(one.time + one.text));
     run.events.push(...events);
