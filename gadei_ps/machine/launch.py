@@ -30,8 +30,8 @@ DEVICE_VARIABLE = "GADEI_PS_DEVICE"
 DEVICES_VARIABLE = "GADEI_PS_DEVICES"
 LEARNERS_GRACE_S = 5.0
 ENDED_POLL_S = 0.01
-QUICK_S = 5.0  # a learner that dies sooner than this has not worked
-MAX_QUICK_DEATHS = 3
+QUICK_S = 5.0  # a learner that fails sooner than this has not worked
+MAX_QUICK_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Learners:
         if output is not None:  # a pipe's lines would come in blocks, and the last ones be lost
             self._env.setdefault("PYTHONUNBUFFERED", "1")
         self._running: dict[int, tuple[Any, float]] = {}
-        self._quick_deaths = 0
+        self._quick_failures = 0
         for index in self._numbers:
             self.start(index)
 
@@ -252,15 +252,16 @@ class Learners:
             del self._running[index]
             seconds = time.monotonic() - since
             lost = isinstance(child, Fork) and child.lost
-            quick = code != 0 and seconds < QUICK_S and not lost
-            self._quick_deaths = self._quick_deaths + 1 if quick else 0
+            # A signal says nothing of the program: learners that are killed are started again.
+            quick = code > 0 and seconds < QUICK_S and not lost
+            self._quick_failures = self._quick_failures + 1 if quick else 0
             gone.append(Ended(index, child.pid, code, seconds, typed, lost))
         return gone
 
     @property
     def hopeless(self) -> bool:
         """Whether starting learners again has stopped making sense."""
-        return self._quick_deaths >= MAX_QUICK_DEATHS
+        return self._quick_failures >= MAX_QUICK_FAILURES
 
     def signal(self, number: int) -> None:
         """Send a signal to the learners with their children, as a terminal does at Ctrl-C."""

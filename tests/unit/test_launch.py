@@ -1,4 +1,4 @@
-"""Learners that cannot be started, and the process groups of those that have ended."""
+"""Learners that cannot be started, that end again and again, and their process groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support import eventually
 
 from gadei_ps.errors import UsageError
 from gadei_ps.machine import process
-from gadei_ps.machine.launch import Learners
+from gadei_ps.machine.launch import MAX_QUICK_FAILURES, Learners
 
 
 def test_no_descriptor_is_free() -> None:
@@ -47,3 +47,16 @@ def test_groups_are_killed_before_their_leaders_are_reaped(
     assert getattr(learners, end)() is None or end == "ended"
     assert killed == [pid]
     assert not learners.pids
+
+
+@pytest.mark.parametrize(("program", "hopeless"), [("kill -9 $$", False), ("exit 1", True)])
+def test_programs_that_fail_are_hopeless_and_killed_ones_are_not(
+    program: str, hopeless: bool
+) -> None:
+    learners = Learners(["/bin/sh", "-c", program], 1, "none")
+    for _ in range(MAX_QUICK_FAILURES):
+        assert not learners.hopeless
+        eventually(learners.ended)
+        learners.start(0)
+    assert learners.hopeless == hopeless
+    learners.kill()
