@@ -1,7 +1,7 @@
 """Accuracy and speed of `gadei-ps train` with one learner, two, kills, and 16-bit gradients.
 
     python -m gadei_ps.benchmarks.accuracy [--data DIR] [--sets trec6 mr] [--seeds 5]
-        [--kill-every 5] [--model ensemble] [--cases CASE ...] [--out DIR]
+        [--kill-every 1] [--model ensemble] [--cases CASE ...] [--out DIR]
 
 DIR contains trec6/{train,test}.csv and mr/all.csv. A tenth of mr becomes its test file. Writes
 accuracy.json into the directory of --out (results/) after each run.
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SHARED)
     parser.add_argument("--sets", nargs="+", default=["trec6", "mr"])
-    parser.add_argument("--kill-every", type=float, default=5.0)
+    parser.add_argument("--kill-every", type=float, default=1.0, help="s; a training takes 3")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", help="run only these cases")
     parser.add_argument("--model", default="ensemble", choices=["cnn", "ensemble"])
