@@ -1,8 +1,4 @@
-"""`bench` runs and reports results. Tests do not judge the figures.
-
-A benchmark, the job's processes and its members are forks of this process, which has imported
-PyTorch; docs/test_command_lines.py runs one as users do.
-"""
+"""`bench` runs and reports results. Tests do not judge the figures."""
 
 from __future__ import annotations
 
@@ -11,10 +7,9 @@ import re
 import subprocess
 from pathlib import Path
 
-import numba
 import pytest
 from shell import Cli
-from support import PATIENCE_S, quick
+from support import PATIENCE_S
 
 from gadei_ps.benchmarks import suite, virtual_tables
 from gadei_ps.memory import presence
@@ -34,13 +29,6 @@ RUN = [
     "scripts",
     "virtual",
 ]
-MEMBERS = (
-    "failover_learner",
-    "idle_agent_replica",
-    "kills_learner",
-    "peers_latency",
-    "virtual_member",
-)
 RATIO = {"contender", "ratio"}
 ROW = {"contender", "unit"}
 
@@ -59,24 +47,13 @@ def test_a_name_that_there_is_not(cli: Cli) -> None:
     assert len(shown.err.splitlines()) == 1
 
 
-@pytest.fixture
-def forks(cli: Cli, compiled: None, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Fork benchmarks and their members; compile their loops without much optimization."""
-    modules = [f"gadei_ps.benchmarks.{name}" for name in MEMBERS]
-    programs = quick.PROGRAMS_OF_TORCH | dict(zip(modules, modules, strict=True))
-    monkeypatch.setattr(quick, "PROGRAMS_OF_TORCH", programs)
-    monkeypatch.setattr(numba.config, "OPT", 1)
-    cli.patience_s = 4 * PATIENCE_S
-    return cli
-
-
 @pytest.mark.timeout(5 * PATIENCE_S)
 @pytest.mark.parametrize("name", RUN)
-def test_each_runs(name: str, forks: Cli) -> None:
-    out = forks.directory / "results"
-    # The peer in C computes with OpenMP. If other tests have, its threads are missing in a fork.
-    forks.interpreters = name == "apply"
-    bench = forks.start("bench", name, "--quick", "--json", "--out", out)
+def test_each_runs(name: str, cli: Cli, compiled: None) -> None:
+    out = cli.directory / "results"
+    cli.interpreters = True  # threads of OpenMP and PyTorch would be missing in forks
+    cli.patience_s = 4 * PATIENCE_S
+    bench = cli.start("bench", name, "--quick", "--json", "--out", out)
     ended = bench.wait()
     assert ended.code == 0, ended.err
     result = ended.json
