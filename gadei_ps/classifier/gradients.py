@@ -102,7 +102,7 @@ def gradients(
     minimized is the sum of the parts' mean losses. That which is returned is the cross-entropy of
     the prediction (nats), with equal shares of the parts, to be compared with that of the held-out
     rows. frequency: as from `frequencies`; with it, the weights of `wide` are drawn to zero as by a
-    linear SVM with C = 1. rng: draws the dropout; without it there is none.
+    linear SVM with C = 1. rng: draws the dropout; without it, nothing is dropped.
     """
     share = np.full((len(rows), 1), 1 / batch_size, np.float32)
     if rest := len(rows) % batch_size:

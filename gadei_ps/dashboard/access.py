@@ -66,7 +66,7 @@ class Access:
         self._hosts = {one.lower() for one in names if one}
         self._place = host, port
         self.token = secrets.token_urlsafe(24) if token else None
-        # Other users of this machine reach the loopback address, too.
+        # Other users of this machine also reach the loopback address.
         self.read_only = read_only or not token
         self.cookie, self.session = f"gadei_ps_{port}", secrets.token_urlsafe(32)
 

@@ -1,7 +1,7 @@
 """Loading of object files into this process, by LLVM and without Numba.
 
 LLVM ends the process if a symbol is missing; a test shows which ones the code needs. The code stays
-for as long as the process lives. No thread is left behind, and a fork has the code, too.
+for as long as the process lives. No thread is left behind, and forks have the code.
 """
 
 from __future__ import annotations

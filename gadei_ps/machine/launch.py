@@ -253,7 +253,7 @@ class Learners:
             seconds = time.monotonic() - since
             lost = isinstance(child, Fork) and child.lost
             # A signal says nothing of the program: learners that are killed are started again.
-            quick = code > 0 and seconds < QUICK_S and not lost
+            quick = code > 0 and seconds < QUICK_S
             self._quick_failures = self._quick_failures + 1 if quick else 0
             gone.append(Ended(index, child.pid, code, seconds, typed, lost))
         return gone

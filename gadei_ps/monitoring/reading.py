@@ -275,7 +275,7 @@ def _opened(job: str, uid: int, part: str) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Files:
-    """The open segments of one job. state: -1 if there is none. size: of control (bytes)."""
+    """The open segments of one job. state: -1 without one. size: of control (bytes)."""
 
     job: str
     uid: int

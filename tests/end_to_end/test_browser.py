@@ -154,7 +154,7 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
 def test_lines_that_come_while_the_curves_are_loaded(cli: Cli, job_name: str, page: Any) -> None:
     """Each is on the page once, whether its data were read before, or its stream began later.
 
-    A page that is hidden while the job ends has its last lines, too.
+    A page that is hidden while the job ends also has its last lines.
     """
     link = open_dashboard(cli)
     (cli.directory / "learner.py").write_text(textwrap.dedent(LEARNER))

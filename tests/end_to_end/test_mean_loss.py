@@ -50,7 +50,7 @@ def push(client: Client) -> None:
 def test_the_mean_loss_is_that_of_the_learners(
     job_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kill servers at any instant, and learners, too. The dashboard's page has the same mean."""
+    """Kill servers and learners at any instant. The dashboard's page has the same mean."""
     monkeypatch.setattr(data, "RATE_S", 1e-6)
     chance = random.Random(7)
     with daemon(job_name, tensors=TENSORS, standby=True, shards=2, history=True) as job:
