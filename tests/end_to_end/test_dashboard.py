@@ -462,7 +462,7 @@ def test_streams_are_bounded(job: Client, job_name: str, site: Site) -> None:
             there.append(one)
             one.settimeout(PATIENCE_S)
             one.sendall(head.encode())
-            replies.append(one.recv(12))
+            replies.append(one.recv(12, socket.MSG_WAITALL))
         assert replies[0].endswith(b"200")
         assert replies[-1].endswith(b"503")
         assert site.act(job_name, "set", settings="lr=0.5")[0] == 200

@@ -17,6 +17,18 @@ from support.waiting import PATIENCE_S
 LOOK_S = 0.02
 
 
+def until_end(master: int) -> str:
+    """Return all that was written to a pseudo-terminal whose other end is closed.
+
+    The kernel hands over a line in pieces: one read may return the text without the line's end.
+    """
+    output = b""
+    with contextlib.suppress(OSError):  # EIO: that was all
+        while part := os.read(master, 4096):
+            output += part
+    return output.decode()
+
+
 class Terminal:
     """A shell's command line in the foreground of a pseudo-terminal."""
 

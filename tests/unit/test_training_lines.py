@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support.terminal import until_end
 
 from gadei_ps.commands import run
 from gadei_ps.commands.run import RunOptions
@@ -111,7 +112,7 @@ def test_a_bar_of_the_only_learner_stays(learners: int, monkeypatch: pytest.Monk
             )
             made.output = None if learners == 1 else mock.Mock()
             made._print_beside_learners("so")
-        output = os.read(ours, 1000).decode()
+        output = until_end(ours)
     finally:
         os.close(ours)
     assert output == (above("gadei-ps: so") if learners == 1 else "gadei-ps: so\r\n")
