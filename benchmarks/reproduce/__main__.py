@@ -53,9 +53,8 @@ Figures 3 to 9) have not been repeated.
 
 `make reproduce` measures all parts and writes these pages; `python -m gadei_ps.benchmarks.reproduce
 PART` measures one part. All figures behind a table are in `benchmarks/results/reproduce_PART.json`.
-Machine and commit stand below each part; `-dirty` means that the tree had changes that no commit
-has. The history has no commit cb91166. In the column "paper, or target", a target is this
-project's, where the paper has no figure.
+Machine and commit stand below each part. The history has no commit cb91166. In the column
+"paper, or target", a target is this project's, where the paper has no figure.
 
 The papers: Zhao et al. 2019, *Elastic Bulk Synchronous Parallel Model for Distributed Deep
 Learning*; Teng and Wood 2018, *High Throughput Synchronous Distributed Stochastic Gradient
