@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from gadei_ps.cli.exits import print_json
 from gadei_ps.cli.options import Command, Json, Quiet, argument, option, print_result
-from gadei_ps.cli.research import ProblemName, moment
+from gadei_ps.cli.research import ProblemName
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
@@ -183,14 +183,6 @@ def simulate(
             "paper counts (whole), or the part that it has summed (parts).",
         ),
     ] = "whole",
-    deaths: Annotated[float, option("P", "Probability that a replica dies in a round.")] = 0.0,
-    die: Annotated[
-        list[str] | None, option("K@TIME", "Replica K dies at this time; may be repeated.")
-    ] = None,
-    detect: Annotated[str, option("TIME", "Time until others know of a death.")] = "1s",
-    return_after: Annotated[
-        str | None, option("TIME", "Time after which a dead replica comes back.", "never")
-    ] = None,
     train: Annotated[
         ProblemName | None, option(None, "Also train this problem, and show loss and accuracy.")
     ] = None,
@@ -211,7 +203,7 @@ def simulate(
     from gadei_ps.commands import quantities
     from gadei_ps.groups.compress import Wire
     from gadei_ps.simulate import compare, groups_report, groups_setting, run_times
-    from gadei_ps.simulate.groups_setting import Deaths, GroupSetting, Links
+    from gadei_ps.simulate.groups_setting import GroupSetting, Links
 
     if wire not in list(Wire):
         raise UsageError(f"--wire {wire!r}: write one of {', '.join(Wire)}")
@@ -239,20 +231,13 @@ def simulate(
         wire=Wire(wire),
         whole=broadcast == "whole",
         links=Links(_speeds(bandwidth), 0.0 if latency is None else _seconds("--latency", latency)),
-        deaths=Deaths(
-            share=deaths,
-            die=tuple(moment("--die", one, "replica") for one in die or ()),
-            detect_s=_seconds("--detect", detect),
-            return_s=None if return_after is None else _seconds("--return-after", return_after),
-        ),
     )
     results = groups_report.compare(rules, setting, learning, lambda line: print_text(line))
     asked = {"machines": setting.machines, "groups": len(sizes), "sizes": list(sizes)}
     asked |= {"neighbours": neighbours, "k": setting.k, "batch": batch, "times": times}
     asked |= {"values": setting.values, "wire": wire, "broadcast": broadcast, "seed": seed}
     asked |= {"bandwidths": list(setting.links.bandwidths), "latency_s": setting.links.latency_s}
-    asked |= {"deaths": deaths, "die": die or [], "detect_s": setting.deaths.detect_s}
-    asked |= {"return_s": setting.deaths.return_s, "train": train.value if train else None}
+    asked |= {"train": train.value if train else None}
     result = asked | results
     print_result(as_json, result, lambda: groups_report.shown(result))
     return 0

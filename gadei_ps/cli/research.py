@@ -147,8 +147,8 @@ def simulate(
         give_up=_give_up(give_up_after),
         faults=Faults(
             deaths=deaths,
-            die=tuple(moment("--die", one) for one in die or ()),
-            join=tuple(moment("--join", one) for one in join or ()),
+            die=tuple(_moment("--die", one) for one in die or ()),
+            join=tuple(_moment("--join", one) for one in join or ()),
             return_s=None if return_after is None else quantities.duration(return_after),
         ),
     )
@@ -190,13 +190,13 @@ def _give_up(text: str) -> Abandonment:
     return Abandonment(quantities.duration(word))
 
 
-def moment(option: str, text: str, who: str = "learner") -> tuple[int, float]:
-    """Parse `3@12.5`: a learner, or another `who`, and seconds. Raises UsageError."""
+def _moment(option: str, text: str) -> tuple[int, float]:
+    """Parse `3@12.5`: a learner and seconds. Raises UsageError."""
     from gadei_ps.commands import quantities
 
     learner, at, moment = text.partition("@")
     if not at or not (learner.isascii() and learner.isdigit() and len(learner) < 10):
-        raise UsageError(f"{option} {text!r}: write {who} and time like 3@12.5")
+        raise UsageError(f"{option} {text!r}: write learner and time like 3@12.5")
     try:
         return int(learner), quantities.duration(moment)
     except UsageError as error:

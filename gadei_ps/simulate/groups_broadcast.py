@@ -45,7 +45,6 @@ class Broadcasts:
         """takes_all: as the rule's."""
         self.lost_in_buffers = 0
         self.given_up = 0
-        self.arrived = 0
         self._takes_all = takes_all
         self._out: list[list[_Link]] = [[_Link() for _ in targets] for targets in neighbours]
         self._in: list[list[_Link]] = [[] for _ in neighbours]
@@ -103,6 +102,5 @@ class Broadcasts:
                 link.newest = None
 
     def _arrive(self, link: _Link, one: Sent) -> None:
-        self.arrived += 1
         self.lost_in_buffers += link.buffered is not None
         link.buffered = one

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gadei_ps.groups.compress import Wire, size
-from gadei_ps.simulate.draws import FloatArray, IntArray
+from gadei_ps.simulate.draws import FloatArray
 from gadei_ps.simulate.groups_broadcast import Broadcasts, Sent
 from gadei_ps.simulate.groups_setting import GroupSetting
 from gadei_ps.simulate.histogram import Histogram
@@ -25,12 +25,9 @@ class GroupOutcome:
         """Samples whose gradients are in an aggregate."""
         self.training_s = 0.0
         self.waiting_s = 0.0
-        """Time for which replicas waited for others of their group, or until a death was known."""
+        """Time for which replicas waited for others of their group."""
         self.exchange_s = 0.0
         """Time for which replicas aggregated."""
-        self.lost_s = 0.0
-        """Training that died with replicas."""
-        self.deaths = self.joins = self.views = self.redone = 0
         self.staleness = Histogram()
         """Staleness of taken models: rounds that the sender has ended since it sent them."""
         self.training: dict[str, float] | None = None
@@ -45,25 +42,20 @@ class GroupOutcome:
         self._age_s = 0.0
         self._lost: dict[str, int] = {}
 
-    def trained(self, seconds: FloatArray, waiting: FloatArray, exchange: float) -> None:
-        """A round of replicas that live at its end. seconds, waiting: of each of them."""
+    def trained(self, seconds: FloatArray, aggregation_s: float) -> None:
+        """Count a round. seconds: training of each replica."""
         self.training_s += float(seconds.sum())
-        self.waiting_s += float(waiting.sum())
-        self.exchange_s += exchange * len(seconds)
+        self.waiting_s += float((seconds.max() - seconds).sum())
+        self.exchange_s += aggregation_s * len(seconds)
         self._iterations += self._setting.k * len(seconds)
         self.samples += self._setting.k * self._setting.batch * len(seconds)
 
-    def exchanged(self, aggregated: IntArray, broadcast: FloatArray, members: int) -> None:
-        """Count the bytes that each of the members has sent in a round."""
+    def exchanged(self, aggregated: float, broadcast: float, members: int) -> None:
+        """Count the bytes that all members together have sent in a round."""
         self._machine_rounds += members
-        self._aggregated += float(aggregated.sum())
-        self._broadcast += float(broadcast.sum())
+        self._aggregated += aggregated
+        self._broadcast += broadcast
         self._paper += 2 * (members - 1)
-
-    def died(self, after_s: float) -> None:
-        """A replica has died so long after its round began."""
-        self.deaths += 1
-        self.lost_s += after_s
 
     def take(self, taken: Sequence[Sent], now: float, rounds: Sequence[int]) -> None:
         """Count the models that a group has taken. rounds: those that the senders have ended."""
@@ -97,10 +89,10 @@ class GroupOutcome:
         """Return JSON values. Bytes are the mean per replica and round; models are float32."""
         rounds = self._machine_rounds or 1
         model = size(self._setting.values, Wire.FLOAT32)
-        paid = self.training_s + self.waiting_s + self.exchange_s + self.lost_s
+        paid = self.training_s + self.waiting_s + self.exchange_s
         stale = self.staleness
         found = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        for name in ("training_s", "waiting_s", "exchange_s", "redone"):
+        for name in ("training_s", "waiting_s", "exchange_s"):
             del found[name]
         return found | {
             "samples_per_s": self.samples_per_s,
@@ -108,7 +100,6 @@ class GroupOutcome:
             "speed_up_share": self.speed_up / self._setting.machines,
             "waiting_share": self.waiting_s / paid if paid else 0.0,
             "exchange_share": self.exchange_s / paid if paid else 0.0,
-            "aggregations_made_again": self.redone,
             "aggregation_bytes": self._aggregated / rounds,
             "aggregation_models": self._aggregated / rounds / model,
             "aggregation_models_paper": self._paper / rounds,

@@ -14,7 +14,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.groups import reading
 from gadei_ps.groups.rules import Rule
 from gadei_ps.show import tables
-from gadei_ps.simulate.groups import GroupSimulator, first_members
+from gadei_ps.simulate.groups import GroupSimulator
 from gadei_ps.simulate.groups_outcome import GroupOutcome
 from gadei_ps.simulate.groups_setting import GroupSetting
 from gadei_ps.simulate.groups_training import GroupTraining
@@ -53,14 +53,6 @@ TRAINING = {
     "best group": "{training[accuracy_most]:.1%}",
     "of the groups' mean": "{training[accuracy_of_mean]:.1%}",
 }
-DEATHS = {
-    "members": "{rule}",
-    "deaths": "{deaths:,}",
-    "joins": "{joins:,}",
-    "views": "{views:,}",
-    "aggregations made again": "{aggregations_made_again:,}",
-    "training lost, s": "{lost_s:,.1f}",
-}
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ def run(text: str, setting: GroupSetting, learning: Learning | None = None) -> G
         training = GroupTraining(
             learning.problem,
             text,
-            first_members(setting),
+            setting.sizes,
             batch=setting.batch,
             lr=learning.lr,
             wire=setting.wire,
@@ -138,8 +130,6 @@ def shown(result: Mapping[str, Any]) -> RenderableType:
     parts += ["", tables.formatted(TRAFFIC, rules, ("2(m-1)/m", "abandoned", "at most"))]
     if any(one["training"] for one in rules):
         parts += ["", tables.formatted(TRAINING, rules)]
-    if any(one["deaths"] for one in rules):
-        parts += ["", tables.formatted(DEATHS, rules)]
     early = [one for one in rules if one["ended"] != "done"]
     parts += [Text(f"{one['rule']} ended early: {one['ended']}") for one in early]
     parts += ["", Text(f"virtual time; it took {result['wall_s']:.1f} s", style="dim")]

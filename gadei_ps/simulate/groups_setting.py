@@ -1,4 +1,4 @@
-"""The setting of a simulation of worker groups: replicas, links, neighbours, rounds, deaths."""
+"""The setting of a simulation of worker groups: replicas, links, neighbours, rounds."""
 
 from __future__ import annotations
 
@@ -25,21 +25,6 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Deaths:
-    """Deaths of replicas and their returns. Times are seconds of virtual time.
-
-    share: probability that a replica dies in a round, at a random moment of it. die: (replica,
-    time) of single deaths; one of a replica that is dead has no effect. detect_s: time from a death
-    until the others know of it. return_s: time after which a dead replica comes back; None: never.
-    """
-
-    share: float = 0.0
-    die: tuple[tuple[int, float], ...] = ()
-    detect_s: float = 1.0
-    return_s: float | None = None
-
-
-@dataclass(frozen=True)
 class GroupSetting:
     """One experiment, the same for every rule. Raises UsageError.
 
@@ -60,7 +45,6 @@ class GroupSetting:
     wire: Wire = Wire.FLOAT32
     whole: bool = True
     links: Links = field(default_factory=Links)
-    deaths: Deaths = field(default_factory=Deaths)
 
     def __post_init__(self) -> None:
         machines = sum(self.sizes)
@@ -79,9 +63,6 @@ class GroupSetting:
             bool(speeds) and all(0 < one < math.inf for one in speeds), "bandwidths must be above 0"
         )
         _check(0 <= self.links.latency_s < math.inf, "the latency must be at least 0")
-        _check(0 <= self.deaths.share < 1, "deaths must be a probability from 0, below 1")
-        for machine, _ in self.deaths.die:
-            _check(machine < machines, f"die: there is no replica {machine} of {machines}")
 
     @property
     def machines(self) -> int:

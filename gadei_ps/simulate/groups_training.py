@@ -1,11 +1,8 @@
 """Trains the weights of all replicas of all groups, in the order of virtual time.
 
 Each replica descends from its group's weights, by mini-batches of its own subset of the training
-set. A group's subset is divided among its replicas and divided again when one dies. What a replica
-has trained since the last aggregation dies with it, so those samples go to the others.
-
-What is sent within a group in fewer bits than float32 is the difference to the last common weights,
-with error feedback; what is sent between groups is the model, with error feedback as well.
+set. What is sent within a group in fewer bits than float32 is the difference to the last common
+weights, with error feedback; what is sent between groups is the model, with error feedback as well.
 """
 
 from __future__ import annotations
@@ -16,9 +13,8 @@ import numpy as np
 
 from gadei_ps.groups import compress, parts, reading
 from gadei_ps.groups.compress import Feedback, Wire
-from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats
-from gadei_ps.groups.subsets import Subsets
+from gadei_ps.simulate.draws import IntArray
 from gadei_ps.simulate.problems import Problem
 
 
@@ -33,17 +29,16 @@ def _finite(values: Floats) -> Floats:
 
 
 class _Group:
-    """The weights of one group, and what its replicas have left to train."""
+    """The weights of one group, its samples, and those that each replica has left in this pass."""
 
-    def __init__(self, weights: Floats, rule: str, span: range, members: Sequence[Member]) -> None:
+    def __init__(self, weights: Floats, rule: str, samples: IntArray, size: int) -> None:
         self.weights = weights.copy()
         self.rule = reading.parse(rule)
         self.rule.begin(self.weights)
-        self.span = span
-        self.subsets: Subsets[Member] = Subsets(len(span), members)
+        self.samples = samples
         self.passes = 0
-        self.order = np.arange(0)
-        self.within: dict[Member, Feedback] = {}
+        self.left = [samples[:0]] * size
+        self.within: dict[int, Feedback] = {}
         self.sums: Feedback | None = None
         self.between: Feedback | None = None
 
@@ -51,15 +46,15 @@ class _Group:
 class GroupTraining:
     """Weights and data of one run.
 
-    lr: rate of the replicas' plain gradient descent. batch: samples of a mini-batch; the last one
-    of a pass may be smaller.
+    sizes: replicas of each group. lr: rate of their plain gradient descent. batch: samples of a
+    mini-batch; the last one of a pass may be smaller.
     """
 
     def __init__(
         self,
         problem: Problem,
         rule: str,
-        groups: Sequence[Sequence[Member]],
+        sizes: Sequence[int],
         *,
         batch: int,
         lr: float,
@@ -71,39 +66,30 @@ class GroupTraining:
         self.samples = 0
         self.curve: list[dict[str, float]] = []
         weights = np.asarray(problem.initial(), np.float32)
-        machines = sum(map(len, groups))
         # The samples are dealt like cards, so that each group has samples of all kinds.
-        ends = np.cumsum([0, *map(len, groups)]) * problem.samples // machines
-        self._dealt = np.random.default_rng([seed, 0]).permutation(problem.samples)
+        ends = np.cumsum(sizes) * problem.samples // sum(sizes)
+        dealt = np.random.default_rng([seed, 0]).permutation(problem.samples)
         self._groups = [
-            _Group(weights, rule, range(ends[place], ends[place + 1]), members)
-            for place, members in enumerate(groups)
+            _Group(weights, rule, samples, size)
+            for samples, size in zip(np.split(dealt, ends[:-1]), sizes, strict=True)
         ]
 
-    def round(self, group: int, members: Sequence[Member], k: int) -> Floats:
-        """Train each member for k mini-batches, or for what its subset has left in this pass.
+    def round(self, group: int, k: int) -> Floats:
+        """Train each replica for k mini-batches, or for what its subset has left in this pass.
 
         Returns the aggregate, which is weighted by the samples that each has trained with. Raises
         NotFinite, as `end_round` does.
         """
         one = self._groups[group]
-        if not one.subsets.left:
-            one.subsets = Subsets(len(one.span), members)
-            one.passes += 1
-            one.order = np.arange(0)
-        if not len(one.order):
+        if not any(map(len, one.left)):
             chance = np.random.default_rng([self.seed, 1, group, one.passes])
-            one.order = self._dealt[one.span.start : one.span.stop]
-            one.order = one.order[chance.permutation(len(one.order))]
+            order = one.samples[chance.permutation(len(one.samples))]
+            one.left = np.array_split(order, len(one.left))
+            one.passes += 1
         models, counts = [], []
-        for member in members:
-            ranges = (
-                one.subsets.take(member, k * self.batch)
-                if member in one.subsets.owners
-                else []  # a joining member has a share from the next pass on
-            )
-            rows = np.concatenate([one.order[low:high] for low, high in ranges] or [one.order[:0]])
-            models.append(self._descend(one, member, rows))
+        for replica, left in enumerate(one.left):
+            rows, one.left[replica] = np.split(left, [k * self.batch])
+            models.append(self._descend(one, replica, rows))
             counts.append(len(rows))
         self.samples += sum(counts)
         aggregate = np.empty_like(one.weights)
@@ -124,27 +110,6 @@ class GroupTraining:
             return model
         one.between = one.between or Feedback(len(model), self.wire)
         return self._sent(one.between, model)
-
-    def gone(self, group: int, member: Member, heirs: Sequence[Member]) -> None:
-        """A replica has died: the others of its group take over what it has not answered."""
-        one = self._groups[group]
-        one.within.pop(member, None)
-        if member in one.subsets.owners:
-            one.subsets.gone(member, heirs)
-
-    def begin_again(self, group: int, members: Sequence[Member], weights: Floats | None) -> None:
-        """Start a group again that had lost all members: with a neighbour's model, if it has one.
-
-        Its rule starts from its first state, and the subset of the dead members is divided among
-        the joining ones.
-        """
-        one = self._groups[group]
-        if weights is not None:
-            one.weights = weights.copy()
-        one.rule.begin(one.weights)
-        one.sums = one.between = None
-        for owner in one.subsets.owners:
-            one.subsets.gone(owner, members)
 
     def look(self, now: float) -> None:
         """Add a point to the curve: the mean, over the groups, of loss and accuracy."""
@@ -171,14 +136,14 @@ class GroupTraining:
             "passes": self.samples / self.problem.samples,
         }
 
-    def _descend(self, one: _Group, member: Member, rows: np.ndarray) -> Floats:
+    def _descend(self, one: _Group, replica: int, rows: np.ndarray) -> Floats:
         weights = one.weights.copy()
         for begin in range(0, len(rows), self.batch):
             gradient = self.problem.gradient(weights, rows[begin : begin + self.batch])
             weights -= self.lr * np.asarray(gradient, np.float32)
         if self.wire is Wire.FLOAT32:
             return weights
-        sender = one.within.setdefault(member, Feedback(len(weights), self.wire))
+        sender = one.within.setdefault(replica, Feedback(len(weights), self.wire))
         return one.weights + self._sent(sender, weights - one.weights)
 
     def _sent(self, sender: Feedback, values: Floats) -> Floats:

@@ -9,10 +9,9 @@ SMALL = ("--groups", "2", "--rounds", "3", "--k", "2")
 
 
 def test_tables(cli: Cli) -> None:
-    at_once = ("--detect", "0s", "--latency", "0s", "--return-after", "0s")
-    result = cli("group", "simulate", "replace", "outer:0.7:0.5", *SMALL, "--die", "3@1", *at_once)
+    result = cli("group", "simulate", "replace", "outer:0.7:0.5", *SMALL, "--latency", "0s")
     assert "4 in 2 groups, neighbours: ring" in result.out
-    assert "outer:0.7:0.5" in result.out and "2(m-1)/m" in result.out and "deaths" in result.out
+    assert "outer:0.7:0.5" in result.out and "2(m-1)/m" in result.out
 
 
 def test_json(cli: Cli) -> None:
@@ -32,12 +31,9 @@ def test_json(cli: Cli) -> None:
         (["replace", "--broadcast", "half"], "--broadcast 'half': write whole or parts"),
         (["replace", "--groups", "0"], "--groups 0: use 1 or more"),
         (["replace", "--bandwidth", "1Gbit"], "bytes a second like 125MB, which are 1 Gbit/s"),
-        (["replace", "--detect", "soon"], "--detect: duration 'soon': write it like 500ms"),
-        (["replace", "--die", "3@x"], "--die '3@x': duration 'x': write it like 500ms"),
+        (["replace", "--latency", "soon"], "--latency: duration 'soon': write it like 500ms"),
         (["replace", "--lr", "1"], "--lr needs --train"),
         (["replace", "--k", "1epoch"], "give --samples of the training set, or --train"),
-        (["replace", "--die", "9@1"], "die: there is no replica 9 of 8"),
-        (["replace", "--die", "x"], "write replica and time like 3@12.5"),
         (["replace", "--train", "convex", "--machines", "9999"], "cannot be divided among"),
     ],
 )

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from gadei_ps.errors import UsageError
 from gadei_ps.groups.compress import Wire
 from gadei_ps.simulate import groups, groups_report, groups_setting, problems
-from gadei_ps.simulate.groups import GroupSimulator, first_members
+from gadei_ps.simulate.groups import GroupSimulator
 from gadei_ps.simulate.groups_outcome import GroupOutcome
-from gadei_ps.simulate.groups_setting import Deaths, GroupSetting, Links
+from gadei_ps.simulate.groups_setting import GroupSetting, Links
 from gadei_ps.simulate.groups_training import GroupTraining
 from gadei_ps.simulate.run_times import RecordedTimes, parse
 
@@ -87,40 +87,6 @@ def test_mixing_keeps_one_model_for_each_neighbour() -> None:
     assert counts(one)["lost_in_buffers"] and counts(all_)["taken"] > counts(one)["taken"]
 
 
-def test_a_round_ends_without_the_dead() -> None:
-    deaths = Deaths(die=((1, 1.0),), detect_s=0.5)
-    found = simulate([2], [[1.0, 1.0]], rounds=3, deaths=deaths)
-    # Alone, machine 0 has nothing to aggregate.
-    assert (found.seconds, found.samples, found.deaths, found.redone) == (6.0, 6, 1, 0)
-    assert found.lost_s == 1.0 and found.views == 1
-    late = Deaths(die=((1, 1.0),), detect_s=2.0)
-    assert simulate([2], [[1.0, 1.0]], rounds=3, deaths=late).seconds == 7.0
-
-
-def test_an_aggregation_is_made_again_without_the_dead() -> None:
-    deaths = Deaths(die=((2, 2.5),), detect_s=0.5)
-    found = simulate([3], [[1.0, 1.0, 1.0]], rounds=1, deaths=deaths)
-    assert (found.seconds, found.redone, found.samples) == (2.5 + 0.5 + 1.0, 1, 4)
-
-
-def test_machines_come_back_between_two_rounds() -> None:
-    deaths = Deaths(die=((1, 1.0),), return_s=2.0, detect_s=0.0)
-    found = simulate([2], [[1.0, 1.0]], rounds=3, deaths=deaths)
-    # Rounds end at 2 and 4 without machine 1, which comes at 3; then one of 2 + 1 s.
-    assert (found.seconds, found.joins, found.views, found.samples) == (7.0, 1, 2, 8)
-
-
-def test_a_dead_group_stops_nobody_and_begins_again() -> None:
-    deaths = Deaths(die=((0, 1.0),))
-    found = simulate([1, 1], [[1.0, 1.0]], rounds=2, deaths=deaths)
-    assert (found.seconds, found.ended, found.rounds) == (8.0, "done", 4)
-    found = simulate([1], [[1.0]], rounds=2, deaths=deaths)
-    assert (found.rounds, found.ended) == (0, "no replica is left")
-    back = Deaths(die=((0, 1.0),), return_s=10.0)
-    found = simulate([1], [[1.0]], rounds=2, deaths=back)
-    assert (found.seconds, found.joins) == (15.0, 1)
-
-
 # -- for all settings -----------------------------------------------------------------------------
 
 
@@ -129,13 +95,12 @@ def test_a_dead_group_stops_nobody_and_begins_again() -> None:
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     who=st.sampled_from(["ring", "all", "none"]),
     rule=st.sampled_from(["replace", "mix:0.5"]),
-    share=st.sampled_from([0.0, 0.1, 0.5]),
     speed=st.sampled_from([1e2, 1e4]),
     whole=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_nothing_is_counted_twice_or_forgotten(
-    sizes: list[int], who: str, rule: str, share: float, speed: float, whole: bool, seed: int
+    sizes: list[int], who: str, rule: str, speed: float, whole: bool, seed: int
 ) -> None:
     setting = GroupSetting(
         tuple(sizes),
@@ -147,23 +112,20 @@ def test_nothing_is_counted_twice_or_forgotten(
         seed=seed,
         whole=whole,
         links=Links((speed,)),
-        deaths=Deaths(share, return_s=2.0),
     )
     found = GroupSimulator(rule, setting).run().as_dict()
     again = GroupSimulator(rule, setting).run().as_dict()
     assert found.pop("wall_s") != 0 and again.pop("wall_s") != 0 and found == again
     assert (found["ended"], found["rounds"]) == ("done", 6 * len(sizes))
     assert found["broadcast"]["taken"] <= found["rounds"] * max(1, len(sizes) - 1)
-    assert found["joins"] <= found["deaths"] <= found["views"] + found["deaths"]
     assert 0 < found["speed_up"] <= sum(sizes) * 1.5
     neighbours = {len(one) for one in setting.neighbours}
     assert len(neighbours) == 1
     assert sum(found["broadcast"].values()) == found["rounds"] * neighbours.pop()
-    if not share:
-        wanted = [2 * (m - 1) for m in sizes]
-        if len(set(sizes)) == 1:
-            assert found["aggregation_models_paper"] == pytest.approx(wanted[0] / sizes[0])
-            assert found["aggregation_models"] == pytest.approx(wanted[0] / sizes[0], rel=0.3)
+    if len(set(sizes)) == 1:
+        wanted = 2 * (sizes[0] - 1) / sizes[0]
+        assert found["aggregation_models_paper"] == pytest.approx(wanted)
+        assert found["aggregation_models"] == pytest.approx(wanted, rel=0.3)
 
 
 @pytest.mark.parametrize("drawn", [1, 7, 20, 1000])
@@ -226,27 +188,20 @@ def test_weights_that_are_not_finite_end_a_run(wire: Wire) -> None:
     assert found.training is not None
 
 
-def test_each_sample_is_trained_once_a_pass_whoever_dies() -> None:
-    setting = GroupSetting((3, 2), ((), ()), parse("normal:std=0", 0), rounds=1)
-    groups = first_members(setting)
+def test_each_sample_is_trained_once_a_pass() -> None:
     problem = _Counting(0, samples=100)
     training = GroupTraining(
         problem,
         "replace",
-        groups,
+        (3, 2),
         batch=4,
         lr=0.1,
         wire=Wire.FLOAT32,
         seed=0,
     )
-    members = list(groups[0])
-    training.round(0, members, 2)
-    training.gone(0, dead := members.pop(1), members)
-    for _ in range(20):
-        training.round(0, members, 2)
-        if training.samples >= 60:
-            break
-    assert training.samples == 60 and dead not in members
+    for _ in range(3):  # 8 samples for each of 3 replicas, and the last 4 of 20
+        training.round(0, 2)
+    assert training.samples == 60
     assert sorted(problem.seen) == sorted(set(problem.seen)) and len(problem.seen) == 60
 
 
