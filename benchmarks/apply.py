@@ -61,7 +61,7 @@ FEW_ROUNDS = 8
 
 @numba.njit(nogil=True)
 def apply_shard(
-    kind: int,
+    kernel: Callable[..., None],
     coef: NDArray[np.float64],
     w: Floats,
     s0: Floats,
@@ -71,21 +71,22 @@ def apply_shard(
 ) -> None:
     """Pass over one shard chunk by chunk, as the server does. g: float32, or bfloat16's bits.
 
-    By addresses: for slices of arrays, Numba would count references, which takes as long.
+    kernel: of `cpu.KERNELS`; the loop is compiled for each. By addresses: for slices of arrays,
+    Numba would count references, which takes as long.
     """
-    c = doubles(address(coef), COEFFICIENTS)
+    c = cpu.scalars(doubles(address(coef), COEFFICIENTS))
     at, at0, at1, at_g = address(w), address(s0), address(s1), address(g)
     for _ in range(passes):
         for start in range(0, w.size, CHUNK):
             count, here = min(CHUNK, w.size - start), np.uint64(4 * start)
             gradient = values_of(g[0], at_g + np.uint64(start * g.itemsize), count)
             weights, slot0 = floats(at + here, count), floats(at0 + here, count)
-            cpu.update(kind, c, weights, slot0, floats(at1 + here, count), gradient)
+            kernel(c, weights, slot0, floats(at1 + here, count), gradient)
 
 
 @numba.njit(nogil=True)
 def apply_float16(
-    kind: int,
+    kernel: Callable[..., None],
     coef: NDArray[np.float64],
     w: Floats,
     s0: Floats,
@@ -94,7 +95,7 @@ def apply_float16(
     passes: int,
 ) -> None:
     """Do the same with a gradient of float16, converted block by block."""
-    c = doubles(address(coef), COEFFICIENTS)
+    c = cpu.scalars(doubles(address(coef), COEFFICIENTS))
     at, at0, at1, at_g = address(w), address(s0), address(s1), address(g)
     decoded = np.empty(CHUNK, np.float32)
     for _ in range(passes):
@@ -103,7 +104,7 @@ def apply_float16(
             gradient = decoded[:count]
             cpu.decode_float16(halves(at_g + np.uint64(2 * start), count), gradient)
             weights, slot0 = floats(at + here, count), floats(at0 + here, count)
-            cpu.update(kind, c, weights, slot0, floats(at1 + here, count), gradient)
+            kernel(c, weights, slot0, floats(at1 + here, count), gradient)
 
 
 KINDS = tuple(kind for kind in Kind if kind is not Kind.ADD)  # those that torch.optim has
@@ -156,13 +157,13 @@ def ours(work: Work, wire: WireType, threads: int) -> Run:
     """Return a function that makes passes, each thread over its shard."""
     chunks = -(-work.w.size // CHUNK)
     edges = [min(work.w.size, chunks * i // threads * CHUNK) for i in range(threads + 1)]
-    kind = int(work.kind)
+    kernel = cpu.KERNELS[work.kind]
 
     def shard(i: int, passes: int) -> None:
         part = slice(edges[i], edges[i + 1])
         mine = work.coef, work.w[part], work.s0[part], work.s1[part]
         run = apply_float16 if wire is WireType.FLOAT16 else apply_shard
-        run(kind, *mine, work.payload(wire)[part], passes)
+        run(kernel, *mine, work.payload(wire)[part], passes)
 
     def run(passes: int) -> None:
         started = [threading.Thread(target=shard, args=(i, passes)) for i in range(1, threads)]

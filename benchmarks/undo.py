@@ -40,6 +40,7 @@ CHUNK = 1024
 FLOAT32 = int(layout.WireType.FLOAT32)
 Floats = NDArray[np.float32]
 Part = NDArray[np.void]
+Run = Callable[..., None]
 
 # So small that the weights hardly change over all gradients.
 LR = 1e-9
@@ -64,49 +65,34 @@ def with_log(part: Part, payload: int, times: int) -> None:
 
 @numba.njit(nogil=True, forceinline=True, error_model="numpy")
 def _chunk(
-    kind: int, kept: int, s: Shard, coef: cpu.Scalars, payload: int, start: int, count: int
+    kernel: Run, kept: int, s: Shard, coef: cpu.Scalars, payload: int, start: int, count: int
 ) -> None:
     """Apply a part of the gradient."""
     here = np.uint64(start * 4)
     s0 = floats(s.at.slot0 + here, count if kept > 0 else 0)
     s1 = floats(s.at.slot1 + here, count if kept > 1 else 0)
     w, g = floats(s.at.weights + here, count), floats(np.uint64(payload) + here, count)
-    cpu.move(kind, coef, w, s0, s1, g)
+    kernel(coef, w, s0, s1, g)
 
 
-@numba.njit(nogil=True, forceinline=True, error_model="numpy")
-def _chunks(kind: int, kept: int, s: Shard, coef: cpu.Scalars, payload: int) -> None:
-    """Pass over the weights once. kind and kept are constants at each call."""
-    rest = s.high % CHUNK
-    for start in range(0, s.high - rest, CHUNK):
-        _chunk(kind, kept, s, coef, payload, start, CHUNK)
-    if rest > 0:
-        _chunk(kind, kept, s, coef, payload, s.high - rest, rest)
+def without_log(kind: Kind) -> Run:
+    """Return the same without the log. Each optimizer has its own loop here too."""
+    kernel, kept = cpu.KERNELS[kind], optimizers.slots(kind)
 
+    @numba.njit(nogil=True, error_model="numpy")
+    def run(part: Part, payload: int, times: int) -> None:
+        s = shard_of(address(part))
+        rest = s.high % CHUNK
+        for _ in range(times):
+            prepare(s)
+            coef = cpu.scalars(doubles(s.here + COEFFICIENTS_AT, COEFFICIENTS))
+            for start in range(0, s.high - rest, CHUNK):
+                _chunk(kernel, kept, s, coef, payload, start, CHUNK)
+            if rest > 0:
+                _chunk(kernel, kept, s, coef, payload, s.high - rest, rest)
 
-@numba.njit(nogil=True, error_model="numpy")
-def without_log(part: Part, payload: int, times: int) -> None:
-    """Do the same without the log. Each optimizer has its own loop here too."""
-    s = shard_of(address(part))
-    for _ in range(times):
-        prepare(s)
-        coef = cpu.scalars(doubles(s.here + COEFFICIENTS_AT, COEFFICIENTS))
-        if s.kind == cpu.SGD:
-            _chunks(cpu.SGD, 0, s, coef, payload)
-        elif s.kind == cpu.MOMENTUM_SGD:
-            _chunks(cpu.MOMENTUM_SGD, 1, s, coef, payload)
-        elif s.kind == cpu.NESTEROV:
-            _chunks(cpu.NESTEROV, 1, s, coef, payload)
-        elif s.kind == cpu.ADAGRAD:
-            _chunks(cpu.ADAGRAD, 1, s, coef, payload)
-        elif s.kind == cpu.ADAM:
-            _chunks(cpu.ADAM, 2, s, coef, payload)
-        elif s.kind == cpu.ADAMW:
-            _chunks(cpu.ADAMW, 2, s, coef, payload)
-        elif s.kind == cpu.ADD:
-            _chunks(cpu.ADD, 0, s, coef, payload)
-        elif s.kind == cpu.RMSPROP:
-            _chunks(cpu.RMSPROP, 2, s, coef, payload)
+    compiled: Run = run
+    return compiled
 
 
 class Work:
@@ -168,14 +154,14 @@ class Work:
         for values in self.streams:
             values[:] = random.random(self.size, np.float32)
 
-    def after(self, run: Callable[..., None]) -> Floats:
+    def after(self, run: Run) -> Floats:
         """Return the weights and slots after three gradients."""
         self.fill()
         run(self.part, self.gradient, 3)
         return np.concatenate(self.streams)
 
 
-def timed(run: Callable[..., None], work: Work, times: int) -> Callable[[], float]:
+def timed(run: Run, work: Work, times: int) -> Callable[[], float]:
     """Return a function that measures the seconds of one gradient, after an unmeasured one."""
 
     def measure() -> float:
@@ -190,15 +176,16 @@ def timed(run: Callable[..., None], work: Work, times: int) -> Callable[[], floa
 def measure(quick: bool) -> Report:
     """Measure each optimizer at each size. ratio: time without over time with the log."""
     size = sizes("undo", quick)
-    contenders: dict[str, Callable[..., None]] = {"without": without_log, "gadei-ps": with_log}
+    without = {kind: without_log(kind) for kind in Kind}
     report = Report(["optimizer", "weights", "without us", "with us", "with/without"])
     for weights in size["bytes"]:
         for kind in Kind:
+            contenders: dict[str, Run] = {"without": without[kind], "gadei-ps": with_log}
             work = Work(kind, weights // 4)
             one, other = map(work.after, contenders.values())
             if not np.allclose(one, other, rtol=ROUNDING, atol=0):
                 raise AssertionError(f"{kind.name}: the loops do not compute the same")
-            times = max(1, round(size["call_s"] / timed(without_log, work, 2)()))
+            times = max(1, round(size["call_s"] / timed(without[kind], work, 2)()))
             seconds = alternate(
                 {who: timed(run, work, times) for who, run in contenders.items()}, size["rounds"]
             )

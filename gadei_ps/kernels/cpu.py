@@ -61,13 +61,10 @@ Scalars = tuple[float, ...]
 F = TypeVar("F", bound=Callable[..., object])
 
 # Plain integers: Numba would carry an enum member into the compiled code as a type of its own.
-SGD = int(Kind.SGD)
 MOMENTUM_SGD = int(Kind.MOMENTUM)
 NESTEROV = int(Kind.NESTEROV)
-ADAGRAD = int(Kind.ADAGRAD)
 ADAM = int(Kind.ADAM)
 ADAMW = int(Kind.ADAMW)
-ADD = int(Kind.ADD)
 RMSPROP = int(Kind.RMSPROP)
 STEP = int(Schedule.STEP)
 COSINE = int(Schedule.COSINE)
@@ -78,7 +75,7 @@ def _kernel(function: F) -> F:
 
     `contract` lets a product and a sum become one fused operation and allows nothing else. NumPy's
     error model leaves divisions by zero untested; with that test no loop would be vectorized.
-    Kernels are inlined: a call passes each array in seven words, which takes 8 ns for `update`.
+    Kernels are inlined: a call passes each array in seven words, which takes 8 ns for four arrays.
     """
     return compiled(function, forceinline=True, fastmath={"contract"})
 
@@ -149,7 +146,7 @@ def clip_scale(hyper: Doubles, squares: float) -> float:
 def coefficients(
     kind: int, hyper: Doubles, lr: float, t: int, staleness: int, momentum: float, out: Doubles
 ) -> None:
-    """Write what `update` needs to know of one gradient: its scalars, the same for all chunks.
+    """Write what an optimizer needs to know of one gradient: the same for all chunks.
 
     hyper: float64 of shape (PACKED,). lr: the rate of this step. t counts gradients from 1, and
     this one counts (Adam's bias correction). staleness: version when applied less version pulled.
@@ -332,53 +329,20 @@ def added(coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None
 
 
 KERNELS: dict[int, Callable[..., None]] = {
-    SGD: sgd,
-    MOMENTUM_SGD: momentum,
-    NESTEROV: momentum,  # with other coefficients
-    ADAGRAD: adagrad,
-    ADAM: adam,
-    ADAMW: adamw,
-    RMSPROP: rmsprop,
-    ADD: added,
+    Kind.SGD: sgd,
+    Kind.MOMENTUM: momentum,
+    Kind.NESTEROV: momentum,  # with other coefficients
+    Kind.ADAGRAD: adagrad,
+    Kind.ADAM: adam,
+    Kind.ADAMW: adamw,
+    Kind.RMSPROP: rmsprop,
+    Kind.ADD: added,
 }
-"""The loop of each kind."""
+"""The loop of each kind, which applies one gradient to some values in place.
 
-
-@_kernel
-def update(kind: int, coef: Doubles, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
-    """Apply one gradient to some values in place; an unknown kind changes nothing.
-
-    kind: a `Kind` as a plain int. coef: float64 of shape (COEFFICIENTS,), from `coefficients`.
-    w: float32. g: as long, float32, or bfloat16 as uint16 bits. s0, s1: as long if the kind has
-    that slot, else of any length.
-    """
-    move(kind, scalars(coef), w, s0, s1, g)
-
-
-@_kernel
-def move(kind: int, coef: Scalars, w: Floats, s0: Floats, s1: Floats, g: Gradient) -> None:
-    """Do what `update` does, with the `scalars` of its coefficients."""
-    if kind == SGD:
-        sgd(coef, w, s0, s1, g)
-    elif kind in (MOMENTUM_SGD, NESTEROV):
-        momentum(coef, w, s0, s1, g)
-    elif kind == ADAGRAD:
-        adagrad(coef, w, s0, s1, g)
-    elif kind == ADAM:
-        adam(coef, w, s0, s1, g)
-    elif kind == ADAMW:
-        adamw(coef, w, s0, s1, g)
-    elif kind == RMSPROP:
-        rmsprop(coef, w, s0, s1, g)
-    elif kind == ADD:
-        added(coef, w, s0, s1, g)
-
-
-@_kernel
-def add(w: Floats, delta: Gradient) -> None:
-    """Add delta to w in place (statistics of batch norm: they are moved, not descended)."""
-    for i in range(w.size):
-        w[i] += wide(delta[i])
+coef: from `scalars`. w: float32. g: as long, float32, or bfloat16 as uint16 bits. s0, s1: as long
+if the kind has that slot, else of any length.
+"""
 
 
 @_kernel

@@ -94,7 +94,7 @@ def _half(at: Streams, piece: np.uint64) -> np.uint64:
 
 @inlined
 def save(at: Streams, kept: int, piece: np.uint64, start: int, count: int) -> None:
-    """Copy a piece's weights and slots into the log, in one loop, as `update` reads them."""
+    """Copy a piece's weights and slots into the log, in one loop, as the optimizer reads them."""
     here, undo = np.uint64(start * 4), _half(at, piece)
     old, w = floats(undo, count), floats(at.weights + here, count)
     old0, s0 = floats(undo + SLOT0, count), floats(at.slot0 + here, count)

@@ -77,7 +77,7 @@ def compiled_step(
     cpu.coefficients(int(spec.kind), spec.pack(), lr, t, 0, math.nan, coef)
     nothing = np.empty(0, np.float32)
     s0, s1 = [*state, nothing, nothing][:2]
-    cpu.update(int(spec.kind), coef, weights, s0, s1, gradient)
+    cpu.KERNELS[spec.kind](cpu.scalars(coef), weights, s0, s1, gradient)
 
 
 @pytest.mark.parametrize("step", [reference.step, compiled_step])
