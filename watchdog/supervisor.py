@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from gadei_ps import _native, sync
-from gadei_ps.errors import JobFailed, JobStopped, NotSaved, in_words
+from gadei_ps.errors import JobFailed, JobInUse, JobStopped, NotSaved, in_words
 from gadei_ps.job import paths, service, sync_change
 from gadei_ps.job.config import JobConfig
 from gadei_ps.job.lock_file import NameLock, awaited
@@ -199,19 +199,17 @@ class Supervisor:
         was_locked = False
 
         def take() -> None:
-            if self._lock is None:
-                self._lock = NameLock(self.config.name)
+            nonlocal was_locked
+            try:
+                self._lock = self._lock or NameLock(self.config.name)
+            except JobInUse:
+                was_locked = True
+                raise
             if adopts:
                 self.memory.adopt(is_own=self.options.recorded)
 
-        def waits() -> bool:
-            # Memory whose job was never locked here is that of a living watchdog elsewhere.
-            nonlocal was_locked
-            was_locked = was_locked or self._lock is None
-            self._notify.watchdog()
-            return was_locked and not self.signalled
-
-        awaited(self.config.name, take, waits)
+        # Memory whose job was never locked here is that of a living watchdog elsewhere.
+        awaited(self.config.name, take, lambda: was_locked and not self.signalled)
 
     def _log_start(self) -> None:
         self._log.info(
