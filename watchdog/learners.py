@@ -66,7 +66,7 @@ class JobLearners:
         ]
 
     def adopt(self) -> None:
-        """Take over learners of a dead watchdog, attached or not."""
+        """Adopt learners of a dead watchdog, attached or not."""
         if not self.all:
             return
         for found in psutil.process_iter():

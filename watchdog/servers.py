@@ -130,7 +130,7 @@ class Servers:
         """Pid of the server that can become active; 0 if there is none just now."""
         for one in self.running.values():
             if one.active:
-                continue  # even while it is dying and the other one has taken over
+                continue  # even while it is dying and the other one is active
             is_standby = self._stage(one) is Stage.STANDBY
             if is_standby and process.alive(one.pid, int(self._line(one.number)["start"])):
                 return one.pid
@@ -177,7 +177,7 @@ class Servers:
     # -- starting -------------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Take over the servers of a dead watchdog."""
+        """Adopt the servers of a dead watchdog."""
         for number in NUMBERS:
             line = self._line(number)
             pid = int(line["pid"])
@@ -412,7 +412,7 @@ class Servers:
             line, stage = self._line(one.number), self._stage(one)
             # True until its death, which may become known when the next one is active already.
             one.active = one.active or one.pid == self.active_pid
-            # One that has taken over in the middle of its start serves at once, or hangs.
+            # One that became active in the middle of its start serves at once, or hangs.
             succeeds = one.active and bool(int(self.memory.words["lease_shards"]))
             if stage not in lifecycle.READY and stage is not Stage.REPLACED and not succeeds:
                 starting.append(one)

@@ -221,7 +221,7 @@ class ServedJob:
         made.detach()
 
     def reload(self, wanted: JobConfig) -> None:
-        """Take over what may change while a job runs; see gadei-ps reload."""
+        """Apply what may change while a job runs; see gadei-ps reload."""
         change.reload(wanted)
 
     @property

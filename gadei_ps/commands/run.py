@@ -222,7 +222,7 @@ def _starts_or_ends(job: str) -> bool:
 
 
 def _check_continues(served: Daemon, options: RunOptions) -> None:
-    """Print where a job continues. Raises JobDiffers for options that it cannot take over."""
+    """Print where a job continues. Raises JobDiffers for options that it cannot apply."""
     report = served.request(Status())
     if not report["version"]:
         return

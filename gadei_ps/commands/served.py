@@ -50,7 +50,7 @@ class _Job:
         return LearnerNumbers(reply["first"], wanted.count, reply["others"])
 
     def _reserve_again(self, report: dict[str, Any]) -> None:
-        """Reserve the numbers again if another watchdog has taken over."""
+        """Reserve the numbers again if another watchdog has adopted the job."""
         one = self._launch
         if one is not None and all(one.first != other["first"] for other in report["commands"]):
             with contextlib.suppress(GadeiError):  # the next report does it

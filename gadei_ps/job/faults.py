@@ -147,7 +147,7 @@ class Processes:
         return one if one.alive else None
 
     def server(self, *, ready: bool = False) -> Target | None:
-        """The active one; None from its death until another one has taken over.
+        """The active one; None from its death until another one is active.
 
         ready: not one that has just been started and does not serve yet.
         """

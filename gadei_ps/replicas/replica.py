@@ -203,7 +203,7 @@ class Replica:
         try:
             job = jobs.status(self._job)
             self._is_seen = True
-        except (GadeiError, OSError):  # also for a moment while another watchdog takes over
+        except (GadeiError, OSError):  # also for a moment while another watchdog adopts the job
             state = state if self._is_seen else "starting"
         if self._is_ending or (job and job["phase"] == "draining"):
             state = "ending"

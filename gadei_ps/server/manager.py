@@ -241,7 +241,7 @@ class Server:
             self.control["lease_start"] = self._start
             _native.store(word(CONTROL, "lease_generation"), self._generation + 1)
             if self._generation > 1:
-                self.log.warning("taken over", server=os.getpid(), generation=self._generation)
+                self.log.warning("failover", server=os.getpid(), generation=self._generation)
 
     def _is_named(self) -> bool:
         """Return whether the watchdog, or the next one, has recorded this server."""

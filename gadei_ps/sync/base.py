@@ -22,7 +22,7 @@ What the driver owes the model
    ring until commits have named every gradient in it: see `leave`.
 5. `now` and `started` are seconds of one monotonic clock; `now` never decreases.
 
-Take-over: models are not persisted. The next server makes a new model, and all former members join
+Failover: models are not persisted. The next server makes a new model, and all former members join
 it. To an on-arrival model the driver reports, for each member, as many pushes as the member was
 ahead of the slowest. To a collecting model it reports again what lies unconsumed in the rings. Then
 the dead learners leave. Clocks start at 0 again, so the driver publishes a grant as a number of

@@ -183,7 +183,7 @@ def test_another_output_is_found() -> None:
     assert fits("demo: 1,234 gradients in 5 ms\n", "demo:   7 gradients in 1.2 s\n")
     assert fits("in 1 min 9 s\n", "in 4 s\n")
     assert fits("a\n...\nb 1\n", "a\nx\ny\nb 2\n")
-    assert fits("a\n", "a\n12:03:04 [warning  ] taken over job=demo\n")
+    assert fits("a\n", "a\n12:03:04 [warning  ] failover job=demo\n")
     assert not fits("2 killed\n", "2 lost\n")
     assert not fits("a\n", "a\nb\n")
     page = "Save this as `x.py`:\n\n```python\npass\n```\n\n<!-- learn: skip -->\n"
