@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,7 @@ from gadei_ps.classifier.inference import (
 )
 from gadei_ps.classifier.training_settings import CNN, Settings
 from gadei_ps.classifier.words import Vocabulary
+from gadei_ps.errors import UsageError
 from gadei_ps.show.counts import counted
 from gadei_ps.show.display import Display
 
@@ -54,8 +56,10 @@ class Plan:
 
     @classmethod
     def read(cls, settings: Settings) -> Plan:
-        """Raise DatasetError."""
+        """Raise DatasetError, or UsageError if PyTorch is needed and missing."""
         corpus = Corpus.read(settings)
+        if settings.model == CNN and importlib.util.find_spec("torch") is None:
+            raise UsageError("--groups and --model cnn need PyTorch: pip install 'gadei-ps[torch]'")
         rows = len(corpus.train)
         defaults = dataset.defaults(rows)
         if settings.model != CNN:

@@ -73,10 +73,10 @@ def partition(
     as_json: Json = False,
 ) -> int:
     """Profile layers and devices, and compute the pipeline stages of a virtual worker."""
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("partition needs PyTorch: pip install 'gadei-ps[torch]'")
     check_file("--out", out)
     check_file("--svg", svg, ".svg")
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("partition needs PyTorch: pip install 'gadei-ps[torch]'")
     from rich.console import Group
 
     from gadei_ps.commands import partition as planner

@@ -121,8 +121,6 @@ def simulate(
     from gadei_ps.simulate.descent import Learning
     from gadei_ps.simulate.setting import MOST_LEARNERS, Faults, Setting
 
-    if plot is not None:
-        report.check_plot(plot)
     drawn = run_times.parse(times, seed)
     if learners is None:
         learners = drawn.learners or LEARNERS
@@ -152,6 +150,8 @@ def simulate(
             return_s=None if return_after is None else quantities.duration(return_after),
         ),
     )
+    if plot is not None:
+        report.check_plot(plot)
     learning = None
     if loss is not None:
         problem = compare.problem(loss.value, seed)
@@ -267,12 +267,12 @@ def train_runtime_model(
     A few hundred iterations are enough. A trace in which no gradient was dropped gives the best
     model.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("runtime-model train needs PyTorch: pip install 'gadei-ps[torch]'")
     from gadei_ps.run_times import traces
 
-    # The file is read first, so that a mistake in it is reported before PyTorch is imported.
+    # The file is read first, so that a mistake in it is reported before PyTorch is needed.
     read = traces.read(trace)
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("runtime-model train needs PyTorch: pip install 'gadei-ps[torch]'")
     from gadei_ps.run_times import fitting
 
     result = fitting.train(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -154,9 +153,6 @@ def train(
     """
     if address is not None and groups is None:
         raise UsageError("--address needs --groups")
-    is_cnn = groups is not None or model is ModelName.CNN
-    if is_cnn and importlib.util.find_spec("torch") is None:
-        raise UsageError("--groups and --model cnn need PyTorch: pip install 'gadei-ps[torch]'")
     from gadei_ps.classifier.training_settings import Settings
     from gadei_ps.show import view
 
@@ -169,7 +165,7 @@ def train(
         "dropout": dropout,
     }
     given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
-    if not is_cnn:
+    if groups is None and model is not ModelName.CNN:
         for name in given.keys() & {"optimizer", "lr", "patience", "dropout"}:
             raise UsageError(f"--{name} is for --model cnn; the ensemble has its own settings")
         # Before NumPy is imported: more threads would take the cores of learners, and spin there.

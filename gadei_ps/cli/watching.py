@@ -74,6 +74,9 @@ def dashboard(
     It prints a link with a token once; a user who has it may act as you. No job depends on the
     dashboard.
     """
+    from gadei_ps.machine import listening
+
+    place = listening.listen(listen)
     try:
         from gadei_ps.dashboard import serving
     except ModuleNotFoundError as error:
@@ -92,7 +95,7 @@ def dashboard(
         sys.stdout.flush()
 
     serving.serve(
-        listen, started, read_only=read_only, token=not no_token, allow_hosts=allow_host or ()
+        *place, started, read_only=read_only, token=not no_token, allow_hosts=allow_host or ()
     )
     return 0
 
@@ -169,7 +172,6 @@ def plot(
     from gadei_ps.commands import history as saved
     from gadei_ps.monitoring import series
 
-    series.check_plot()
     name = Path(job).name.removesuffix(".jsonl").removesuffix(".toml").removesuffix(".sock")
     file = out or Path(f"{name}-history.svg")
     check_file("--out", file, ".svg")

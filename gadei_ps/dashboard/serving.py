@@ -17,7 +17,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gadei_ps.dashboard.access import Access
 from gadei_ps.dashboard.live import Live
 from gadei_ps.dashboard.pages import Dashboard
-from gadei_ps.machine import listening
 
 REQUEST_S = 10.0  # for a whole request, from its first byte; actions are short
 KEEP_S = 30  # that a connection waits for its next request
@@ -83,9 +82,11 @@ class Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
 
-def serve(address: str, started: Callable[[Access], None], **how: Any) -> None:
-    """Serve the dashboard at HOST:PORT until a signal. Raises UsageError. how: see Access."""
-    host, there = listening.listen(address)
+def serve(host: str, there: socket.socket, started: Callable[[Access], None], **how: Any) -> None:
+    """Serve the dashboard until a signal, and close the socket. Raises UsageError.
+
+    host, there: of listening.listen(). how: see Access.
+    """
     with there:
         access = Access(host, int(there.getsockname()[1]), **how)
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # no line for each bad request

@@ -143,23 +143,16 @@ def curve(data: Mapping[str, Any], name: str, by: str) -> tuple[list[float], lis
     return xs, ys
 
 
-def check_plot() -> None:
-    """Raise UsageError if matplotlib is missing."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ModuleNotFoundError:
-        raise UsageError("plot needs matplotlib: pip install 'gadei-ps[plot]'") from None
-
-
 def plot(lines: Sequence[Line], title: str) -> str:
     """Draw loss, speed and named values over time and versions, as SVG. Raises UsageError."""
-    check_plot()
-    import matplotlib
-    from matplotlib.figure import Figure
-
     points = [one for one in lines if "samples" in one]
     if not points:
         raise UsageError("there is nothing to draw yet: the history has no point")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UsageError("plot needs matplotlib: pip install 'gadei-ps[plot]'") from None
     data, (speed, speed_name) = columns(lines), speed_of(points)
     panels = {"loss of the learners": "loss", speed: speed_name}
     panels |= {name: name for one in lines for name in scalars(one)}

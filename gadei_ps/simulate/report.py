@@ -81,6 +81,9 @@ def _losses(result: Result) -> RenderableType:
 
 def check_plot(path: Path) -> None:
     """Raise UsageError if plot() could not write this file. Call it before the simulation."""
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise UsageError(f"{path}: {what}; name another file for --plot")
     try:
         from matplotlib import backend_bases
     except ModuleNotFoundError:
@@ -88,9 +91,6 @@ def check_plot(path: Path) -> None:
     known = backend_bases.FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower().lstrip(".") not in known:
         raise UsageError(f"{path}: give --plot a name that ends in .svg, .png or .pdf")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-        raise UsageError(f"{path}: {what}; name another file for --plot")
 
 
 def plot(result: Result, path: Path) -> None:

@@ -29,8 +29,6 @@ NO_TORCH: Final = "a .pt file needs PyTorch: pip install 'gadei-ps[torch]'"
 def check(out: Path) -> None:
     """Raise UsageError for a file that cannot be written later: suffix, directory, library."""
     _format(out)
-    if out.suffix == ".pt" and importlib.util.find_spec("torch") is None:
-        raise UsageError(NO_TORCH)
     folder = out.parent
     if not folder.is_dir():
         raise UsageError(f"{out}: there is no directory {folder}; make it first")
@@ -38,6 +36,8 @@ def check(out: Path) -> None:
         raise UsageError(f"{out} is a directory; name a file")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"{out}: directory {folder} cannot be written to; choose another")
+    if out.suffix == ".pt" and importlib.util.find_spec("torch") is None:
+        raise UsageError(NO_TORCH)
 
 
 def export(snapshot: Snapshot, out: Path) -> None:

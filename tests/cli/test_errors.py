@@ -120,6 +120,31 @@ def test_usage(cli: Cli, arguments: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plot gone", "is not running and has left no history"),
+        ("plot empty.jsonl", "there is nothing to draw yet"),
+        ("plot empty.jsonl --out x.png", "give a name that ends in .svg"),
+        ("simulate bsp --learners 1 --plot x.svg", "--learners must be from 2"),
+        ("simulate bsp --plot gone/x.svg", "there is no directory gone"),
+        ("dashboard --listen nine", "not a valid HOST:PORT"),
+        ("partition a:b --sample a:c --devices host:1 --svg x.png", "a name that ends in .svg"),
+        ("runtime-model train gone.csv", "gone.csv"),
+        ("train gone.csv --model cnn", "gone.csv"),
+        ("run demo --out gone/x.pt -- true", "there is no directory gone"),
+    ],
+)
+def test_mistakes_are_reported_before_missing_libraries(
+    cli: Cli, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user would install a library only to read then that a file does not exist."""
+    for library in ("matplotlib", "torch", "uvicorn"):
+        monkeypatch.setitem(sys.modules, library, None)
+    (cli.directory / "empty.jsonl").write_text("")
+    assert message in cli(*arguments.split()).error
+
+
+@pytest.mark.parametrize(
     "arguments", ["status", "stop", "attach --json", "status --json", "stop --json"]
 )
 def test_unknown_job(cli: Cli, job_name: str, arguments: str) -> None:

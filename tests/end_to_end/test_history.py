@@ -288,14 +288,13 @@ def test_what_cannot_be_shown(words: list[str], why: str, cli: Cli) -> None:
     assert why in cli(*words).error
 
 
-def test_without_matplotlib(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     from gadei_ps.errors import UsageError
-    from gadei_ps.monitoring import series
+    from gadei_ps.monitoring.series import plot
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"plot needs matplotlib: pip install 'gadei-ps\[plot\]'"):
-        series.check_plot()
+        plot([{"time": 1.0, "version": 1, "samples": 3, "loss": 1.0}], "demo")
 
 
 def test_each_named_value_has_a_panel() -> None:
