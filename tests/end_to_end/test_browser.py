@@ -189,6 +189,32 @@ def test_lines_that_come_while_the_curves_are_loaded(cli: Cli, job_name: str, pa
     assert page.locator("#events li", has_text="stopped").count() == 1
 
 
+def test_a_job_without_a_history(cli: Cli, job_name: str, page: Any) -> None:
+    """Its curves are on the page alone: it follows the job while hidden, and shows no other's."""
+    link = open_dashboard(cli)
+    (cli.directory / "learner.py").write_text(textwrap.dedent(LEARNER))
+    (cli.directory / f"{job_name}.toml").write_text("history = false\n")
+    cli.made(job_name)
+    earlier = {"time": 1000.0, "version": 1, "samples": 1, "loss": 99.0}
+    state_directory().mkdir(parents=True, exist_ok=True)
+    (state_directory() / f"{job_name}.history.jsonl").write_text(f"{json.dumps(earlier)}\n")
+    run = cli.start("run", f"{job_name}.toml", sys.executable, "learner.py")
+
+    page.goto(link)
+    page.get_by_role("link", name=job_name).click()
+    page.locator(".chart h3", has_text="loss").wait_for()
+    assert page.get_by_role("link", name="CSV").count() == 0
+    page.evaluate(HIDE, True)
+    before = page.evaluate("shown.runs[0].time.length")
+    eventually(lambda: page.evaluate("shown.runs[0].time.length") > before + 1)
+    cli("stop", job_name)
+    run.wait()
+    page.evaluate(HIDE, False)
+    page.locator("#banner", has_text="The job has ended; it kept no history").wait_for()
+    losses = page.evaluate("shown.runs[0].series.loss")
+    assert len(losses) > before + 1 and 99.0 not in losses
+
+
 # As a browser does for a tab in the background.
 HIDE = """(hidden) => {
     Object.defineProperty(document, "hidden", { value: hidden, configurable: true });

@@ -317,14 +317,17 @@ function swap(id, html) {
 // After the click, which follows at once.
 addEventListener("pointerup", () => setTimeout(() => waiting.forEach((html, id) => swap(id, html))));
 
+// Only this page has the curves of a job without a history.
+const isAlone = () => $("charts")?.dataset.source === "";
+
 class Stream {
   constructor(url) {
     this.url = url;
-    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+    document.addEventListener("visibilitychange", () => (document.hidden && !isAlone() ? this.close() : this.open()));
     if (!document.hidden) this.open();
   }
 
-  // A hidden page needs no stream; browsers allow few connections to one host.
+  // A hidden page can read later what it has missed; browsers allow few connections to one host.
   close() { this.source?.close(); this.source = null; }
 
   open() {
@@ -335,7 +338,7 @@ class Stream {
       this.ended = true;
       this.close();
       await (this.loaded ??= load());
-      banner("The job has ended; its history is among the runs.");
+      banner(`The job has ended; ${isAlone() ? "it kept no history" : "its history is among the runs"}.`);
     });
     this.source.onerror = () => {
       const refused = this.source.readyState === EventSource.CLOSED; // a browser does not try again
@@ -375,7 +378,8 @@ async function load() {
 }
 
 async function draw(root) {
-  const runs = await Promise.all([root.dataset.source, root.dataset.other].filter(Boolean).map(fetched));
+  const urls = [root.dataset.source, root.dataset.other].filter(Boolean);
+  const runs = urls.length ? await Promise.all(urls.map(fetched)) : [new Run({ time: [], version: [], series: {}, events: [] })];
   const chosen = [...document.querySelectorAll("select[name]")].map((one) => one.selectedOptions[0].textContent);
   if (window.shown) {
     shown.runs = runs;
