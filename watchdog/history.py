@@ -237,6 +237,7 @@ class History:
                 "loss_sum": self._losses[1],
                 "loss": (self._losses[1] - summed) / losses if losses > 0 else None,
                 "staleness": staleness,
+                "queue": self._queue(),
                 "learners": len(self._there()),
                 "learning_rate": self._learning_rate(),
             }
@@ -244,6 +245,13 @@ class History:
             version,
         )
         self._reported = {}
+
+    def _queue(self) -> int:
+        """Return the gradients in the rings of learners, which may hold more by their own words."""
+        words = self.memory.words
+        slots, shards = int(words["slots"]), int(words["shards"])
+        rings = (self.memory.rings[row].view(layout.RING) for row, _ in self._there())
+        return sum(min(totals.in_ring(one, shards)[1], slots) for one in rings)
 
     def _learning_rate(self) -> float | None:
         """Learning rate of parameters without a group at the next step; None if there is none."""

@@ -385,20 +385,20 @@ def _model(memory: JobMemory) -> dict[str, int] | None:
 
 def _learner(control: np.void, state: np.void | None, row: int, segment: Segment) -> dict[str, Any]:
     entry, ring = totals.row(control, state, row), segment.view(layout.RING)
-    shards = max(1, int(control["shards"]))  # the ring's own words may be anything
-    head, applied = int(ring["head"]), int(entry["applied"])
+    published, queue = totals.in_ring(ring, int(control["shards"]))
+    applied = int(entry["applied"])
     return {
         "row": row,
         "generation": int(entry["generation"]),
         "name": entry["name"].decode(errors="replace"),
         "pid": _pid(entry["pid"]),
         "leaving": int(entry["wanted"]) != int(entry["generation"]),
-        "published": head,
+        "published": published,
         **totals.of_learner(entry),
         "refused_because": layout.REASON_TEXT.get(int(entry["reason"]), ""),
         "gradient_norm": float(entry["norm"]) if applied else None,
         "loss": float(entry["loss"]) if applied else None,
-        "queue": head - int(ring["tail"]["value"][:shards].min()),
+        "queue": queue,
         "staleness_mean": int(entry["staleness_sum"]) / applied if applied else 0.0,
         "staleness_histogram": [int(count) for count in entry["histogram"]],
         "outstanding": int((entry["outstanding"] != layout.NO_BATCH).sum()),

@@ -137,6 +137,16 @@ def of_learner(entry: np.void) -> dict[str, Any]:
     return {one.name: entry[one.word].item() for one in metrics.LEARNER if one.word}
 
 
+def in_ring(ring: np.void, shards: int) -> tuple[int, int]:
+    """Return the gradients that were pushed into a ring, and those still in it.
+
+    ring: RING. shards: those of the job, as the ring's own words may be anything.
+    """
+    published = int(ring["head"])
+    tails = ring["tail"]["value"][: max(1, shards)].tolist()
+    return published, max(0, published - min(tails))  # a tail may have been read later
+
+
 def in_history(control: np.void, state: np.void) -> dict[str, Any]:
     """Return the values of a point of a job's history. control, state: CONTROL and STATE."""
     return {

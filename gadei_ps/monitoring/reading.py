@@ -30,7 +30,7 @@ from gadei_ps.errors import NotOurs, in_words
 from gadei_ps.job import recorded
 from gadei_ps.kernels import optimizers
 from gadei_ps.machine import ownership
-from gadei_ps.memory import holds, layout, shm
+from gadei_ps.memory import holds, layout, shm, totals
 from gadei_ps.memory.layout import CONTROL, ENTRY, RECORD, RING, STATE, WEIGHTS, Phase, Work
 from gadei_ps.metrics import Kind, Place
 
@@ -449,7 +449,7 @@ def _learners(
     for row, entry in zip(numbers.tolist(), rows, strict=True):
         ring, ring_bytes = files.ring(row, int(control["ring_inode"][row]))
         if entry["name"] != layout.REPLICA:
-            made.append(_learner(row, entry, ring, min(shards, layout.MAX_SHARDS)))
+            made.append(_learner(row, entry, ring, shards))
         size += ring_bytes
     return rows, tuple(made), size
 
@@ -457,8 +457,7 @@ def _learners(
 def _learner(row: int, entry: Mapping[str, Any], ring: np.void | None, shards: int) -> Learner:
     applied, published, queue = entry["applied"], None, None
     if ring is not None:
-        published = int(ring["head"])
-        queue = max(0, published - min(ring["tail"]["value"][:shards].tolist(), default=0))
+        published, queue = totals.in_ring(ring, shards)
     norm, loss = (
         entry[word] if applied and math.isfinite(entry[word]) else None for word in ("norm", "loss")
     )

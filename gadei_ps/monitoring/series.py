@@ -33,7 +33,7 @@ time, and for more than so many usual distances between two lines."""
 MOST_DRAWN = 1e300  # matplotlib adds margins, which must not overflow
 UNITS = (("s", 1, 300), ("min", 60, 4 * 3600), ("h", 3600, math.inf))
 """Units of time, their lengths (s), and from which duration on they are not readable any more."""
-COLOURS = {"loss": "tab:blue", "samples_per_s": "tab:orange", "gradients_per_s": "tab:orange"}
+COLOURS = {"loss": "tab:blue", "queue": "tab:purple", **dict.fromkeys(SPEEDS, "tab:orange")}
 Line = Mapping[str, Any]
 
 
@@ -155,6 +155,8 @@ def plot(lines: Sequence[Line], title: str) -> str:
         raise UsageError("plot needs matplotlib: pip install 'gadei-ps[plot]'") from None
     data, (speed, speed_name) = columns(lines), speed_of(points)
     panels = {"loss of the learners": "loss", speed: speed_name}
+    # Histories of earlier releases have no queue.
+    panels |= {"queue": "queue"} if "queue" in data["series"] else {}
     panels |= {name: name for one in lines for name in scalars(one)}
     times = [one["time"] for one in lines]
     unit, length, _ = next(one for one in UNITS if max(times) - min(times) < one[2])

@@ -30,8 +30,8 @@ def render(lines: Sequence[Line]) -> RenderableType:
     points = with_speed(lines)
     speed, name = speed_of(points)
     losses = alike([one["loss"] if is_number(one.get("loss")) else None for one in points])
-    numbers = ("gradients", "loss", speed, "staleness", "learners")
-    dispensable = ("learners", "staleness")
+    numbers = ("gradients", "loss", speed, "staleness", "queue", "learners")
+    dispensable = ("learners", "queue", "staleness")
     made = FittedTable(
         ("time", *numbers, ""), right=numbers, whole=("time",), dispensable=dispensable
     )
@@ -44,6 +44,7 @@ def render(lines: Sequence[Line]) -> RenderableType:
             loss,
             rate(one[name]) if is_number(one.get(name)) else "",
             _number(one.get("staleness"), ".2f"),
+            _number(one.get("queue"), ".0f"),
             _number(one.get("learners"), ".0f"),
             event_text(one),
         )

@@ -94,6 +94,7 @@ def test_a_history(job_name: str) -> None:
     assert points[-1]["samples"] == 3 * applied
     assert {one["loss"] for one in points} <= {2.0, None}
     assert any(one["samples_per_s"] > 0 and one["learners"] == 1 for one in points)
+    assert {one["queue"] for one in points} <= {0, 1}
     old = path.with_name(f"{job_name}.history.old.jsonl")
     with daemon(job_name, tensors=TENSORS, history=True), Client(job_name) as client:
         eventually(lambda: push(client) or old.exists())  # another job of that name
@@ -168,7 +169,7 @@ def test_it_goes_on_after_deaths(cli: Cli, job_name: str) -> None:
         push_until_told(client, job_name, len(there) + 1)
         out = cli("history", job_name, "--last", "2").out
         assert out.splitlines()[0].split() == [
-            *("time", "gradients", "loss", "samples/s", "staleness", "learners")
+            *("time", "gradients", "loss", "samples/s", "staleness", "queue", "learners")
         ]
         assert len(out.splitlines()) == 3
         assert len(cli("history", f"{job_name}.toml", "--last", "1", "--json").json["lines"]) == 1
@@ -301,10 +302,13 @@ def test_each_named_value_has_a_panel() -> None:
     from gadei_ps.monitoring.series import plot
 
     point = {"samples": 3, "samples_per_s": 1.0, "loss": 1.0, "reported": {"f1": 0.5, "cost_$": 2}}
+    old = [{"time": 999.0, "version": 0} | point]  # by a release without the queue
+    assert "<!-- queue -->" not in plot(old, "demo")
+    point |= {"queue": 2}
     points = [{"time": 1000.0 + at, "version": at} | point for at in range(3)]
     measured = {"time": 1003.0, "version": 3, "measured": {"epoch": 1, "accuracy": 0.5}}
     picture = plot([*points, measured], "demo")
-    for name in ("loss of the learners", "samples/s", "f1", "cost_$", "accuracy"):
+    for name in ("loss of the learners", "samples/s", "queue", "f1", "cost_$", "accuracy"):
         assert f"<!-- {name} -->" in picture
     assert "<!-- epoch -->" not in picture
 

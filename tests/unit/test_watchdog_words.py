@@ -332,6 +332,21 @@ def test_no_word_ends_the_history(memory: JobMemory, monkeypatch: pytest.MonkeyP
         assert rate() == 0.005
 
 
+def test_the_queue_in_a_history(memory: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring holds no more than its slots, whatever its learner writes into its words."""
+    monkeypatch.setattr(History, "_flush", lambda *_: None)
+    control, ring = memory.control.view(CONTROL), memory.rings[0].view(RING)
+    found = []
+    with selectors.DefaultSelector() as selector:
+        history = History(memory, selector, log.get())
+        for head in (0, 1, 2, 2**64 - 1):
+            ring["head"] = head
+            control["version"] += 1
+            history._point(0.0)
+            found.append(json.loads(history._waiting[-1])["queue"])
+    assert found == [0, 1, 2, int(control["slots"])]
+
+
 def test_learners_that_a_signal_can_hit(memory: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that a replica gets meanwhile is not a learner's."""
     roster = memory.control.view(CONTROL)["roster"]
