@@ -146,6 +146,7 @@ class Channel:
         """The newest parts of the page."""
         self.ended = False
         """Whether the feed has come to its end."""
+        self.task: asyncio.Task[None] | None = None  # of run(); nothing else keeps it
 
     async def run(self) -> None:
         """Ask the feed once a second, until it has ended or no page listens any more."""
@@ -182,7 +183,6 @@ class Live:
 
     def __init__(self) -> None:
         self._channels: dict[str, Channel] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def is_full(self) -> bool:
@@ -200,9 +200,7 @@ class Live:
         channel = self._channels.get(name)
         if channel is None:
             channel = self._channels[name] = Channel(make())
-            task = asyncio.create_task(self._run(name, channel))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            channel.task = asyncio.create_task(self._run(name, channel))
         channel.listeners.add(queue)
         try:
             yield b"retry: 2000\n\n"

@@ -99,10 +99,7 @@ class Learner:
     row: int
     generation: int
     pid: int
-    name: str
     leaving: bool
-    paused: bool
-    """Whether it has asked not to be waited for."""
     metrics: Mapping[str, Value]
     """Values by the names of metrics.LEARNER; None: only its watchdog knows, or it is not known."""
     staleness_histogram: tuple[int, ...]
@@ -130,7 +127,6 @@ class Job:
     """Reason why it cannot be read, in one line. Then only `name` and `uid` are known."""
     job_id: str = ""
     """Another one for each new memory of a job of this name."""
-    phase: Phase = Phase.STARTING
     metrics: Mapping[str, Value] = field(default_factory=dict)
     """Values by the names of metrics.JOB; None: only its watchdog knows.
 
@@ -189,10 +185,6 @@ class Reader:
         self._known = {key: self._known.get(key) or _Known() for key in names}
         read = (self._read(*key, known) for key, known in self._known.items())
         return [one for one in read if one is not None]
-
-    def job(self, name: str) -> Job | None:
-        """One job; None if there is no memory of it."""
-        return next(iter(self.jobs(name)), None)
 
     def _names(self) -> list[tuple[str, int]]:
         """Return the names of all jobs that have memory, with their users, sorted."""
@@ -377,7 +369,6 @@ def _job(files: _Files, control: np.void, record: dict[str, Any]) -> Job:
         uid=files.uid,
         state=_state(phase, watchdog, bool(living), bool(words["model_ready"])),
         job_id=control["header"]["job_id"].tobytes().hex(),
-        phase=phase,
         metrics={
             **_UNKNOWN,
             **{name: words[word] for name, word in _OF_CONTROL},
@@ -465,9 +456,7 @@ def _learner(row: int, entry: Mapping[str, Any], ring: np.void | None, shards: i
         row=row,
         generation=entry["generation"],
         pid=entry["pid"],
-        name=entry["name"].decode(errors="replace"),
         leaving=entry["wanted"] != entry["generation"],
-        paused=ring is not None and bool(int(ring["wants"]) & layout.WANTS_PAUSE),
         metrics={
             **{one.name: entry[one.word] if one.word else None for one in metrics.LEARNER},
             "published": published,

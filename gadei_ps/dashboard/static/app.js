@@ -32,24 +32,11 @@ function shortened(value, step = Infinity) {
 }
 
 // Local time, as in the tables: 11-27 11:34:23.
-function when(seconds) {
-  const at = new Date(Math.round(seconds * 1000)), two = (number) => String(number).padStart(2, "0");
-  const time = [at.getHours(), at.getMinutes(), at.getSeconds()].map(two).join(":");
-  return `${two(at.getMonth() + 1)}-${two(at.getDate())} ${time}`;
-}
+const when = (seconds) => uPlot.fmtDate("{MM}-{DD} {HH}:{mm}:{ss}")(new Date(Math.round(seconds * 1000)));
 
-// Ticks of a time axis. Below the first one, and the first one of another day, is the date.
-function clock(marks, step) {
-  let day = "";
-  return marks.map((mark) => {
-    const [date, time] = when(mark).split(" "), isNew = date !== day;
-    day = date;
-    if (step >= 86400) return date;
-    const part = String(Math.round(mark * 1000) % 1000).padStart(3, "0");
-    const text = step >= 60 ? time.slice(0, 5) : step >= 1 ? time : `${time}.${part}`;
-    return isNew ? `${text}\n${date}` : text;
-  });
-}
+// Ticks of a time axis, by their distance (s). Below the first one, and the first one of another day, is the date.
+const CLOCK = [[86400, "{MM}-{DD}", ""], [60, "{HH}:{mm}"], [1, "{HH}:{mm}:{ss}"], [0.001, "{HH}:{mm}:{ss}.{fff}"]]
+  .map(([least, text, day = "\n{MM}-{DD}"]) => [least, text, null, null, day, null, null, null, 1]);
 
 function named(name) {
   return name.replaceAll("_per_s", "/s").replaceAll("_", " ");
@@ -156,7 +143,7 @@ class Charts {
     const ticks = (after) => (_, marks, at, space, step) => marks.map((mark) => shortened(mark, step) + after);
     const x = {
       ...axis, space: 90, ...(this.axis === "version" && { incrs: WHOLE_STEPS }),
-      values: isTime ? (_, marks, at, space, step) => clock(marks, step) : ticks(unit),
+      values: isTime ? CLOCK : ticks(unit),
     };
     const y = {
       ...axis, ...(isWhole && { incrs: WHOLE_STEPS }),
