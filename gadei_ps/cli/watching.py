@@ -172,7 +172,7 @@ def plot(
     from gadei_ps.commands import history as saved
     from gadei_ps.monitoring import series
 
-    name = Path(job).name.removesuffix(".jsonl").removesuffix(".toml").removesuffix(".sock")
+    name = Path(job).resolve().name.removesuffix(".jsonl").removesuffix(".toml").removesuffix(".sock")
     file = out or Path(f"{name}-history.svg")
     check_file("--out", file, ".svg")
     result = saved.read(job)

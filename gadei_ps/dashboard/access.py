@@ -52,7 +52,7 @@ class Access:
     ) -> None:
         """host, port: at which the server listens. allow_hosts: further names in the Host header.
 
-        Raises UsageError if strangers would meet the conditions.
+        Raises UsageError if strangers would meet the conditions, or no request has such a name.
         """
         self._is_local = listening.is_loopback(host)
         if not token and not self._is_local:
@@ -60,7 +60,12 @@ class Access:
                 f"--no-token: at {host} everyone who reaches this machine could see your jobs; "
                 "leave out the option, or listen at 127.0.0.1"
             )
-        names = {*listening.LOCAL, host, *allow_hosts}
+        names = {*listening.LOCAL, host}
+        for given in allow_hosts:
+            name = given if listening.is_address(given) else listening.host_of(given)
+            if not name:
+                raise UsageError(f"--allow-host: {given!r} is not a host name, as proxy.example is")
+            names.add(name)
         if not self._is_local:
             names |= {socket.gethostname(), socket.getfqdn()}
         self._hosts = {one.lower() for one in names if one}

@@ -56,9 +56,13 @@ def _key(view: View) -> tuple[str, int]:
 
 @dataclass
 class Top:
-    """State of the display. alone: whether only jobs of one user are shown."""
+    """State of the display.
+
+    alone: whether only jobs of one user are shown. only: name of the only job; None: all.
+    """
 
     alone: bool = True
+    only: str | None = None
     views: Sequence[View] = ()
     sort: str = "name"
     chosen: tuple[str, int] = ("", -1)
@@ -178,12 +182,14 @@ class Top:
         processes = self._process_lines(max(0, lines - LEAST_JOBS - 5))
         left = max(1, lines - len(processes.rows) - 5)
         asked = self.asked
-        last = f"{asked.text}{asked.typed}" if asked else self.message
+        problem = self.job.job.problem if self.job else ""
+        last = f"{asked.text}{asked.typed}" if asked else self.message or problem
         if asked and len(last) > columns:  # its end is where one answers
             last = f"…{last[1 - columns :]}"
+        nothing = "no job is running" if self.only is None else f"job {self.only} is not running"
         parts: list[RenderableType] = [
             Text(f"gadei-ps top: {counted(len(self.views), 'job')}, by {self.sort}", style="bold"),
-            self._job_lines(left) if self.views else Text("no job is running"),
+            self._job_lines(left) if self.views else Text(nothing),
             "",
         ]
         parts += [processes] if processes.rows else []
@@ -244,7 +250,7 @@ def run(uid: int | None, job: str | None) -> None:
 
     uid: as for Watcher. job: the only one to show; None: all.
     """
-    watcher, top = Watcher(uid), Top(alone=uid is not None)
+    watcher, top = Watcher(uid), Top(alone=uid is not None, only=job)
     with Screen() as screen, contextlib.suppress(EOFError, OSError):
         while not top.ended:
             views = watcher.look(job, top.chosen)

@@ -124,6 +124,14 @@ def test_only_y_is_a_yes(asking: tuple[Top, list[tuple[Any, ...]]]) -> None:
     assert done == [("j" * 48, "kill", {"role": "server", "pid": "4711"})]
 
 
+def test_the_reason_why_a_job_cannot_be_read_is_shown() -> None:
+    top = Top()
+    top.take([View(Job("train", os.getuid(), State.UNREADABLE, "its file is truncated"), "")])
+    assert last_line(top) == "its file is truncated"
+    top.message = "checkpoint of train ..."
+    assert last_line(top) == top.message
+
+
 def test_a_text_is_seen_while_it_is_typed(asking: tuple[Top, list[tuple[Any, ...]]]) -> None:
     top, done = asking
     top.press("l")
@@ -221,11 +229,11 @@ def until_mark(fd: int) -> str:
 
 def test_without_a_job(cli: Cli, job_name: str) -> None:
     with Shown(cli, job_name, "export COLUMNS=80 LINES=24;") as top:  # as some shells do
-        top.await_text("no job is running")
+        top.await_text(f"job {job_name} is not running")
         top.await_text("q quit")  # the help is not cut off
         top.type("kcl\t\x1b[A\x1b[5~x\x1b[Z")
         time.sleep(0.1)
-        assert "no job is running" in "".join(top.lines)
+        assert "is not running" in "".join(top.lines)
         size = struct.pack("HHHH", 5, 40, 0, 0)
         cleared = top.err.count("\x1b[2J")
         fcntl.ioctl(top._master, termios.TIOCSWINSZ, size)

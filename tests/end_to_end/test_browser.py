@@ -260,6 +260,11 @@ def test_gaps(cli: Cli, page: Any) -> None:
     assert drawn((1040, 1060), (1100, 1199), (1300, 1400)) == [True, False, False]
     page.locator("#axis").select_option("version")
     assert drawn((99, 100), (199, 1400)) == [True, True]
+    (state_directory() / OTHER).write_text(f"{json.dumps(lines[-1])}\n")
+    other = page.context.new_page()  # whose console may have the status of the reply
+    other.goto(page.url)
+    other.get_by_role("link", name="SVG").click()
+    other.get_by_text("there is nothing to draw yet").wait_for()
 
 
 def look_at_axes(page: Any) -> None:

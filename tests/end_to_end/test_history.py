@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -287,6 +288,12 @@ def test_none_is_kept_if_that_is_asked(cli: Cli, job_name: str) -> None:
 def test_what_cannot_be_shown(words: list[str], why: str, cli: Cli) -> None:
     (cli.directory / "empty.jsonl").write_text("")
     assert why in cli(*words).error
+
+
+def test_the_picture_of_a_directory_has_its_name(cli: Cli) -> None:
+    point = {"time": 1.0, "version": 1, "samples": 3, "loss": 1.0}
+    (cli.directory / "history.jsonl").write_text(f"{json.dumps(point)}\n")
+    assert cli("plot", ".").out == f"wrote {cli.directory.resolve().name}-history.svg\n"
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

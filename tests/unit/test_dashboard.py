@@ -141,6 +141,29 @@ def test_hosts(host: str, asked: str, refused: bool) -> None:
     assert (refusal is not None and refusal[0] == 421) == refused
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("Proxy.example", "proxy.example"),
+        ("proxy.example:8443", "proxy.example:8443"),
+        ("fe80::1", "[fe80::1]:8470"),
+        ("http://proxy.example", None),
+        ("proxy.example/path", None),
+        ("", None),
+    ],
+)
+def test_allowed_hosts(given: str, asked: str | None) -> None:
+    """As a user copies them from the address bar; no name is accepted that no request has."""
+    how: dict[str, Any] = {"read_only": False, "token": True, "allow_hosts": [given]}
+    if asked is None:
+        with pytest.raises(UsageError, match="--allow-host: '.*' is not a host name"):
+            Access("127.0.0.1", 8470, **how)
+        return
+    access = Access("127.0.0.1", 8470, **how)
+    headers = Headers({"host": asked, "cookie": f"gadei_ps_8470={access.session}"})
+    assert access.refusal("GET", headers) is None
+
+
 def test_links() -> None:
     for host, wanted in (("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("box", "box")):
         access = Access(host, 8470, read_only=False, token=True)
