@@ -85,18 +85,20 @@ class OneJob:
         self._job = job
         self._render = render
         self._watcher = Watcher(paths.owner())
+        self._job_id = ""
         self._history: Follower | None = None
         self._learning_rate: float | None = None
         self._version = -1
 
     def look(self) -> dict[str, Any] | None:
-        """Look at the job; None if it has ended.
+        """Look at the job; None if it has ended, even if another one has its name already.
 
         One that has only lost its processes may continue: `run` starts others.
         """
         view = self._watcher.look_at(self._job)
-        if view is None:
+        if view is None or (self._job_id and view.job.job_id not in ("", self._job_id)):
             return None
+        self._job_id = view.job.job_id or self._job_id
         is_new = self._history is None
         if self._history is None:
             self._history = Follower(view.job.history)

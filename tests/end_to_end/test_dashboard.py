@@ -260,6 +260,14 @@ def test_a_job_that_only_lost_its_processes(job_name: str) -> None:
     assert feed.look() is None
 
 
+def test_another_job_of_that_name(job_name: str) -> None:
+    """Its points must not continue the curves of the job before."""
+    feed = OneJob(job_name, lambda *_, **__: "")
+    for is_first in (True, False):
+        with Rig(job_name, (Tensor("w", (8,)),)):
+            assert (feed.look() is not None) == is_first
+
+
 def test_the_end_while_a_page_is_open(site: Site) -> None:
     stream = messages(site, "/stream")
     next(stream)
