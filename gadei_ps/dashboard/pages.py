@@ -126,7 +126,7 @@ class Dashboard:
         job = shm.check_job_name(request.path_params["job"])
         view = await run_in_threadpool(Watcher(paths.owner()).look_at, job)
         if view is None or view.job.state is State.DEAD:
-            raise _not_found(job)
+            raise JobNotFound(f"no job {job!r} is running; its history may be among the runs")
         parts = await run_in_threadpool(OneJob(job, self._render).parts, view)
         return self._page("job.html", job=job, view=view, parts=parts)
 
@@ -219,10 +219,6 @@ class Dashboard:
         async with self._acting:
             done = await run_in_threadpool(actions.perform, job, action, values)
         return PlainTextResponse(done)
-
-
-def _not_found(job: str) -> JobNotFound:
-    return JobNotFound(f"no job {job!r} is running; its history may be among the runs")
 
 
 def _lines_of(job: str) -> list[dict[str, Any]]:
