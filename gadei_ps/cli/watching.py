@@ -172,7 +172,8 @@ def plot(
     from gadei_ps.commands import history as saved
     from gadei_ps.monitoring import series
 
-    name = Path(job).resolve().name.removesuffix(".jsonl").removesuffix(".toml").removesuffix(".sock")
+    path = Path(job).resolve()
+    name = path.stem if path.suffix in (".jsonl", ".toml", ".sock") else path.name
     file = out or Path(f"{name}-history.svg")
     check_file("--out", file, ".svg")
     result = saved.read(job)

@@ -156,7 +156,7 @@ def test_allowed_hosts(given: str, asked: str | None) -> None:
     """As a user copies them from the address bar; no name is accepted that no request has."""
     how: dict[str, Any] = {"read_only": False, "token": True, "allow_hosts": [given]}
     if asked is None:
-        with pytest.raises(UsageError, match="--allow-host: '.*' is not a host name"):
+        with pytest.raises(UsageError, match=r"--allow-host: '.*' is not a host name"):
             Access("127.0.0.1", 8470, **how)
         return
     access = Access("127.0.0.1", 8470, **how)
