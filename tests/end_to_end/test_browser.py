@@ -190,7 +190,7 @@ def test_lines_that_come_while_the_curves_are_loaded(cli: Cli, job_name: str, pa
 
 
 def test_a_job_without_a_history(cli: Cli, job_name: str, page: Any) -> None:
-    """Its curves are on the page alone: it follows the job while hidden, and shows no other's."""
+    """The page alone has its curves: it follows the job while hidden, and shows no others."""
     link = open_dashboard(cli)
     (cli.directory / "learner.py").write_text(textwrap.dedent(LEARNER))
     (cli.directory / f"{job_name}.toml").write_text("history = false\n")

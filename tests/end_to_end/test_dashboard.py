@@ -261,7 +261,7 @@ def test_a_job_that_only_lost_its_processes(job_name: str) -> None:
 
 
 def test_another_job_of_that_name(job_name: str) -> None:
-    """Its points must not continue the curves of the job before."""
+    """No point of it continues the curves of the job before."""
     feed = OneJob(job_name, lambda *_, **__: "")
     for is_first in (True, False):
         with Rig(job_name, (Tensor("w", (8,)),)):

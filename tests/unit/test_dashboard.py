@@ -153,7 +153,7 @@ def test_hosts(host: str, asked: str, refused: bool) -> None:
     ],
 )
 def test_allowed_hosts(given: str, asked: str | None) -> None:
-    """As a user copies them from the address bar; no name is accepted that no request has."""
+    """Accept names as copied from an address bar, and none that no request has."""
     how: dict[str, Any] = {"read_only": False, "token": True, "allow_hosts": [given]}
     if asked is None:
         with pytest.raises(UsageError, match=r"--allow-host: '.*' is not a host name"):
