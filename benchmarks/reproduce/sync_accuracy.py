@@ -53,11 +53,10 @@ def run(quick: bool = False) -> Part:
         )
     return Part(
         "Accuracy on trec6 for every model",
-        "`gadei-ps train --model cnn`, the sentence classifier of GaDei, for each model with three "
-        "seeds and the defaults: Adagrad, and a stop after five epochs without improvement. "
-        "Figures are means, with the standard error. There are 500 test questions, so one question "
-        "is 0.2 points. Collecting models apply the mean of two gradients, the others apply each "
-        "gradient.",
+        "The sentence classifier of GaDei (`--model cnn`) for each model with three seeds and the "
+        "defaults: Adagrad, and a stop after five epochs without improvement. Figures are means, "
+        "with the standard error. There are 500 test questions, so one question is 0.2 points. "
+        "Collecting models apply the mean of two gradients, the others apply each gradient.",
         rows,
         data={"one": one_learner, "two": found},
     )
