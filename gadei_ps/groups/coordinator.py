@@ -177,8 +177,12 @@ class Group:
         return Shares(*self._part) if self._part is not None else None
 
     def _set(self, **changes: Any) -> None:
-        """Change the state. Replies have the one before, which stays as it was."""
-        self.state = replace(self.state, version=self.state.version + 1, **changes)
+        """Change the state. Replies have the one before, which stays as it was.
+
+        Before it is settled, it keeps its version: a member may still report a later one.
+        """
+        version = self.state.version + self.is_settled
+        self.state = replace(self.state, version=version, **changes)
 
     # -- what comes in ---------------------------------------------------------------------------
 

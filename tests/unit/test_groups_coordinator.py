@@ -479,3 +479,14 @@ def test_models_of_other_groups() -> None:
 
 def test_spans_that_are_left() -> None:
     assert without([Span(0, 0, 5)], [Span(0, 1, 3)]) == [Span(0, 0, 1), Span(0, 3, 5)]
+
+
+def test_a_process_that_has_just_begun_hides_no_later_state() -> None:
+    """A coordinator has died after a commit, which only one member has received."""
+    world, (first, second) = trained(3)
+    before, world.group = world.state, world.coordinator([], 5.0)
+    second.state = replace(before, version=before.version + 1, rounds=before.rounds + 1)
+    first.state, third = before, world.replica(2)
+    for one in (first, third, second):
+        world.group.report(one.report(), world.now)
+    assert world.state.rounds == before.rounds + 1
