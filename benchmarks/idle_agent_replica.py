@@ -35,7 +35,7 @@ class Alone:
             while self._group.step(time.monotonic(), {}):
                 self._changes += 1
             told = {"reply": self._group.reply(how["report"]), "changes": self._changes}
-        return told | {"began": 1, "store": ("", 0), "host": "127.0.0.1"}
+        return told | {"began": 1, "host": "127.0.0.1"}
 
 
 def main() -> None:

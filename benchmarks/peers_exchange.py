@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 
 import numpy as np
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gadei_ps.benchmarks.peers import answer, orders
 from gadei_ps.replicas.transport import Transport
@@ -34,8 +34,8 @@ def main() -> None:
     for order in orders():
         if "port" in order:
             store = TCPStore(HOST, order["port"], wait_for_workers=False, timeout=limit)
-            prefix = str(order["generation"])
-            transport = Transport(store, prefix, number, order["members"], HOST, LIMIT_S)
+            ours_alone = PrefixStore(str(order["generation"]), store)
+            transport = Transport(ours_alone, number, order["members"], HOST, LIMIT_S)
             values = np.full(order["bytes"] // 4, 1e-3 * number, np.float32)
             out = np.zeros_like(values)
             answer({})

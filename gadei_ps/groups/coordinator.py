@@ -37,6 +37,8 @@ NOT_FINITE = "the weights of the group hold a NaN or an infinity: lower the lear
 
 Model = tuple[int, int]
 """A model that a group has published: the group and its version."""
+Store = tuple[str, int]
+"""Host and port of a store, by which the members of a generation find each other."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,14 @@ class Report:
 
     process: random number of its process. number: of the report; reports of a process may arrive
     in another order.
-    facts: settings that must be equal in a group, by name. generation: that it has entered.
-    rounds: that it has applied; None: it has no state of the group. lineage: of that state.
-    connected: generation whose process group it has. arrived: the round for which it has a copy.
-    samples: with which the copy was trained; 0: the copy is not finite. copied: which batches are
-    in the copy. ready: generation and round whose result it has. checksum: of that result. failed:
-    generation in which an exchange has failed. models: of other groups. lost: models that cannot be
-    fetched. leaves: whether it wants to leave. state: as the last reply had it.
+    facts: settings that must be equal in a group, by name. generation: that it has entered. store:
+    made for the generation, by its first member. rounds: that it has applied; None: it has no state
+    of the group. lineage: of that state. connected: generation whose process group it has. arrived:
+    the round for which it has a copy. samples: with which the copy was trained; 0: the copy is not
+    finite. copied: which batches are in the copy. ready: generation and round whose result it has.
+    checksum: of that result. failed: generation in which an exchange has failed. models: of other
+    groups. lost: models that cannot be fetched. leaves: whether it wants to leave. state: as the
+    last reply had it.
     """
 
     member: Member
@@ -90,6 +93,7 @@ class Report:
     number: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     generation: int = 0
+    store: Store | None = None
     rounds: int | None = None
     lineage: int = 0
     connected: int = 0
@@ -120,15 +124,16 @@ class Reply:
 
     is_settled: whether the state is that of the group, which the replica is to report. place: of
     the replica among the members; None: it is not one. connects: whether all members have entered
-    the generation. aims: models of other groups to fetch. rejoin: the group continues without this
-    incarnation. replaced: without this process. mistake: why the replica cannot be a member, until
-    a user changes something.
+    the generation. store: of the generation. aims: models of other groups to fetch. rejoin: the
+    group continues without this incarnation. replaced: without this process. mistake: why the
+    replica cannot be a member, until a user changes something.
     """
 
     state: State
     is_settled: bool
     place: int | None = None
     connects: bool = False
+    store: Store | None = None
     go: Go | None = None
     aims: tuple[Model, ...] = ()
     rejoin: bool = False
@@ -164,6 +169,7 @@ class Group:
         self.aims: dict[int, int] = {}
         self.go: Go | None = None
         self._connects = self._renews = False
+        self._store: Store | None = None
         self._reports: dict[Member, Report] = {}
         self._seen: dict[Member, float] = {}
         self._fresh: dict[str, int] = {}
@@ -376,9 +382,10 @@ class Group:
         return (report.lineage, report.rounds) == (self.state.lineage, self.state.rounds)
 
     def _connect(self) -> bool:
-        if self._connects or self._all() is None:
+        reports = self._all()
+        if self._connects or reports is None or (reports[1:] and reports[0].store is None):
             return False
-        self._connects = True
+        self._connects, self._store = True, reports[0].store
         return True
 
     def _admit(self) -> bool:
@@ -478,6 +485,7 @@ class Group:
             is_settled=is_settled,
             place=members.index(member) if is_member else None,
             connects=self._connects,
+            store=self._store,
             go=self.go if is_member else None,
             aims=tuple(self.aims.items()),
             rejoin=is_settled and not (is_known or has_left),

@@ -1,7 +1,7 @@
 """The coordinator of a run: an actor of Ray around the decisions of `groups/coordinator.py`.
 
-There is one for each run, at most: Ray starts it again if it dies. It also has the store by which
-members of a generation find each other, the run's settings, and references to the newest models.
+There is one for each run, at most: Ray starts it again if it dies. It also has the run's settings,
+and references to the newest models.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import os
 import secrets
 import time
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -27,8 +26,6 @@ BEGIN_S = 600.0
 RECOVER_S = 10.0
 """The same, where a coordinator has died, for the members of the last state."""
 TICK_S, WAIT_S = 0.2, 0.3
-STORE_AGAIN_S = 1.0
-"""Time between two tries to make the store (s)."""
 FOLLOWED_S = 5.0
 """Time limit between two heartbeats of the command that follows a run (s)."""
 CALLS = 10_000
@@ -73,36 +70,8 @@ class Coordinator:
         """Whether Ray's head was reached at the last try: only then, anything is decided."""
         self._changes = 0
         self._changed = asyncio.Condition()
-        self._store: Any = None
-        self._tried = asyncio.Event()
-        """Set once the store is there, or could not be made."""
-        self._why = ""
-        self._storing: asyncio.Task[None] | None = None
         self._follower: tuple[str, str, float] | None = None
         self._ticking: asyncio.Task[None] | None = None
-
-    async def ready(self) -> None:
-        """Begin to decide, and wait for the store. Raises ControlError if it cannot be made."""
-        self._begin()
-        await self._tried.wait()
-        if self._store is None:
-            raise ControlError(f"the store of the coordinator cannot be made: {self._why}")
-
-    def _begin(self) -> None:
-        if self._ticking is None:
-            self._ticking = asyncio.create_task(self._tick())
-            self._storing = asyncio.create_task(self._make_store())
-
-    async def _make_store(self) -> None:
-        """Make the store, and try again after a failure, such as one file too many."""
-        while self._store is None:
-            try:
-                self._store = await asyncio.to_thread(_store, self._host)
-            except Exception as error:
-                self._why = rays.described(error)
-            self._tried.set()
-            await self._note_change()
-            await asyncio.sleep(STORE_AGAIN_S)
 
     async def _tick(self) -> None:
         before = time.monotonic()
@@ -146,7 +115,8 @@ class Coordinator:
         seen: number of the state that it knows: the reply waits a moment for another one. Raises
         ControlError while Ray's head is not reached.
         """
-        self._begin()
+        if self._ticking is None:
+            self._ticking = asyncio.create_task(self._tick())
         if not self._reached:
             raise ControlError("the coordinator does not reach Ray's head")
         one = self._groups[group]
@@ -159,15 +129,7 @@ class Coordinator:
                         await self._changed.wait_for(lambda: self._changes != seen)
                 except TimeoutError:
                     pass
-        reply = one.reply(report)
-        if self._store is None:  # PyTorch loads for seconds; decisions do not wait for it
-            reply = replace(reply, connects=False)
-        return {
-            "reply": reply,
-            "changes": self._changes,
-            "began": self._began,
-            "store": (self._host, 0 if self._store is None else self._store.port),
-        }
+        return {"reply": one.reply(report), "changes": self._changes, "began": self._began}
 
     async def lost(self, group: int, number: int) -> None:
         """Remove a replica whose process has ended."""
@@ -216,10 +178,3 @@ class Coordinator:
     async def followed(self) -> bool:
         """Return whether a command follows the run."""
         return self._follower is not None and time.monotonic() - self._follower[2] < FOLLOWED_S
-
-
-def _store(host: str) -> Any:
-    """Make the store by which members find each other."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)

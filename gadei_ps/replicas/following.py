@@ -161,7 +161,6 @@ class Following:
             self._plan,
             get_if_exists=True,
         )
-        is_ready = self._coordinator.ready.remote()  # it loads PyTorch, which takes seconds
         if self._is_new:
             self._found = placing.place(run)
         if self._sign(placing.ANSWER_S):
@@ -181,10 +180,6 @@ class Following:
                 if self._is_new:
                     raise ClusterError(f"replica {number}: {placing.line(one)}")
                 self._line(f"replica {number}: {placing.line(one)} Continuing without it.")
-        try:
-            ray.get(is_ready, timeout=placing.ANSWER_S)
-        except Exception as error:
-            raise ClusterError(f"the coordinator does not start: {placing.line(error)}") from None
         if living := sorted(number for number, one in places.items() if number in one["living"]):
             self._line(f"replicas that train are adopted: {', '.join(map(str, living))}")
 

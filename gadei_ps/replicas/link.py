@@ -29,8 +29,6 @@ class Link:
         self.reply: Reply | None = None
         self.changes = 0
         """Number of the coordinator's state that the newest reply has seen."""
-        self.store: tuple[str, int] = ("", 0)
-        """Address of the coordinator's store."""
         self.host = ""
         """Address of this host in Ray's cluster."""
         self.began = 0
@@ -71,7 +69,7 @@ class Link:
             if report.member == self._report.member and answer["changes"] >= self.changes:
                 self.reply = reply = answer["reply"]
                 self.changes = answer["changes"]
-                self.store, self.host = answer["store"], answer["host"]
+                self.host = answer["host"]
                 if reply.is_settled:
                     self._report = replace(self._report, state=reply.state)
             self._answered = time.monotonic()

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +40,8 @@ from gadei_ps.replicas.owning import OwningTraining
 from gadei_ps.replicas.training import Copied, JobTraining
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     from gadei_ps.replicas.transport import Transport
 
 PATIENCE_S = 3600.0
@@ -70,13 +72,11 @@ class Facts:
     incarnation: int = 0
     done: tuple[int, int] = (0, 0)
     """Rounds, and a checksum of the group's weights after them."""
-    generation: int = 0
     last: float | None = None
     why: str | None = None
     note: str | None = None
     sent: int = 0
     """Bytes that were sent in exchanges."""
-    members: list[int] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts, for JSON."""
@@ -101,6 +101,9 @@ class Rounds:
         report = Report(self._member(), secrets.randbits(_RANDOM_BITS))
         self._link = Link(run.name, number, report)
         self._training: JobTraining  # set once the job has a model
+        self._limit_s = max(run.silence_s, 2.0)
+        self._store: TCPStore | None = None
+        """The store of this generation, if this replica is its first member."""
         self._transport: Transport | None = None
         self._held: Held | None = None
         """The result of an exchange; the report has its round in `ready`."""
@@ -206,8 +209,13 @@ class Rounds:
             self.facts.state = "left"
         if reply.rejoin:
             raise Rejoins
-        if reply.place is None or not (self._settle(reply) or self._advance(reply)):
-            self._pause()
+        try:
+            if reply.place is None or not (self._settle(reply) or self._advance(reply)):
+                self._pause()
+        except ExchangeFailed as error:  # the next generation repeats it
+            self.facts.why = f"exchange failed: {in_words(error)}"
+            self._transport = None
+            self._report(failed=reply.state.generation)
 
     def _is_reached(self) -> bool:
         """Return whether the coordinator answers. Otherwise learners must not wait for it."""
@@ -241,10 +249,13 @@ class Rounds:
                 self._link.set(ready=None)
         if report.generation == group.generation:
             return False
-        self._transport = None
-        self.facts.generation = group.generation
-        self.facts.members = [int(one.replica) for one in group.members]
-        self._report(generation=group.generation, connected=0)
+        self._transport = self._store = None
+        if reply.place == 0 and len(group.members) > 1:
+            from gadei_ps.replicas.transport import store_at
+
+            self._store = store_at(self._link.host, 0, self._limit_s)
+        address = self._store and (self._link.host, self._store.port)
+        self._report(generation=group.generation, connected=0, store=address)
         return True
 
     def _advance(self, reply: Reply) -> bool:
@@ -252,24 +263,18 @@ class Rounds:
         report, generation = self._link.report, reply.state.generation
         if not reply.connects or report.failed == generation:
             return False
-        try:
-            if report.connected != generation:
-                self._connect(reply)
-                return True
-            if self._weights is None:
-                return False
-            self.facts.state = "member"
-            self.facts.why = None
-            if reply.go is not None and reply.go.round == report.rounds and self._held is None:
-                if self._training.copied is None:  # it was dropped meanwhile
-                    self._arrive()
-                else:
-                    self._exchange(reply, reply.go, self._training.copied)
-                return True
-        except ExchangeFailed as error:  # the next generation repeats it
-            self.facts.why = f"exchange failed: {in_words(error)}"
-            self._transport = None
-            self._report(failed=generation)
+        if report.connected != generation:
+            self._connect(reply)
+            return True
+        if self._weights is None:
+            return False
+        self.facts.state = "member"
+        self.facts.why = None
+        if reply.go is not None and reply.go.round == report.rounds and self._held is None:
+            if self._training.copied is None:  # it was dropped meanwhile
+                self._arrive()
+            else:
+                self._exchange(reply, reply.go, self._training.copied)
             return True
         return (
             self._training.copied is None and report.rounds == reply.state.rounds and self._train()
@@ -284,11 +289,10 @@ class Rounds:
         if len(group.members) > 1:
             from gadei_ps.replicas.transport import Transport, store_at
 
-            limit_s = max(self._run.silence_s, 2.0)
-            store = store_at(self._link.store, limit_s)
-            prefix = f"{self._group}/{group.epoch}/{group.generation}"
+            assert reply.store is not None
+            store = self._store or store_at(*reply.store, self._limit_s)
             count, host = len(group.members), self._link.host
-            transport = Transport(store, prefix, reply.place, count, host, limit_s)
+            transport = Transport(store, reply.place, count, host, self._limit_s)
             self._transport = transport
             if us == group.source and group.joining:
                 self._give(transport, [group.members.index(one) for one in group.joining])
@@ -417,6 +421,7 @@ class Rounds:
         self._link.set(
             member=member,
             generation=0,
+            store=None,
             rounds=None,
             connected=0,
             failed=0,

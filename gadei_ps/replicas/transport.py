@@ -20,7 +20,6 @@ import numpy.typing as npt
 import psutil
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
     ProcessGroupGloo,
     Store,
     TCPStore,
@@ -51,22 +50,18 @@ class _Piece(NamedTuple):
 class Transport:
     """The members of one generation. A failure ends it."""
 
-    def __init__(
-        self, store: Store, prefix: str, place: int, members: int, host: str, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Store, place: int, members: int, host: str, timeout_s: float) -> None:
         """Connect the members of a generation.
 
-        place: of this replica among the members. host: address at which it listens.
-        Raises ExchangeFailed. All members make theirs at about the same time.
+        store: of this generation alone. place: of this replica among the members. host: address at
+        which it listens. Raises ExchangeFailed. All members make theirs at about the same time.
         """
         self.place, self.members, self.sent = place, members, 0
         """sent: bytes so far."""
         self._others = [one for one in range(members) if one != place]
         self._limit = timedelta(seconds=timeout_s)
         with _failing(), _listening(host):
-            self._group: Any = ProcessGroupGloo(
-                PrefixStore(prefix, store), place, members, timeout=self._limit
-            )
+            self._group: Any = ProcessGroupGloo(store, place, members, timeout=self._limit)
 
     def aggregate(self, model: Floats, weights: Sequence[float], out: Floats) -> None:
         """Write the weighted mean of all members' models to `out`. Raises ExchangeFailed."""
@@ -141,10 +136,11 @@ class Transport:
                 raise RuntimeError("aborted")
 
 
-def store_at(address: tuple[str, int], timeout_s: float) -> Store:
-    """Connect to the store of a coordinator. Raises ExchangeFailed."""
+def store_at(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Connect to the store of another member; make one for port 0. Raises ExchangeFailed."""
     with _failing():
-        return TCPStore(*address, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        limit = timedelta(seconds=timeout_s)
+        return TCPStore(host, port, None, not port, limit, wait_for_workers=False)
 
 
 def _pieces(part: slice) -> Iterator[slice]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gadei_ps.groups.coordinator import NOT_FINITE, Group, Reply, Report, State
+from gadei_ps.groups.coordinator import NOT_FINITE, Group, Reply, Report, State, Store
 from gadei_ps.groups.member import Member
 from gadei_ps.groups.shares import CopyReport, Span, Work, without
 
@@ -34,6 +34,7 @@ class Replica:
     work: Work
     reports: int = 0
     generation: int = 0
+    store: Store | None = None
     connected: int = 0
     failed: int = 0
     rounds: int | None = None
@@ -69,6 +70,7 @@ class Replica:
             number=self.reports,
             facts=self.facts,
             generation=self.generation,
+            store=self.store,
             rounds=self.rounds,
             lineage=self.lineage,
             connected=self.connected,
@@ -109,6 +111,7 @@ class Replica:
             self.held = None
         if self.generation != reply.state.generation:
             self.generation, self.connected = reply.state.generation, 0
+            self.store = (str(self.number), self.generation) if reply.place == 0 else None
             return
         if not reply.connects or self.failed == reply.state.generation:
             return
@@ -127,6 +130,9 @@ class Replica:
             self.owned |= batches(reply.state.shares.of(self.member))
 
     def connect(self, reply: Reply, all_: list[Replica]) -> None:
+        first = reply.state.members[0].replica
+        if len(reply.state.members) > 1:
+            assert reply.store == (first, reply.state.generation)
         if self.member == reply.state.source and self.rounds is None:
             self.rounds, self.history, self.lineage = 0, (self.member,), reply.state.lineage
         if self.member in reply.state.joining and self.rounds is None:

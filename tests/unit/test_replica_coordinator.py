@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,6 @@ class Head:
         monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "h")
         monkeypatch.setattr(rays, "answers", lambda _: self.is_there)
-        monkeypatch.setattr(coordinator, "_store", lambda _: SimpleNamespace(port=2))
         monkeypatch.setattr(coordinator, "TICK_S", 0.001)
 
 
@@ -72,61 +70,6 @@ def test_nothing_is_decided_without_the_head(monkeypatch: pytest.MonkeyPatch) ->
         await until(lambda: len(group.state.members) == 1)
         answer = await made.report(0, report(0), None)
         assert answer["reply"].state.generation > generation
-
-    asyncio.run(decide())
-
-
-def test_a_store_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    Head(monkeypatch)
-    stores: list[Any] = [OSError("too many open files"), SimpleNamespace(port=3)]
-
-    def store(_: str) -> Any:
-        one = stores.pop(0)
-        if isinstance(one, OSError):
-            raise one
-        return one
-
-    monkeypatch.setattr(coordinator, "_store", store)
-    monkeypatch.setattr(coordinator, "STORE_AGAIN_S", 0.01)
-
-    async def report_twice() -> None:
-        made = coordinator.Coordinator({"run": RUN})
-        with pytest.raises(ControlError, match="cannot be made: too many open files"):
-            await made.ready()
-        await until(lambda: made._store is not None)
-        await made.ready()
-        assert (await made.report(0, report(0), None))["store"] == ("h", 3)
-
-    asyncio.run(report_twice())
-
-
-def test_decisions_do_not_wait_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch may load for longer than a coordinator waits for the members of the last state."""
-    Head(monkeypatch)
-    is_there = threading.Event()
-
-    def store(_: str) -> Any:
-        is_there.wait()
-        return SimpleNamespace(port=3)
-
-    monkeypatch.setattr(coordinator, "_store", store)
-
-    async def decide() -> None:
-        made = coordinator.Coordinator({"run": RUN})
-        for number in (0, 1):
-            await made.report(0, report(number), None)
-        group = made._groups[0]
-        assert len(group.state.members) == 2
-        entered = [
-            replace(report(one), number=1, generation=group.state.generation) for one in (0, 1)
-        ]
-        for one in entered:
-            answer = await made.report(0, one, None)
-        assert group._connects and not answer["reply"].connects
-        is_there.set()
-        await made.ready()
-        answer = await made.report(0, entered[0], answer["changes"])
-        assert answer["reply"].connects and answer["store"] == ("h", 3)
 
     asyncio.run(decide())
 

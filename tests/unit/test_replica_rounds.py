@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support import eventually
 
-from gadei_ps.errors import ControlError
+from gadei_ps.errors import ControlError, ExchangeFailed
 from gadei_ps.groups.coordinator import Group
 from gadei_ps.replicas import config, rounds, sockets
 from gadei_ps.replicas.rounds import Rounds
@@ -36,6 +37,9 @@ class Training:
     copied: Copied | None = None
 
     def check(self) -> None: ...
+    def write(self, weights: Any) -> None:
+        self.drop()
+
     def rejoin(self) -> None:
         self.drop()
 
@@ -90,7 +94,7 @@ class Run:
             while self.group.step(time.monotonic(), {}):
                 pass
             answer = {"reply": self.group.reply(report), "changes": self.group.state.version}
-        return answer | {"began": 1, "store": ("", 0), "host": ""}
+        return answer | {"began": 1, "host": "127.0.0.1"}
 
     def start(self, number: int) -> Rounds:
         values = {"name": "r", "every": 10, "rule": "mix:0.5", "groups": [{"machines": 2}]}
@@ -195,3 +199,35 @@ def test_a_replica_joins_again_once(run: Run) -> None:
     enough = run.refused + 3
     eventually(lambda: run.refused >= enough)
     assert len(run.noted) == 1
+
+
+def test_the_first_member_of_each_generation_has_a_store(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be made is made in the next generation."""
+    transport = pytest.importorskip("gadei_ps.replicas.transport")
+    errors = [ExchangeFailed("too many open files")]
+    stores: dict[int, tuple[str, int]] = {}
+
+    def store_at(host: str, port: int, _: float) -> Any:
+        if errors:
+            raise errors.pop()
+        return SimpleNamespace(host=host, port=port or 5)
+
+    class Transport:
+        def __init__(self, store: Any, place: int, *_: Any) -> None:
+            stores[place] = store.host, store.port
+
+        def send_state(self, *_: Any) -> None: ...
+        def receive_state(self, _: int) -> Any:
+            return b'{"rounds": 0, "arrays": [], "counts": {}}', [np.zeros(VALUES, np.float32)]
+
+    monkeypatch.setattr(transport, "store_at", store_at)
+    monkeypatch.setattr(transport, "Transport", Transport)
+    for event in Training.has_model.values():
+        event.set()
+    for number in range(2):
+        run.start(number)
+    eventually(lambda: all(one.facts.state == "member" for one in run.replicas))
+    assert not errors and run.group.state.generation > 1
+    assert stores == {0: ("127.0.0.1", 5), 1: ("127.0.0.1", 5)}

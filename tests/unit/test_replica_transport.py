@@ -58,7 +58,7 @@ def member(
     transport.PIECE = 1 << 14
     patience = timedelta(seconds=LONG_S)
     store = TCPStore(HOST, port, wait_for_workers=False, timeout=patience)
-    what(transport.Transport(store, "0", place, count, HOST, LONG_S), out)
+    what(transport.Transport(store, place, count, HOST, LONG_S), out)
 
 
 class Members:
