@@ -37,6 +37,9 @@ _TRIES = {
 """Settings of a client, so that an error does not take minutes."""
 _MOST_NOTE = 1 << 16  # bytes
 _INSTALL = "pip install 'gadei-ps[cluster]'"
+_OTHER = "but another program listens"
+_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""A frame of HTTP/2: settings without any (RFC 9113, 3.4 and 6.5)."""
 
 
 class Note(BaseModel):
@@ -134,6 +137,8 @@ def connect(address: str, token: str | None = None) -> Any:
         raise UsageError(f"--address {address}: {wanted}") from None
     if not answers(address):
         raise ClusterError(f"no Ray cluster answers at {address}: start one (ray start --head)")
+    if not (_uses_tls() or _is_grpc(address)):  # Ray would try for a minute
+        raise ClusterError(f"no Ray cluster answers at {address}, {_OTHER}")
     os.environ.update(_MODE | _TRIES | ({} if token is None else {TOKEN_VARIABLE: token}))
     ray = loaded()
     try:
@@ -171,6 +176,21 @@ def answers(address: str) -> bool:
         return False
 
 
+def _uses_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def _is_grpc(address: str) -> bool:
+    """Return whether a server of gRPC listens there: it sends the settings of HTTP/2 first."""
+    try:
+        with socket.create_connection(parse(address), CONNECT_S) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+            header = connection.recv(len(_SETTINGS), socket.MSG_WAITALL)
+            return header[3:5] == _SETTINGS[3:5]
+    except OSError:
+        return False
+
+
 def _explained(error: BaseException, address: str) -> ClusterError:
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:
@@ -192,7 +212,7 @@ def _explained(error: BaseException, address: str) -> ClusterError:
             "that with which its nodes were started, or copy their ~/.ray/auth_token"
         )
     if "failed to connect to gcs" in lower:
-        return ClusterError(f"no Ray cluster answers at {address}, but another program listens")
+        return ClusterError(f"no Ray cluster answers at {address}, {_OTHER}")
     return ClusterError(f"the Ray cluster at {address} cannot be used: {text[:300]}")
 
 
