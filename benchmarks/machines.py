@@ -265,9 +265,9 @@ class Machines:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(PATIENCE_S)
-        for run, number in sockets.here(self.name):
+        for number in sockets.here(self.name):
             with contextlib.suppress(GadeiError):
-                sockets.ask(run, number, "stop")
+                sockets.ask(self.name, number, "stop")
         with contextlib.suppress(Failed):
             until(lambda: not sockets.here(self.name), "the end of all machines", patience_s=30.0)
 

@@ -144,10 +144,10 @@ def run_learners(
             f"--join: no job {job!r} is running; gadei-ps ls shows the jobs there are"
         )
     if job.endswith(".toml"):
-        wanted = with_overrides(config.load(Path(job)), options.overrides, job)
+        wanted = config.with_overrides(config.load(Path(job)), options.overrides, job)
     else:
         name = check_job_name(job)
-        wanted = with_overrides(
+        wanted = config.with_overrides(
             config.from_mapping({"name": name}, "job"), options.overrides, f"job {name}"
         )
     config.check_sync(wanted, options.learners, f"run --learners {options.learners}")
@@ -270,23 +270,6 @@ def _compute(options: RunOptions) -> Compute:
 
 def _print(text: str) -> None:
     print_text(f"gadei-ps: {text}")
-
-
-def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:
-    """The configuration with optimizer, lr, sync, shards, owned, stop_after, curves replaced where
-    given.
-
-    Raises UsageError.
-    """
-    values = base.model_dump(exclude_unset=True)
-    optimizer = dict(values.get("optimizer", {}))
-    for name, value in overrides.items():
-        if name in ("optimizer", "lr"):
-            optimizer["kind" if name == "optimizer" else name] = value
-        elif name not in config.CurvesConfig.model_fields:
-            values[name] = value
-    made = config.from_mapping(values | {"optimizer": optimizer}, where)
-    return config.with_curves(made, overrides, where)
 
 
 def check_command(command: Sequence[str]) -> None:

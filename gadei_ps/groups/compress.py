@@ -14,8 +14,9 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from gadei_ps import _native
 from gadei_ps.groups.parts import BLOCK, Floats
-from gadei_ps.memory.layout import CHUNK
+from gadei_ps.memory.layout import CHUNK, WireType
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,7 +53,8 @@ def encode(values: Floats, wire: Wire, out: Bytes) -> None:
     if wire is Wire.FLOAT32:
         out.view(np.float32)[:] = values
     elif wire is Wire.BFLOAT16:
-        _blocks_to_bfloat16(values, out.view(np.uint16))
+        values = np.ascontiguousarray(values)
+        _native.copy(WireType.BFLOAT16, out.ctypes.data, values.ctypes.data, len(values), 0)
     else:
         _to_int8(values, out)
 
@@ -100,16 +102,6 @@ def _check(values: int, wire: Wire, data: Bytes) -> None:
         raise ValueError(
             f"{values} values in {wire} take {size(values, wire)} bytes, not {len(data)}"
         )
-
-
-def _blocks_to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
-    for begin in range(0, len(values), BLOCK):
-        here = slice(begin, begin + BLOCK)
-        words = np.ascontiguousarray(values[here]).view(np.uint32)
-        rounded = words + (np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1)))
-        # A NaN must not become an infinity by the carry.
-        rounded[np.isnan(values[here])] = 0x7FC00000
-        out[here] = rounded >> np.uint32(16)
 
 
 def _to_int8(values: Floats, out: Bytes) -> None:

@@ -391,6 +391,23 @@ def _absolute(field: str, text: str, parent: Path, where: str) -> str:
         raise UsageError(f"{where}: {text!r} names no user of this machine; give a path") from None
 
 
+def with_overrides(base: JobConfig, overrides: Mapping[str, Any], where: str) -> JobConfig:
+    """The configuration with optimizer, lr, sync, shards, owned, stop_after, curves replaced where
+    given.
+
+    Raises UsageError.
+    """
+    values = base.model_dump(exclude_unset=True)
+    optimizer = dict(values.get("optimizer", {}))
+    for name, value in overrides.items():
+        if name in ("optimizer", "lr"):
+            optimizer["kind" if name == "optimizer" else name] = value
+        elif name not in CurvesConfig.model_fields:
+            values[name] = value
+    made = from_mapping(values | {"optimizer": optimizer}, where)
+    return with_curves(made, overrides, where)
+
+
 def with_curves(config: JobConfig, given: Mapping[str, Any], where: str) -> JobConfig:
     """Return the configuration with the places of curves that a command line gives.
 

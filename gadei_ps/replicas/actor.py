@@ -37,7 +37,7 @@ from gadei_ps.memory.weights import FloatArray
 from gadei_ps.replicas import copies, rays, sockets
 from gadei_ps.replicas.config import job_name
 from gadei_ps.replicas.coordinator import coordinator_name
-from gadei_ps.replicas.program import Bytes, Data, Program
+from gadei_ps.replicas.program import Bytes, Program, kept, opened
 
 NAMESPACE = "gadei-ps"
 START_S, ANSWER_S, FETCH_S = 60.0, 5.0, 100.0
@@ -59,7 +59,7 @@ def look(run: str) -> dict[str, Any]:
         "ray": ray.__version__,
         "host": ray.util.get_node_ip_address(),
         "memory": shm.SHM.is_dir() and os.access(shm.SHM, os.W_OK),
-        "living": {number: _settings(run, number) for _, number in here},
+        "living": {number: _settings(run, number) for number in here},
         "own": bool(here) and rays.own_address(run) is not None,
     }
 
@@ -77,10 +77,10 @@ class ReplicaActor:
 
     def __init__(self, run: str, number: int, group: int) -> None:
         self._run, self._number, self._group = run, number, group
-        self._data: Data | None = None
+        self._data = ""
+        """Path of the program's data."""
         self._summary: dict[str, Any] | None = None
         self._why: str | None = None
-        self._lives = 0
         self._is_ending = False
         self._asked: tuple[str, dict[str, Any]] | None = None
         """The last request to end, with its arguments."""
@@ -125,7 +125,7 @@ class ReplicaActor:
                 self._adopt()
             else:
                 if data is not None:
-                    self._data = Data.of(data)
+                    self._data = kept(data)
                 self._begin()
             self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
             self._watcher.start()
@@ -133,7 +133,7 @@ class ReplicaActor:
 
     def data(self) -> Bytes | None:
         """Return the data of the run's program, if it has one."""
-        return self._data.read() if self._data is not None else None
+        return np.fromfile(self._data, np.uint8) if self._data else None
 
     def weights(self) -> dict[str, FloatArray]:
         """Return a copy of its job's weights, by tensors' names. Raises GadeiError, OSError."""
@@ -147,7 +147,6 @@ class ReplicaActor:
             "actor_pid": os.getpid(),
             "host": ray.util.get_node_ip_address(),
             "node": ray.get_runtime_context().get_node_id(),
-            "lives": self._lives,
             "ended": self._summary,
         }
         if self._summary is not None:
@@ -199,31 +198,29 @@ class ReplicaActor:
     def _adopt(self) -> None:
         reply = sockets.ask(self._run, self._number, "settings", START_S)
         if reply["data"]:
-            self._data = Data.at(reply["data"])
-        self._lives += 1
+            self._data = opened(reply["data"])
 
     def _begin(self) -> None:
         """Start the process. Raises UsageError."""
         plan = self._call("plan", START_S)
-        if plan["program"] is not None and self._data is None:
+        if plan["program"] is not None and not self._data:
             self._data = self._others_data()
         settings = {name: plan[name] for name in ("run", "command", "program", "directory")}
         settings |= {
             "number": self._number,
             "group": self._group,
-            "data": "" if self._data is None else self._data.path,
+            "data": self._data,
             "log": str(state_directory() / f"{job_name(self._run, self._number)}.log"),
         }
         _spawn(settings)
-        self._lives += 1
 
-    def _others_data(self) -> Data:
+    def _others_data(self) -> str:
         for number, other in actors(self._run).items():
             if number != self._number:
                 with contextlib.suppress(Exception):  # another one may have them
                     data = ray.get(other.data.remote(), timeout=START_S)
                     if data is not None:
-                        return Data.of(data)
+                        return kept(data)
         raise UsageError(f"replica {self._number} has no data for its learners")
 
     def _watch(self) -> None:

@@ -31,7 +31,7 @@ from gadei_ps.replicas.config import Run, job_name
 from gadei_ps.show.counts import counted
 
 if TYPE_CHECKING:  # Ray takes a second to load
-    from gadei_ps.replicas.following import Following
+    from gadei_ps.replicas.following import Following, Say
     from gadei_ps.replicas.program import Bytes, Program
 
 POLL_S = 0.3
@@ -42,8 +42,6 @@ LAST_S = 60.0
 DISCONNECT_S = 5.0
 
 JsonObject = dict[str, Any]
-Say = Callable[[str, bool], None]
-"""A function that prints a line; its second argument: whether the line is on progress."""
 
 
 def run(file: Path, command: list[str], address: str | None, where: Path, say: Say) -> JsonObject:
@@ -138,7 +136,7 @@ def _cluster_of(wanted: Run, file: Path, address: str | None, say: Say) -> Itera
         with _connected(address, None):
             rays.note(wanted.name, address, None)
             yield address
-            rays.unnote(wanted.name, address)
+            rays.forget(wanted.name, address)
         return
     _check_own(wanted, file)
     with _alone(wanted.name, say):
@@ -148,7 +146,7 @@ def _cluster_of(wanted: Run, file: Path, address: str | None, say: Say) -> Itera
         with rays.own(wanted.machines) as made, _connected(made.address, made.token):
             rays.note(wanted.name, made.address, made.token, made.files)
             yield made.address
-        rays.unnote(wanted.name, made.address)
+        rays.forget(wanted.name, made.address)
 
 
 @contextlib.contextmanager
@@ -251,7 +249,7 @@ def ask(order: str, name: str, address: str | None, say: Say, **how: Any) -> Jso
             raise
         return _here(order, name, in_words(error), say)
     if order == "stop":
-        rays.unnote(name, found)
+        rays.forget(name, found)
         sockets.clear(name)
     return done
 
@@ -399,7 +397,7 @@ def _clean_up(name: str, wanted: Any, *, is_whole: bool) -> None:
 
 def _here(order: str, name: str, what: str, say: Say) -> JsonObject:
     """Carry out a command for the replicas on this host, without a cluster."""
-    numbers = [number for _, number in sockets.here(name)]
+    numbers = sockets.here(name)
     if not numbers and locked(rays.lock_path(name)):
         raise JobNotFound(f"run {name!r} begins or ends just now: try again in a moment")
     if not numbers:
@@ -421,11 +419,11 @@ def _stop_here(name: str) -> None:
     own = rays.own_address(name)
     until = time.monotonic() + END_S
     while (left := sockets.here(name)) or (own is not None and rays.answers(own)):
-        for _, number in left:
+        for number in left:
             with contextlib.suppress(JobNotFound, ControlError):
                 sockets.ask(name, number, "stop")
         if time.monotonic() > until:
-            which = "".join(f": replica {number}" for _, number in left[:1])
+            which = "".join(f": replica {number}" for number in left[:1])
             raise ClusterError(f"run {name} has not ended in {END_S:g} s{which}")
         time.sleep(POLL_S)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,6 @@ from gadei_ps.groups import reading
 from gadei_ps.groups.compress import Wire
 from gadei_ps.groups.coordinator import MOST_MEMBERS
 from gadei_ps.job import config as jobs
-from gadei_ps.job.config import JobConfig
 from gadei_ps.job.number_types import Real, Whole
 from gadei_ps.memory.layout import MAX_LEARNERS
 from gadei_ps.memory.shm import JOB_NAME
@@ -148,17 +146,6 @@ class Run(_Table):
         given = {"optimizer": self.optimizer, "lr": self.lr, "sync": self.sync, "owned": owned}
         return {name: value for name, value in given.items() if value is not None}
 
-    def job(self, number: int, where: str = "job") -> JobConfig:
-        """Return the settings of a replica's job. Raises UsageError."""
-        values: dict[str, Any] = {"name": job_name(self.name, number)}
-        optimizer = {"kind": self.optimizer, "lr": self.lr}
-        values["optimizer"] = {name: one for name, one in optimizer.items() if one is not None}
-        if self.sync is not None:
-            values["sync"] = self.sync
-        made = jobs.from_mapping(values, where)
-        jobs.check_sync(made, self.learners, where)
-        return made
-
 
 def job_name(run: str, number: int) -> str:
     """Return the name of a replica's job."""
@@ -171,7 +158,8 @@ def from_mapping(values: Mapping[str, Any], where: str) -> Run:
         run = Run.model_validate(values)
     except ValidationError as error:
         raise UsageError(f"{where}: {invalid(error, model=Run)}{_advice(error)}") from None
-    _check_job(run, where)
+    job = jobs.from_mapping({"name": job_name(run.name, 0)}, where)
+    jobs.check_sync(jobs.with_overrides(job, run.overrides(), where), run.learners, where)
     return run
 
 
@@ -186,11 +174,6 @@ def _advice(error: ValidationError) -> str:
     return ""
 
 
-_GONE = {
-    "port": "replicas choose free ports: leave it out",
-    "tls": "gadei-ps does not encrypt what replicas exchange: leave it out, and connect the hosts "
-    "by a private network or a VPN",
-}
 _WANTED = {
     "name": 'a name of the run, such as name = "trec"',
     "every": "the gradients between two exchanges, such as every = 500",
@@ -198,12 +181,6 @@ _WANTED = {
     "nodes": 'a list such as nodes = ["10.0.0.1"]',
     "neighbours": "a list such as neighbours = [1]",
 }
-
-
-def _check_job(run: Run, where: str) -> None:
-    if run.lr is not None and not math.isfinite(run.lr):
-        raise UsageError(f"{where}: lr: give a number")
-    run.job(0, where)
 
 
 def load(path: Path) -> Run:
@@ -217,9 +194,6 @@ def load(path: Path) -> Run:
             f"{path}: name: give {_WANTED['name']}; the file's, {path.stem!r}, is not valid"
         )
     values.setdefault("name", path.stem)
-    for name, why in _GONE.items():
-        if name in values:
-            raise UsageError(f"{path}: {name}: {why}")
     return from_mapping(values, str(path))
 
 

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from gadei_ps.job.control import Connection, Copy
+from gadei_ps.job.control import Connection, Copy, memory_file
 from gadei_ps.memory import segment, shm, weights
 from gadei_ps.memory.layout import SegmentKind
 from gadei_ps.memory.weights import FloatArray
@@ -22,13 +22,7 @@ def of_job(job: str) -> dict[str, FloatArray]:
     """
     mapped = segment.attach(shm.segment_name(job, "weights"), SegmentKind.WEIGHTS, writable=False)
     model = weights.read_table(mapped)
-    file = os.memfd_create("gadei-ps-copy", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(file, model.elements * 4)
+    with os.fdopen(memory_file(model.elements * 4, ()), "rb") as file:
         with Connection(job, COPY_S) as connection:
-            connection.request(Copy(slots=False), [file])
-        with os.fdopen(os.dup(file), "rb") as stream:
-            flat = np.fromfile(stream, np.float32, model.elements)
-    finally:
-        os.close(file)
-    return model.views(flat)
+            connection.request(Copy(slots=False), [file.fileno()])
+        return model.views(np.fromfile(file, np.float32, model.elements))

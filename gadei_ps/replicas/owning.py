@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -131,15 +130,15 @@ class OwningTraining(JobTraining):
 
         def is_known() -> bool:
             nonlocal until
+            if self.work().batches > 0:
+                return True
             if time.monotonic() > until:
                 until = math.inf
-                print(
-                    f"gadei-ps: no learner of job {self._client.job!r} has asked for batches yet, "
-                    "which the group divides; the group waits",
-                    file=sys.stderr,
-                    flush=True,
+                self._noted(
+                    f"no learner of job {self._client.job!r} has asked for batches yet, which the "
+                    "group divides; the group waits"
                 )
-            return self.work().batches > 0
+            return False
 
         self._await(is_known)
 

@@ -145,7 +145,7 @@ def place(run: Run) -> Actors:
         drop(run.name)
         raise ClusterError(
             f"{run.name}: Ray has no place for {counted(len(wanted), 'replica')}, each on a node "
-            f"of its own: {_wanted(bundles)}; see `ray status`"
+            "of its own with a free CPU and its `resources`: see `ray status`"
         )
     return {
         one.number: actor(
@@ -192,21 +192,6 @@ def _no_nodes(missing: Sequence[str], known: Sequence[Mapping[str, Any]]) -> str
 def _address(bundle: Mapping[str, float]) -> str:
     """Return the address of the node that a bundle requires; empty if any node will do."""
     return next((one.removeprefix(NODE) for one in bundle if one.startswith(NODE)), "")
-
-
-def _wanted(bundles: Sequence[Mapping[str, float]]) -> str:
-    """Describe the resources that replicas require, and where."""
-    places: dict[str, list[str]] = {}
-    for one in bundles:
-        what = [f"{count:g} {name}" for name, count in one.items() if not name.startswith(NODE)]
-        places.setdefault(" and ".join(what), []).append(_address(one))
-    found = []
-    for wish, addresses in places.items():
-        if named := [address for address in addresses if address]:
-            found.append(f"{wish} at {', '.join(named)}")
-        if others := addresses.count(""):
-            found.append(f"{wish} on {counted(others, 'other node' if named else 'node')}")
-    return "; ".join(found)
 
 
 def detached(kind: type, name: str, calls: int, strategy: Any, *given: Any, **options: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gadei_ps.errors import UsageError
+from gadei_ps.job.control import memory_file
 from gadei_ps.machine import process
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,33 +45,21 @@ class Program:
         return process.module_command(self.module, data)
 
 
-class Data:
-    """A file in memory: it ends with the processes that have it open, and only its owner can."""
+def kept(data: Bytes) -> str:
+    """Keep the bytes in memory; return a path for processes of this user, while this one lives."""
+    return _path(memory_file(data.nbytes, [(0, data.data)]))
 
-    def __init__(self, file: int) -> None:
-        self._file = file
 
-    @classmethod
-    def of(cls, data: Bytes) -> Data:
-        """Make a file with these bytes."""
-        made = cls(os.memfd_create("gadei-ps-data", os.MFD_CLOEXEC))
-        with os.fdopen(os.dup(made._file), "wb") as stream:
-            stream.write(np.ascontiguousarray(data).data)
-        return made
+def opened(path: str) -> str:
+    """Open the file of another process, and return a path as `kept` does.
 
-    @classmethod
-    def at(cls, path: str) -> Data:
-        """Open the file of another process. Raises UsageError if that has ended."""
-        try:
-            return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            raise UsageError(f"the data of the replica are gone: {error.strerror}") from None
+    Raises UsageError if that process has ended.
+    """
+    try:
+        return _path(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise UsageError(f"the data of the replica are gone: {error.strerror}") from None
 
-    @property
-    def path(self) -> str:
-        """Path of the file for other processes of this user, while this one lives."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
 
-    def read(self) -> Bytes:
-        """Return the bytes."""
-        return np.fromfile(self.path, np.uint8)
+def _path(file: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{file}"

@@ -101,19 +101,14 @@ def note(run: str, address: str, token: str | None, directory: str | None = None
         stream.write(made.model_dump_json().encode())
 
 
-def unnote(run: str, address: str) -> None:
-    """Remove the note, unless it is on another cluster."""
-    found = noted(run)
-    if found is not None and found.address == address:
-        note_path(run).unlink(missing_ok=True)
-
-
-def forget(run: str) -> None:
+def forget(run: str, address: str | None = None) -> None:
     """Remove the note on a cluster that has ended, and the files of an own one.
 
-    All processes that could have removed them may have been killed.
+    All processes that could have removed them may have been killed. address: of this cluster only.
     """
     found = noted(run)
+    if address is not None and (found is None or found.address != address):
+        return
     if found is not None and found.files:
         _remove(Path(found.files))
     note_path(run).unlink(missing_ok=True)
@@ -222,16 +217,6 @@ class ClusterMistake(ClusterError):
     exit_code = 2
 
 
-@contextlib.contextmanager
-def _directory() -> Iterator[Path]:
-    """Make a directory for the files of this host's own cluster, until the end of the block."""
-    made = Path(tempfile.mkdtemp(prefix="gps-ray-", dir="/tmp"))  # short: sockets lie there
-    try:
-        yield made
-    finally:
-        _remove(made)
-
-
 def _remove(directory: Path) -> None:
     """Remove a directory, even if processes that are just ending write there."""
     until = time.monotonic() + GONE_S
@@ -250,9 +235,13 @@ def own(replicas: int) -> Iterator[Note]:
     """
     token = secrets.token_hex(32)
     os.environ.update(_MODE | {TOKEN_VARIABLE: token})
-    with _directory() as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="gps-ray-",
+        dir="/tmp",  # short: sockets lie there
+        ignore_cleanup_errors=True,
+    ) as directory:
         child = process.spawn(
-            process.module_command("gadei_ps.replicas.own_cluster", str(replicas), str(directory)),
+            process.module_command("gadei_ps.replicas.own_cluster", str(replicas), directory),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -267,7 +256,7 @@ def own(replicas: int) -> Iterator[Note]:
             except ValueError:
                 why = line or "its process has ended"
                 raise ClusterError(f"Ray cannot be started on this host: {why}") from None
-            yield Note(address=line, token=token, files=str(directory))
+            yield Note(address=line, token=token, files=directory)
         finally:
             with interrupts.held():
                 child.stdin.close()

@@ -25,7 +25,7 @@ from gadei_ps.errors import GadeiError, JobInUse, JobNotFound, in_words
 from gadei_ps.machine import interrupts, process
 from gadei_ps.machine.interrupts import Interrupted
 from gadei_ps.replicas import config, sockets
-from gadei_ps.replicas.program import Data, Program
+from gadei_ps.replicas.program import Program, opened
 from gadei_ps.replicas.rounds import Rounds
 
 BEFORE_S = 30.0
@@ -72,12 +72,11 @@ class Replica:
         """Lock the replica. Raises JobInUse if another process has it; UsageError without data."""
         self.settings = settings
         self._program = Program(**settings.program) if settings.program is not None else None
-        self._data = Data.at(settings.data) if self._program is not None else None
+        self._data = "" if self._program is None else opened(settings.data)
         run, number = config.from_mapping(settings.run, "run"), settings.number
         self._run, self._job = run, config.job_name(run.name, number)
         self._lock = sockets.replica_lock(run.name, number)
         self._rounds = Rounds(run, number, settings.group, self._job, _log)
-        self._begin = time.monotonic()
         self._asked = ""
         self._error: str | None = None
         """Reason why the replica cannot continue."""
@@ -129,8 +128,8 @@ class Replica:
         os.environ[COUNT_VARIABLE] = str(run.machines)
         command = self.settings.command
         joined = RunOptions(run.learners, run.restart, join=True, survives=False)
-        if self._program is not None and self._data is not None:
-            command = self._program.command(self._data.path)
+        if self._program is not None:
+            command = self._program.command(self._data)
             joined = replace(joined, device=self._program.device, stays=self._stays)
         options = replace(joined, overrides=run.overrides(), join=False)
         until = time.monotonic() + BEFORE_S
@@ -159,8 +158,7 @@ class Replica:
         if what == "status":
             return self.facts()
         if what == "settings":
-            data = self._data.path if self._data is not None else ""
-            return asdict(self.settings) | {"data": data}
+            return asdict(self.settings) | {"data": self._data}
         if what == "await":
             self._ended.wait()
             threading.Timer(LOOK_S, self._answered.set).start()
@@ -212,7 +210,6 @@ class Replica:
             "machine": settings.number,
             "group": settings.group,
             "pid": os.getpid(),
-            "seconds": time.monotonic() - self._begin,
             "state": _ASKED.get(self._asked, state),
             "log": settings.log,
             "exchange": exchange,
@@ -221,8 +218,7 @@ class Replica:
 
 
 def _log(line: str) -> None:
-    with contextlib.suppress(OSError):  # no space is left for the log, say
-        print(f"replica: {line}", file=sys.stderr, flush=True)
+    print(f"replica: {line}", file=sys.stderr, flush=True)
 
 
 class _Log(io.RawIOBase):

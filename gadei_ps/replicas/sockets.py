@@ -7,7 +7,6 @@ listens at NAME-NUMBER.ray.sock. Only processes of the same user can open that d
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import struct
 import threading
@@ -28,7 +27,6 @@ PART_S = 5
 FULL_S = 0.1
 """Time until a server that has no free file accepts connections again (s)."""
 MOST_WAITING = 64
-_NAME = re.compile(r"(?P<run>[A-Za-z0-9_-]+)-(?P<number>\d+)\.replica\.sock")
 
 JsonObject = dict[str, Any]
 
@@ -101,26 +99,26 @@ def lives(run: str, number: int) -> bool:
         return False
 
 
-def here(run: str | None = None) -> list[tuple[str, int]]:
-    """Return the replicas on this host whose processes live: names of runs, and numbers."""
-    found = []
-    for path in paths.directory().glob("*.replica.sock"):
-        match = _NAME.fullmatch(path.name)
-        if match and run in (None, match["run"]) and lives(match["run"], int(match["number"])):
-            found.append((match["run"], int(match["number"])))
-    return sorted(found)
+def _numbers(run: str) -> list[int]:
+    """Return the numbers of the replicas that have, or have left, a lock on this host."""
+    locks = paths.directory().glob(f"{run}-*.replica.lock")
+    found = [one.name.removeprefix(f"{run}-").removesuffix(".replica.lock") for one in locks]
+    return sorted(int(one) for one in found if one.isdecimal())
+
+
+def here(run: str) -> list[int]:
+    """Return the numbers of the replicas on this host whose processes live."""
+    return [number for number in _numbers(run) if lives(run, number)]
 
 
 def clear(run: str, number: int | None = None) -> None:
     """Remove files that killed processes of replicas have left here. number: None: of all."""
-    for path in paths.directory().glob(f"{run}-*.replica.lock"):
-        rest = path.name.removeprefix(f"{run}-").removesuffix(".replica.lock")
-        if rest.isdigit() and number in (None, int(rest)):
-            with contextlib.suppress(JobInUse, FileNotFoundError, ControlError):
-                lock = replica_lock(run, int(rest), create=False)
-                replica_path(run, int(rest)).unlink(missing_ok=True)
-                actor_path(run, int(rest)).unlink(missing_ok=True)
-                lock.release()
+    for one in _numbers(run) if number is None else [number]:
+        with contextlib.suppress(JobInUse, FileNotFoundError, ControlError):
+            lock = replica_lock(run, one, create=False)
+            replica_path(run, one).unlink(missing_ok=True)
+            actor_path(run, one).unlink(missing_ok=True)
+            lock.release()
 
 
 class Server:

@@ -13,10 +13,9 @@ from unittest import mock
 import pytest
 from support import config
 
-from gadei_ps.commands.run import with_overrides
 from gadei_ps.errors import UsageError
 from gadei_ps.job import sync_change
-from gadei_ps.job.config import LIBRARIES, load
+from gadei_ps.job.config import LIBRARIES, load, with_overrides
 from gadei_ps.monitoring import curves
 from gadei_ps.monitoring.curves import Writer, tagged
 from gadei_ps.monitoring.following import Follower

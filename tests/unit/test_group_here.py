@@ -22,7 +22,6 @@ import sys, threading
 from gadei_ps.replicas import sockets
 
 number, over = int(sys.argv[1]), threading.Event()
-lock = sockets.replica_lock("a", number)
 
 def answer(what):
     if what == "stop":
@@ -30,6 +29,7 @@ def answer(what):
     return {"machine": number, "state": "training"}
 
 server = sockets.Server(sockets.replica_path("a", number), answer)
+lock = sockets.replica_lock("a", number)
 over.wait()
 server.close()
 lock.release()
@@ -42,7 +42,7 @@ NOWHERE = "127.0.0.1:9"
 def replicas(runtime_dir: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     rays.note("a", NOWHERE, None)
     made = [subprocess.Popen([sys.executable, "-c", REPLICA, str(one)]) for one in range(2)]
-    eventually(lambda: sockets.here("a") == [("a", 0), ("a", 1)])
+    eventually(lambda: sockets.here("a") == [0, 1])
     yield made
     for one in made:
         one.kill()
@@ -98,7 +98,7 @@ def test_an_empty_address_is_a_mistake(replicas: list[subprocess.Popen[bytes]]) 
     """It would be another cluster than the one that a script was to name."""
     with pytest.raises(UsageError, match=r"^--address : write HOST:PORT"):
         commands.ask("stop", "a", "", lambda *_: None)
-    assert sockets.here("a") == [("a", 0), ("a", 1)]
+    assert sockets.here("a") == [0, 1]
 
 
 def test_leave_and_join_need_a_cluster(replicas: list[subprocess.Popen[bytes]]) -> None:
@@ -107,7 +107,7 @@ def test_leave_and_join_need_a_cluster(replicas: list[subprocess.Popen[bytes]]) 
         ask("leave", machine=0)
     with pytest.raises(ClusterError, match=again):
         ask("join", group=0, node=None)
-    assert sockets.here("a") == [("a", 0), ("a", 1)]
+    assert sockets.here("a") == [0, 1]
 
 
 def test_stop_without_a_cluster(replicas: list[subprocess.Popen[bytes]], runtime_dir: Path) -> None:

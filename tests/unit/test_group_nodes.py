@@ -72,19 +72,13 @@ def test_a_machine_joins_on_no_node_that_is_missing(monkeypatch: pytest.MonkeyPa
         placing.beside("a", 0, 0, ["x"], "x")
 
 
-def test_what_machines_are_to_have_is_said_in_words() -> None:
-    any_one, x, y = {"CPU": 1, "GPU": 2}, {"CPU": 1, "node:x": 0.001}, {"CPU": 1, "node:y": 0.001}
-    assert placing._wanted([x, any_one, y]) == "1 CPU at x, y; 1 CPU and 2 GPU on 1 node"
-    assert placing._wanted([x, {"CPU": 1}, {"CPU": 1}]) == "1 CPU at x; 1 CPU on 2 other nodes"
-
-
 def test_machines_of_another_cluster_are_not_taken(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a host's own cluster train for another `group run`, where no other host reaches
     them."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "h")
-    monkeypatch.setattr(actor.sockets, "here", lambda run: [(run, 0)])
+    monkeypatch.setattr(actor.sockets, "here", lambda _: [0])
     monkeypatch.setattr(actor, "_settings", lambda *_: {"group": 0})
     monkeypatch.setattr(ray, "get", lambda found, timeout: found)
     rays.note("a", "127.0.0.2:1", "a token")
