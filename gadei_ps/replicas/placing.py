@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import (
 
 import gadei_ps
 from gadei_ps.errors import ClusterError
-from gadei_ps.replicas import rays
+from gadei_ps.replicas import rays, sockets
 from gadei_ps.replicas.actor import CALLS, NAMESPACE, ReplicaActor, actor_name, look
 from gadei_ps.replicas.config import Run, job_name
 from gadei_ps.show.counts import counted
@@ -53,26 +53,33 @@ class Seat:
 def living(run: str) -> dict[int, tuple[str, int]]:
     """Return host and group of each living replica of the run, even if Ray has lost it.
 
-    Raises ClusterError for a host whose gadei-ps is another one, or none, or that has the run in a
-    cluster of its own.
+    Of two processes of a replica, which a network partition has left, the one with the older state
+    of the group ends. Raises ClusterError for a host whose gadei-ps is another one, or none, or
+    that has the run in a cluster of its own.
     """
     by_host = {one["NodeManagerAddress"]: one["NodeID"] for one in nodes()}
     if len(by_host) == 1:  # a driver is on a node, which may be of a cluster of this host's own
         looks = {host: look(run) for host in by_host}
     else:
-        task = ray.remote(num_cpus=0, max_retries=0)(look)
-        asked = {
-            host: task.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            ).remote(run)
-            for host, node in by_host.items()
-        }
+        asked = {host: _on(node, look, run) for host, node in by_host.items()}
         looks = {host: _look_at(host, one, run) for host, one in asked.items()}
-    return {
-        number: (host, settings.get("group", 0))
+    there = sorted(
+        (number, settings.get("version", ()), host, settings.get("group", 0))
         for host, found in looks.items()
         for number, settings in found["living"].items()
-    }
+    )
+    newest = {number: (host, group) for number, _, host, group in there}
+    for number, _, host, _ in there:
+        if newest[number][0] != host:
+            _on(by_host[host], sockets.ask, run, number, "stop")
+    return newest
+
+
+def _on(node: str, work: Callable[..., Any], *given: Any) -> Any:
+    """Call a function on a node of the cluster; return a reference to its result."""
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(work)
+    return task.options(scheduling_strategy=strategy).remote(*given)
 
 
 def seats(run: Run, there: Mapping[int, tuple[str, int]]) -> list[Seat]:

@@ -158,7 +158,7 @@ class Replica:
         if what == "status":
             return self.facts()
         if what == "settings":
-            return asdict(self.settings) | {"data": self._data}
+            return asdict(self.settings) | {"data": self._data, "version": self._rounds.version}
         if what == "await":
             self._ended.wait()
             threading.Timer(LOOK_S, self._answered.set).start()

@@ -115,6 +115,12 @@ class Rounds:
         self._has_models = threading.Event()
         self._feedback: Feedback | None = None
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Epoch and version of the newest state of the group that this replica knows, if any."""
+        state = self._link.report.state
+        return () if state is None else (state.epoch, state.version)
+
     def _member(self) -> Member:
         return Member(str(self._number), secrets.randbits(_RANDOM_BITS))
 

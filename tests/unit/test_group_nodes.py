@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+import gadei_ps
 from gadei_ps.errors import ClusterError
-from gadei_ps.replicas import config, rays
+from gadei_ps.replicas import config, rays, sockets
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'gadei-ps[cluster]'", allow_module_level=True)
@@ -70,6 +71,33 @@ def test_a_machine_joins_on_no_node_that_is_missing(monkeypatch: pytest.MonkeyPa
         placing.beside("a", 0, 0, ["x"], "z")
     with pytest.raises(ClusterError, match=r"^node x has a replica of a already: start Ray on ano"):
         placing.beside("a", 0, 0, ["x"], "x")
+
+
+def test_of_two_processes_of_a_replica_the_one_with_the_older_state_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray has started it again elsewhere while its host was cut off, and has been lost itself."""
+    facts = {"gadei_ps": gadei_ps.__version__, "ray": ray.__version__, "own": False}
+    living = {
+        "x": {0: {"group": 0, "version": (1, 9)}, 1: {}, 2: {"group": 1, "version": (1, 7)}},
+        "y": {0: {"group": 0, "version": (2, 3)}, 1: {"group": 1, "version": ()}},
+        "z": {2: {"group": 1, "version": (1, 5)}},
+    }
+    known = [one | {"NodeID": f"node {one['NodeManagerAddress']}"} for one in cluster(*living)]
+    ended: list[tuple[Any, ...]] = []
+
+    def on(node: str, work: Any, *given: Any) -> Any:
+        if work is actor.look:
+            return facts | {"living": living[node.removeprefix("node ")]}
+        assert work is sockets.ask
+        return ended.append((node, *given))
+
+    monkeypatch.setattr(placing, "nodes", lambda: known)
+    monkeypatch.setattr(placing, "_on", on)
+    monkeypatch.setattr(ray, "get", lambda found, timeout: found)
+    assert placing.living("a") == {0: ("y", 0), 1: ("y", 1), 2: ("x", 1)}
+    wanted = [("node x", "a", 0), ("node x", "a", 1), ("node z", "a", 2)]
+    assert ended == [(*one, "stop") for one in wanted]
 
 
 def test_machines_of_another_cluster_are_not_taken(
