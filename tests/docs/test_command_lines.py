@@ -248,7 +248,7 @@ class Bench:
         (cli.directory / "c").mkdir()
         (cli.directory / "c" / f"{job}.toml").write_text(text.replace("least_squares", job))
         (cli.directory / f"{job}.toml").write_text("")
-        groups = f'name = "{job}"\nevery = 5\n[[groups]]\nmachines = 2\n'
+        groups = f'name = "{job}"\nevery = 5\n[[groups]]\nmachines = 1\n'
         (cli.directory / "GROUPS.toml").write_text(groups)
         cli.made(job)
 

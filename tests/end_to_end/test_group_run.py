@@ -1,4 +1,4 @@
-"""`gadei-ps group` with a real cluster of Ray: three nodes on this host, each with a replica."""
+"""`gadei-ps group` with real clusters of Ray: of three nodes, and of the commands' own."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ LONG_S = 4 * support.PATIENCE_S
 """Each command loads Ray; on a busy machine several tests do that at once."""
 eventually = functools.partial(support.eventually, timeout_s=LONG_S)
 LEARN = Path(__file__).parents[2] / "docs" / "learn"
-STARTING = "gadei-ps: starting Ray on this host"
-"""The line of a cluster of the command's own."""
 UNTIL_END = "iter(lambda: not __import__('os').path.exists('end'), False)"
 """Steps of the tutorial's script, for as long as the test wants it."""
 NODES = Path(support.__file__).parent / "ray_nodes.py"
@@ -77,9 +75,14 @@ class Nodes:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+
+    @functools.cached_property
+    def address(self) -> str:
+        """Its address, once Ray has started."""
         assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().strip()
-        assert self.address, "Ray does not start"
+        address = self._process.stdout.readline().strip()
+        assert address, "Ray does not start"
+        return address
 
     def close(self) -> None:
         """Kill all of them."""
@@ -100,7 +103,7 @@ def place() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def nodes(place: Path) -> Iterator[Nodes]:
     with contextlib.closing(Nodes()) as made:
         yield made
@@ -119,13 +122,12 @@ class Run:
         )
         (cli.directory / "train.py").write_text(textwrap.dedent(SCRIPT))
 
-    def words(self, nodes: Nodes | None) -> tuple[object, ...]:
-        """nodes: of the cluster; None: one of the command's own."""
-        where = () if nodes is None else ("--address", nodes.address)
-        words = ("group", "run", self.file, *where, "--json", "--", sys.executable, "train.py")
+    def words(self, nodes: Nodes) -> tuple[object, ...]:
+        where = "--address", nodes.address, "--json"
+        words = "group", "run", self.file, *where, "--", sys.executable, "train.py"
         return *words, str(self.machines)
 
-    def start(self, nodes: Nodes | None) -> Running:
+    def start(self, nodes: Nodes) -> Running:
         return self.cli.start(*self.words(nodes), **self.env)
 
     @property
@@ -178,149 +180,9 @@ def run(
     monkeypatch.setenv("GADEI_PS_RUNTIME_DIR", str(place))
     cli.patience_s = LONG_S
     yield Run(cli, job_name, place)
-    for name, number in sockets.here():  # of a test that has failed
+    for number in sockets.here(job_name):  # of a test that has failed
         with contextlib.suppress(GadeiError):
-            sockets.ask(name, number, "stop")
-
-
-ROWS = "text,label\n" + "".join(
-    f"a {word} sentence number {number},{word}\n"
-    for number in range(40)
-    for word in ("red", "blue")
-)
-EPOCHS = 3
-
-
-def test_train(run: Run, nodes: Nodes, place: Path) -> None:
-    """The classifier is trained to its end, though a machine dies meanwhile."""
-    (run.cli.directory / "rows.csv").write_text(ROWS)
-    run.file.write_text("every = 10\nlearners = 1\n[[groups]]\nmachines = 2\n")
-    options = ("--epochs", EPOCHS, "--patience", EPOCHS, "--address", nodes.address, "--json")
-    command = run.cli.start("train", "rows.csv", "--groups", run.file, *options, **run.env)
-
-    def has_trained() -> bool:
-        assert command.process.poll() is None, command.err
-        job = run.facts(1)["job"]
-        return bool(job and job["work"]["epochs_done"])
-
-    eventually(has_trained, what=lambda: command.err)
-    for pid in run.pids(1):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    eventually(lambda: command.process.poll() is not None)
-    ended = command.wait()
-    assert ended.code == 0, ended.err
-    assert (ended.json["epochs"], ended.json["machines"], ended.json["rows"]) == (EPOCHS, 2, 80)
-    assert ended.json["gradients_applied"] > 36 and ended.json["rounds"] > 1
-    assert (run.cli.directory / "model-1" / "weights.safetensors").exists()
-    assert not [one.name for one in place.iterdir() if one.name != "state"]
-
-
-def test_the_tutorial(run: Run, nodes: Nodes) -> None:
-    """The commands of docs/learn/replicas.md print what it shows, in the cluster of these tests.
-
-    Learners are paused during exchanges, which nothing in the output shows. The cluster refuses
-    another token, in one line.
-    """
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("PyTorch is not installed")
-    first, second = ((LEARN / f"{name}.md").read_text() for name in ("first-job", "replicas"))
-    script = next(one.text for one in tutorials.blocks(first) if one.file == "my_train.py")
-    settings, started, asked = (one for one in tutorials.blocks(second) if one.how != "skip")
-    run.machines = 2
-    ours = "silence_s = 60\noverlap = false\n"
-    text = settings.text.replace("every = 100", "every = 10")
-    run.file.write_text(ours + text.replace("demo", run.name))
-    assert "range(1, 4001)" in script
-    (run.cli.directory / "my_train.py").write_text(script.replace("range(1, 4001)", UNTIL_END))
-    words = ("group", "run", run.file, "--address", nodes.address, "--", sys.executable)
-    env = run.env | {"COLUMNS": "100"}
-    refused = run.cli(*words, "my_train.py", **env | {"RAY_AUTH_TOKEN": "another token"}).error
-    assert "set RAY_AUTH_TOKEN to that with which" in refused
-    command = run.cli.start(*words, "my_train.py", **env)
-    ((_, shown),) = asked.commands
-
-    def is_shown() -> bool:
-        assert command.process.poll() is None, command.err
-        return all(run.has_trained(number, 3) for number in (0, 1)) and tutorials.fits(
-            here(shown), here(run.cli("group", "status", run.name, **env).out)
-        )
-
-    eventually(is_shown, what=lambda: command.err)
-    (run.cli.directory / "end").touch()
-    ended = command.wait()
-    assert ended.code == 0, ended.err
-    found = here(f"{STARTING}\n{ended.err}".replace(run.name, "demo"))
-    ((_, shown),) = started.commands
-    # When the command looks, a replica may train already, be silent, or end before the other one.
-    wanted, printed = (set(tutorials.masked(text)) for text in (here(shown), found))
-    assert wanted <= printed, found
-
-
-def here(text: str) -> str:
-    """Return a text without addresses of this host, and with replicas that train already."""
-    text = re.sub(r"\b127(\.\d+){3}\b", "", text)
-    return re.sub(r": (starting|training)(, log \S+)?$", ": training", text, flags=re.M)
-
-
-def test_a_command_that_is_killed(run: Run, place: Path) -> None:
-    """Kill it in this host's own cluster: its replicas train on, and the command comes back.
-
-    It ends with its learners, which are paused during exchanges.
-    """
-    run.machines = 2
-    run.file.write_text("every = 10\noverlap = false\n[[groups]]\nmachines = 2\n")
-    command = run.start(None)
-
-    def have_trained(rounds: int, replicas: range) -> bool:
-        assert command.process.poll() is None, command.err
-        return all(run.has_trained(number, rounds) for number in replicas)
-
-    def are_adopted() -> bool:
-        assert command.process.poll() is None, command.err
-        return "that train are adopted: 0, 1, 2" in command.err
-
-    eventually(lambda: have_trained(1, range(2)), what=lambda: command.err)
-    assert run.cli("group", "join", run.name, "--json", **run.env).json["machine"] == 2
-    eventually(lambda: have_trained(1, range(3)), what=lambda: command.err)
-    pids = [run.facts(number)["pid"] for number in range(3)]
-    command.signal(signal.SIGKILL)
-    command = run.start(None)
-    eventually(are_adopted, what=lambda: command.err)
-    assert [run.facts(number)["pid"] for number in range(3)] == pids
-    rounds = run.rounds(0)
-    eventually(lambda: have_trained(rounds + 2, range(3)), what=lambda: command.err)
-    (run.cli.directory / "end").touch()
-    ended = command.wait()
-    assert ended.code == 0, ended.err
-    assert (ended.json["exit_code"], ended.json["interrupted"]) == (0, None)
-    assert not [one.name for one in place.iterdir() if one.name != "state"]
-
-
-def test_each_batch_is_in_the_weights_once(run: Run, nodes: Nodes) -> None:
-    """Divide the batches of a pass among replicas; one of them is killed, and comes back."""
-    run.machines = 2
-    settings = "every = 20\nrule = 'outer:1:0'\noptimizer = 'sgd'\nlr = 1.0\ndivide = true\n"
-    run.file.write_text(settings + "[[groups]]\nmachines = 2\n")
-    words = ("group", "run", run.file, "--address", nodes.address, "--json", "--", sys.executable)
-    learner = "-P", "-m", "gadei_ps.benchmarks.group_deaths_learner", run.cli.directory
-    command = run.cli.start(*words, *learner, **run.env)
-
-    def passes() -> int:
-        assert command.process.poll() is None, command.err
-        jobs = [run.facts(number)["job"] for number in range(2)]
-        return min(job["work"]["epochs_done"] if job else 0 for job in jobs)
-
-    eventually(lambda: passes() >= 0 and run.has_trained(1, 3), what=lambda: command.err)
-    kill(run.pids(1))
-    eventually(lambda: passes() >= 2, what=lambda: command.err)
-    found = group_deaths.audit(run, 2, run.cli.directory)
-    assert found[FINISHED] >= 2 * BATCHES
-    assert (found[MISSING], found[AGAIN]) == (0, 0)
-    stopped = run.cli("group", "stop", run.name, **run.env)
-    assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 2 replicas\n")
-    ended = command.wait()
-    assert (ended.code, ended.json["exit_code"], ended.json["stopped"]) == (4, 4, True)
+            sockets.ask(job_name, number, "stop")
 
 
 def kill(pids: list[int]) -> None:
@@ -329,7 +191,7 @@ def kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
+def test_a_run(run: Run, nodes: Nodes, place: Path, request: pytest.FixtureRequest) -> None:
     """Kill replicas and the coordinator, let replicas leave and join; kill Ray."""
     command = run.start(nodes)
 
@@ -341,11 +203,16 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     # Alone, the job of group 0 would stay at 0.
     weights = support.live_weights(f"{run.name}-0")
     eventually(lambda: all_train() and weights[0] > 1, what=lambda: command.err)
-    refused = run.cli(*run.words(nodes), **run.env)
-    assert refused.code == 1
-    assert f"has its group run already, at 127.0.0.2, process {command.pid}:" in refused.err
+    second, stranger = (
+        run.cli.start(*run.words(nodes), **run.env | {"RAY_AUTH_TOKEN": token})
+        for token in (TOKEN, "another token")
+    )
     report = run.status()
     assert [one["machine"] for one in report["machines"]] == [0, 1, 2]
+    refused = second.wait()
+    assert refused.code == 1
+    assert f"has its group run already, at 127.0.0.2, process {command.pid}:" in refused.err
+    assert "set RAY_AUTH_TOKEN to that with which" in stranger.wait().error
 
     before = [report["machines"][1]["actor_pid"], *run.pids(1)]
     rounds = run.rounds(2)
@@ -376,6 +243,8 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
     command = run.start(nodes)
     eventually(lambda: "are adopted: 0, 1, 3" in command.err, what=lambda: command.err)
 
+    others = Nodes()  # it starts meanwhile, at other ports
+    request.addfinalizer(others.close)
     nodes.close()
     ended = command.wait()
     assert ended.code == 1 and "is gone: its replicas train on" in ended.err, ended.err
@@ -385,19 +254,139 @@ def test_a_run(run: Run, nodes: Nodes, place: Path) -> None:
         eventually(lambda number=number, n=before_: run.gradients(number) > n + 20)
     assert [one["pid"] for one in run.status()["machines"]] == pids
 
-    with contextlib.closing(Nodes()) as others:
-        rounds = run.rounds(3)
-        command = run.start(others)
-        eventually(lambda: "are adopted: 0, 1, 3" in command.err, what=lambda: command.err)
-        eventually(lambda: all_train(rounds + 2, (1, 3)), what=lambda: command.err)
-        assert [run.facts(number)["pid"] for number in (0, 1, 3)] == pids
-        command.process.send_signal(signal.SIGINT)
-        line = "replica {} was interrupted by SIGINT"
-        eventually(lambda: all(line.format(number) in command.err for number in (1, 3)))
-        assert run.has_trained(0)
-        ended = command.signal(signal.SIGINT)
-        assert ended.code == 130, ended.err
-        assert (ended.json["exit_code"], ended.json["interrupted"]) == (130, "SIGINT")
-        assert line.format(0) in ended.err and len(ended.json["machines"]) == 3
+    rounds = run.rounds(3)
+    command = run.start(others)
+    eventually(lambda: "are adopted: 0, 1, 3" in command.err, what=lambda: command.err)
+    eventually(lambda: all_train(rounds + 2, (1, 3)), what=lambda: command.err)
+    assert [run.facts(number)["pid"] for number in (0, 1, 3)] == pids
+    command.process.send_signal(signal.SIGINT)
+    line = "replica {} was interrupted by SIGINT"
+    eventually(lambda: all(line.format(number) in command.err for number in (1, 3)))
+    assert run.has_trained(0)
+    ended = command.signal(signal.SIGINT)
+    assert ended.code == 130, ended.err
+    assert (ended.json["exit_code"], ended.json["interrupted"]) == (130, "SIGINT")
+    assert line.format(0) in ended.err and len(ended.json["machines"]) == 3
     left = [one.name for one in place.iterdir() if one.name != "state"]
     assert not left
+
+
+ROWS = "text,label\n" + "".join(
+    f"a {word} sentence number {number},{word}\n"
+    for number in range(40)
+    for word in ("red", "blue")
+)
+EPOCHS = 3
+
+
+def test_train(run: Run, place: Path) -> None:
+    """The classifier is trained to its end, though a machine dies meanwhile."""
+    (run.cli.directory / "rows.csv").write_text(ROWS)
+    run.file.write_text("every = 10\nlearners = 1\n[[groups]]\nmachines = 2\n")
+    options = ("--epochs", EPOCHS, "--patience", EPOCHS, "--json")
+    command = run.cli.start("train", "rows.csv", "--groups", run.file, *options, **run.env)
+
+    def has_trained() -> bool:
+        assert command.process.poll() is None, command.err
+        job = run.facts(1)["job"]
+        return bool(job and job["work"]["epochs_done"])
+
+    eventually(has_trained, what=lambda: command.err)
+    for pid in run.pids(1):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    eventually(lambda: command.process.poll() is not None)
+    ended = command.wait()
+    assert ended.code == 0, ended.err
+    assert (ended.json["epochs"], ended.json["machines"], ended.json["rows"]) == (EPOCHS, 2, 80)
+    assert ended.json["gradients_applied"] > 36 and ended.json["rounds"] > 1
+    assert (run.cli.directory / "model-1" / "weights.safetensors").exists()
+    assert not [one.name for one in place.iterdir() if one.name != "state"]
+
+
+def test_the_tutorial(run: Run, place: Path) -> None:
+    """The commands of docs/learn/replicas.md print what it shows.
+
+    Learners are paused during exchanges, which nothing in the output shows. Then a replica joins,
+    and the command is killed: its replicas train on, and it comes back.
+    """
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    first, second = ((LEARN / f"{name}.md").read_text() for name in ("first-job", "replicas"))
+    script = next(one.text for one in tutorials.blocks(first) if one.file == "my_train.py")
+    settings, started, asked = (one for one in tutorials.blocks(second) if one.how != "skip")
+    run.machines = 2
+    ours = "silence_s = 60\noverlap = false\n"
+    text = settings.text.replace("every = 100", "every = 10")
+    run.file.write_text(ours + text.replace("demo", run.name))
+    assert "range(1, 4001)" in script
+    (run.cli.directory / "my_train.py").write_text(script.replace("range(1, 4001)", UNTIL_END))
+    words = ("group", "run", run.file, "--", sys.executable, "my_train.py")
+    env = run.env | {"COLUMNS": "100"}
+    command = killed = run.cli.start(*words, **env)
+    ((_, shown),) = asked.commands
+
+    def have_trained(rounds: int, replicas: range) -> bool:
+        assert command.process.poll() is None, command.err
+        return all(run.has_trained(number, rounds) for number in replicas)
+
+    def is_shown() -> bool:
+        return have_trained(3, range(2)) and tutorials.fits(
+            here(shown), here(run.cli("group", "status", run.name, **env).out)
+        )
+
+    def are_adopted() -> bool:
+        assert command.process.poll() is None, command.err
+        return "that train are adopted: 0, 1, 2" in command.err
+
+    eventually(is_shown, what=lambda: command.err)
+    assert run.cli("group", "join", run.name, "--json", **env).json["machine"] == 2
+    eventually(lambda: have_trained(1, range(3)), what=lambda: command.err)
+    pids = [run.facts(number)["pid"] for number in range(3)]
+    command.signal(signal.SIGKILL)
+    command = run.cli.start(*words, **env)
+    eventually(are_adopted, what=lambda: command.err)
+    assert [run.facts(number)["pid"] for number in range(3)] == pids
+    rounds = run.rounds(0)
+    eventually(lambda: have_trained(rounds + 2, range(3)), what=lambda: command.err)
+    (run.cli.directory / "end").touch()
+    ended = command.wait()
+    assert ended.code == 0, ended.err
+    assert not [one.name for one in place.iterdir() if one.name != "state"]
+    found = here(f"{killed.err}\n{ended.err}".replace(run.name, "demo"))
+    ((_, shown),) = started.commands
+    # When the command looks, a replica may train already, be silent, or end before the other one.
+    wanted, printed = (set(tutorials.masked(text)) for text in (here(shown), found))
+    assert wanted <= printed, found
+
+
+def here(text: str) -> str:
+    """Return a text without addresses of this host, and with replicas that train already."""
+    text = re.sub(r"\b127(\.\d+){3}\b", "", text)
+    return re.sub(r": (starting|training)(, log \S+)?$", ": training", text, flags=re.M)
+
+
+def test_each_batch_is_in_the_weights_once(run: Run) -> None:
+    """Divide the batches of a pass among replicas; one of them is killed, and comes back."""
+    run.machines = 2
+    settings = "every = 20\nrule = 'outer:1:0'\noptimizer = 'sgd'\nlr = 1.0\ndivide = true\n"
+    run.file.write_text(settings + "[[groups]]\nmachines = 2\n")
+    words = ("group", "run", run.file, "--json", "--", sys.executable)
+    learner = "-P", "-m", "gadei_ps.benchmarks.group_deaths_learner", run.cli.directory
+    command = run.cli.start(*words, *learner, **run.env)
+
+    def passes() -> int:
+        assert command.process.poll() is None, command.err
+        jobs = [run.facts(number)["job"] for number in range(2)]
+        return min(job["work"]["epochs_done"] if job else 0 for job in jobs)
+
+    eventually(lambda: passes() >= 0 and run.has_trained(1, 3), what=lambda: command.err)
+    kill(run.pids(1))
+    eventually(lambda: passes() >= 2, what=lambda: command.err)
+    found = group_deaths.audit(run, 2, run.cli.directory)
+    assert found[FINISHED] >= 2 * BATCHES
+    assert (found[MISSING], found[AGAIN]) == (0, 0)
+    stopped = run.cli("group", "stop", run.name, **run.env)
+    assert (stopped.code, stopped.out) == (0, f"run {run.name} has stopped: 2 replicas\n")
+    ended = command.wait()
+    assert (ended.code, ended.json["exit_code"], ended.json["stopped"]) == (4, 4, True)
