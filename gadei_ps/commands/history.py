@@ -31,7 +31,7 @@ def find(source: str) -> Path:
         if not wanted.history:
             raise UsageError(f"{source}: the job keeps no history (history = false)")
         return wanted.history_file()
-    if path.is_dir():
+    if source and path.is_dir():
         return path / "history.jsonl"
     with contextlib.suppress(JobNotFound, ControlError):
         if (file := jobs.status(source)["history"]) is None:

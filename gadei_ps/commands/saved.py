@@ -115,7 +115,7 @@ def find(source: str, version: int | None = None, job_file: Path | None = None) 
             raise UsageError(f"--job-file: {source} is a job file already; leave out the option")
         job = config.load(path)
         path = job.checkpoint_directory()
-    elif not path.is_dir() and "/" not in source:
+    elif "/" not in source and not (source and path.is_dir()):
         name = shm.check_job_name(source)
         path = config.state_directory() / name
     if (path / checkpoint.MANIFEST).exists() or (path / checkpoint.SUMS).exists():

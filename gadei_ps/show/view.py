@@ -184,7 +184,7 @@ def checkpointed(outcome: Mapping[str, Any]) -> str:
     """Return the output of `checkpoint`."""
     return (
         f"checkpoint of version {outcome['version']:,}: {outcome['path']} "
-        f"({outcome['bytes'] / 2**20:,.1f} MiB; training paused {outcome['pause_ms']:.1f} ms)"
+        f"({size(outcome['bytes'])}; training paused {outcome['pause_ms']:.1f} ms)"
     )
 
 

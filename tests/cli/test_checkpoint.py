@@ -48,6 +48,7 @@ def test_by_hand(cli: Cli, job_name: str) -> None:
     assert made["problem"] is None
     shown = cli("checkpoint", job_name).out
     assert shown.startswith("checkpoint of version 5: ")
+    assert " KiB; training paused " in shown
     now = cli("status", job_name, "--json").json
     assert (now["checkpoints"], now["checkpoint_version"], now["checkpoint_failures"]) == (2, 5, 0)
     assert now["last_checkpoint"]["version"] == 5

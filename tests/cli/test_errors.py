@@ -84,6 +84,8 @@ def test_help_and_version(cli: Cli) -> None:
         ("serve .", "it is a directory"),
         ("serve demo", "demo: No such file or directory; give the job file, such as demo.toml"),
         ("reload exp1", "such as exp1.toml, not the name of a job"),
+        ("restore {}", "job name ''"),  # of a variable that is not set, not this directory
+        ("export {} x.npz", "job name ''"),
         ("my_train.py --lr 1", "start learners: gadei-ps run NAME -- python my_train.py --lr 1"),
         ("python train.py", "is not a command; to start learners: gadei-ps run NAME -- python tr"),
         (
@@ -108,7 +110,7 @@ def test_help_and_version(cli: Cli) -> None:
     ],
 )
 def test_usage(cli: Cli, arguments: str, message: str) -> None:
-    result = cli(*arguments.split())
+    result = cli(*(word.replace("{}", "") for word in arguments.split()))
     assert result.code == 2
     assert message in result.err
     assert len(result.err.splitlines()) == 1

@@ -283,6 +283,7 @@ def test_none_is_kept_if_that_is_asked(cli: Cli, job_name: str) -> None:
         (["plot", "no-such-job"], "is not running and has left no history in"),
         (["plot", "gone.jsonl", "--out", "x.png"], "give a name that ends in .svg"),
         (["plot", "empty.jsonl"], "there is nothing to draw yet"),
+        (["plot", ""], "job name ''"),  # of a variable that is not set, not this directory
     ],
 )
 def test_what_cannot_be_shown(words: list[str], why: str, cli: Cli) -> None:
