@@ -8,7 +8,7 @@ A rule works value by value, in float32 and in place. So a replica may keep the 
 part that it sums alone: the result has the same bits. A rule holds arrays of the length that it was
 given, and no other memory that grows with the model.
 
-What each replica sends for a rule is in `gadei_ps.groups.traffic`.
+What each replica sends for a rule is in `gadei_ps.simulate.groups_traffic`.
 """
 
 from __future__ import annotations

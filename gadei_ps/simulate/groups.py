@@ -14,7 +14,8 @@ from functools import cache
 
 import numpy as np
 
-from gadei_ps.groups import reading, traffic
+from gadei_ps.groups import reading
+from gadei_ps.simulate import groups_traffic as traffic
 from gadei_ps.simulate.draws import FloatArray, IntArray
 from gadei_ps.simulate.groups_broadcast import Broadcasts
 from gadei_ps.simulate.groups_outcome import GroupOutcome

@@ -31,7 +31,7 @@ class GroupSetting:
     sizes: number of replicas of each group; replicas count through the groups. neighbours: for each
     group the groups to which it broadcasts. values: of the model that is exchanged. k: mini-batches
     of `batch` samples that each replica trains in a round. rounds: the run ends when the groups
-    have ended this many rounds on average. whole: see traffic.broadcast.
+    have ended this many rounds on average. whole: see groups_traffic.broadcast.
     """
 
     sizes: tuple[int, ...]

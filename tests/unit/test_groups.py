@@ -11,12 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import group_reference as reference
 
-from gadei_ps.groups import compress, parts, reading, traffic
+from gadei_ps.groups import compress, parts, reading
 from gadei_ps.groups.compress import Feedback, Wire
 from gadei_ps.groups.outer import Outer
 from gadei_ps.groups.parts import Floats
 from gadei_ps.groups.rules import Mix, Replace, Rule
 from gadei_ps.memory.layout import CHUNK
+from gadei_ps.simulate import groups_traffic as traffic
 from gadei_ps.sync.parameters import SpecError
 
 quick = settings(max_examples=40, deadline=None)

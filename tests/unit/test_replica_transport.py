@@ -23,7 +23,8 @@ import pytest
 import support
 
 from gadei_ps.errors import ExchangeFailed
-from gadei_ps.groups import parts, traffic
+from gadei_ps.groups import parts
+from gadei_ps.simulate import groups_traffic as traffic
 
 torch = pytest.importorskip("torch")
 from gadei_ps.replicas import transport  # noqa: E402
