@@ -27,8 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gadei_ps.groups import parts
-from gadei_ps.groups.member import Member
-from gadei_ps.groups.shares import CopyReport, Shares
+from gadei_ps.groups.shares import CopyReport, Member, Shares
 
 MOST_MEMBERS = 64
 PATIENCE = 10

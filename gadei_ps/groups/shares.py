@@ -17,12 +17,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from gadei_ps.groups.member import Member
-from gadei_ps.groups.subsets import Ranges, Subsets
+from gadei_ps.groups.ranges import Ranges
 
 MOST_OPEN = 2
 AHEAD = 2
 """A pass is divided when what a replica has left of the one before may last for so many rounds."""
+
+
+class Member(NamedTuple):
+    """One incarnation of a replica in its group: a random number, drawn each time that it joins."""
+
+    replica: str
+    incarnation: int
 
 
 class Span(NamedTuple):
@@ -71,15 +77,16 @@ class Shares:
         self.work: Work | None = None
         self.done = 0
         """Passes of which the group has answered its part."""
-        self._open: dict[int, Subsets[Member]] = {}
+        self._open: dict[int, dict[Member, Ranges]] = {}
+        """Batches of each pass that are not answered, by owner, from the group's part on."""
 
     def of(self, member: Member) -> list[Span]:
         """Return the batches that this replica owns and has not answered, the oldest pass first."""
         begin = self._bounds[0]
         return [
             Span(epoch, begin + low, begin + high)
-            for epoch, subsets in sorted(self._open.items())
-            for low, high in (subsets.ranges(member) if member in subsets.owners else ())
+            for epoch, owned in sorted(self._open.items())
+            for low, high in owned.get(member, ())
         ]
 
     def after(self, reports: Mapping[Member, CopyReport]) -> Shares:
@@ -108,11 +115,10 @@ class Shares:
         if not answered:
             return
         heirs = list(answered)
-        for subsets in self._open.values():
-            for owner in subsets.owners:
-                if owner not in answered:
-                    subsets.gone(owner, heirs)
-        while self._open and not self._open[self.done].left:
+        for owned in self._open.values():
+            for owner in [one for one in owned if one not in answered]:
+                _divide(owned.pop(owner), heirs, owned)
+        while self._open and not any(self._open[self.done].values()):
             del self._open[self.done]
             self.done += 1
         self._begin_pass(answered)
@@ -123,7 +129,7 @@ class Shares:
             "part": [self.group, self.groups],
             "work": None if self.work is None else asdict(self.work),
             "done": self.done,
-            "left": {epoch: subsets.left for epoch, subsets in self._open.items()},
+            "left": {epoch: sum(map(len, owned.values())) for epoch, owned in self._open.items()},
         }
 
     @property
@@ -135,11 +141,14 @@ class Shares:
     def _answer(self, member: Member, unanswered: Sequence[Span]) -> int:
         """Record the batches that a replica has answered; return their number."""
         begin, count = self._bounds[0], 0
-        for epoch, subsets in self._open.items():
-            if member in subsets.owners:
-                ours = [span for span in unanswered if span.epoch == epoch]
-                left = Ranges((max(0, span.begin - begin), span.end - begin) for span in ours)
-                count += subsets.keep(member, left)
+        for epoch, owned in self._open.items():
+            answered = Ranges(owned.get(member, ()))
+            for span in unanswered:
+                if span.epoch == epoch:
+                    answered.remove(max(0, span.begin - begin), span.end - begin)
+            for low, high in answered:
+                owned[member].remove(low, high)
+            count += len(answered)
         return count
 
     def _begin_pass(self, answered: dict[Member, int]) -> None:
@@ -150,11 +159,20 @@ class Shares:
             return
         last = self._open.get(following - 1)
         if last is None or any(
-            one not in last.owners or last.owned(one) <= AHEAD * count
-            for one, count in answered.items()
+            len(last.get(one, ())) <= AHEAD * count for one, count in answered.items()
         ):
             begin, end = self._bounds
-            self._open[following] = Subsets(end - begin, list(answered))
+            self._open[following] = {}
+            _divide(Ranges([(0, end - begin)]), list(answered), self._open[following])
+
+
+def _divide(batches: Ranges, heirs: Sequence[Member], owned: dict[Member, Ranges]) -> None:
+    """Give the batches to the heirs, in pieces that differ by at most one."""
+    whole, more = divmod(len(batches), len(heirs))
+    for place, heir in enumerate(heirs):
+        ours = owned.setdefault(heir, Ranges())
+        for begin, end in batches.take(whole + (place < more)):
+            ours.add(begin, end)
 
 
 def without(spans: Iterable[Span], known: Iterable[Span]) -> list[Span]:

@@ -31,9 +31,8 @@ from gadei_ps.errors import (
 from gadei_ps.groups import compress, reading
 from gadei_ps.groups.compress import Feedback, Wire
 from gadei_ps.groups.coordinator import NOT_FINITE, Go, Model, Reply, Report
-from gadei_ps.groups.member import Member
 from gadei_ps.groups.parts import Floats, is_finite
-from gadei_ps.groups.shares import Shares
+from gadei_ps.groups.shares import Member, Shares
 from gadei_ps.replicas.config import Run
 from gadei_ps.replicas.link import Link
 from gadei_ps.replicas.owning import OwningTraining

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gadei_ps.groups.coordinator import NOT_FINITE, Group, Reply, Report, State, Store
-from gadei_ps.groups.member import Member
-from gadei_ps.groups.shares import CopyReport, Span, Work, without
+from gadei_ps.groups.shares import CopyReport, Member, Span, Work, without
 
 Batch = tuple[int, int]
 FACTS = {"values": 64, "rule": "mix:0.5"}

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gadei_ps.groups.member import Member
-from gadei_ps.groups.shares import MOST_OPEN, CopyReport, Shares, Span, Work, without
+from gadei_ps.groups.shares import MOST_OPEN, CopyReport, Member, Shares, Span, Work, without
 
 Batch = tuple[int, int]
 
@@ -28,8 +27,8 @@ def spans(found: set[Batch]) -> tuple[Span, ...]:
 def owners(shares: Shares) -> Any:
     """All that the shares hold."""
     opened = {
-        epoch: {one: subsets.ranges(one) for one in subsets.owners}
-        for epoch, subsets in shares._open.items()
+        epoch: {one: list(ranges) for one, ranges in owned.items()}
+        for epoch, owned in shares._open.items()
     }
     return shares.work, shares.done, opened
 

@@ -13,7 +13,7 @@ from support import PATIENCE_S
 
 from gadei_ps.errors import ControlError
 from gadei_ps.groups.coordinator import Report
-from gadei_ps.groups.member import Member
+from gadei_ps.groups.shares import Member
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'gadei-ps[cluster]'", allow_module_level=True)
