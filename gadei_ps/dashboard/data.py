@@ -128,8 +128,9 @@ class View:
         lines = counters({name: value for name, value in values.items() if value is not None})
         model, work = job.model, job.work
         settings = ", ".join(f"{name} {value:g}" for name, value in job.hyperparameters.items())
+        hint = f": run or serve continues it, gadei-ps gc {job.name} removes it"
         rows = {
-            "state": self.state,
+            "state": self.state + (hint if job.state is State.DEAD else ""),
             "synchronization": job.sync
             + (f" (changing to {job.sync_wanted})" if job.sync_wanted else ""),
             "optimizer": f"{job.optimizer}, {settings}" if settings else job.optimizer,

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from shell import Cli, Running
-from support import PATIENCE_S, Rig, Stopped, daemon, eventually, status
+from support import PATIENCE_S, Rig, Stopped, daemon, eventually, kill_all, status
 
 from gadei_ps.dashboard.data import Watcher
 from gadei_ps.dashboard.live import OneJob
@@ -258,6 +258,15 @@ def test_a_job_that_only_lost_its_processes(job_name: str) -> None:
     with Rig(job_name, (Tensor("w", (8,)),)):
         assert feed.look()
     assert feed.look() is None
+
+
+def test_a_job_whose_processes_are_dead(cli: Cli, job_name: str) -> None:
+    cli.serve(job_name, 'standby = false\n[[tensors]]\nname = "w"\nshape = [8]\n')
+    with Client(job_name) as client:
+        push(client)
+    kill_all(job_name)
+    view = Watcher(os.getuid()).look_at(job_name)
+    assert view and view.facts()["state"].startswith("dead: run or serve continues it")
 
 
 def test_another_job_of_that_name(job_name: str) -> None:
