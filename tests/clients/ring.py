@@ -24,6 +24,8 @@ _library = ctypes.CDLL(_native.__file__)
 _u64, _u32 = ctypes.c_uint64, ctypes.c_uint32
 ps_release = _library.ps_release
 ps_release.argtypes, ps_release.restype = [_u64, _u64, _u64], None
+ps_pass = _library.ps_pass
+ps_pass.argtypes, ps_pass.restype = [_u64, _u64, _u64], None
 ps_hand_out = _library.ps_hand_out
 ps_hand_out.argtypes, ps_hand_out.restype = [_u64, _u64, _u64], None
 ps_shard_sleep = _library.ps_shard_sleep
@@ -112,6 +114,12 @@ class Ring:
 
     def wait_grant(self, clock: int, timeout_ns: int = 0) -> int:
         return _native.wait_grant(self.at, self.control_at, clock, timeout_ns)
+
+    def ask_exclusive(self, on: int) -> None:
+        _native.ask_exclusive(self.at, self.control_at, on)
+
+    def is_exclusive(self) -> bool:
+        return _native.is_exclusive(self.at, self.control_at)
 
     def take(self, timeout_ns: int = 0) -> int:
         return _native.take_work(self.at, self.control_at, timeout_ns)

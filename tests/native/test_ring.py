@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import support
-from clients.ring import GENERATION, LONG_NS, Later, Ring, ps_release, ps_shard_sleep
+from clients.ring import GENERATION, LONG_NS, Later, Ring, ps_pass, ps_release, ps_shard_sleep
 
 from gadei_ps import _native
 from gadei_ps.memory import layout, weights
@@ -119,6 +119,10 @@ def test_a_release_rings_only_for_who_waits() -> None:
     ring.publish()
     ring.release(0)
     assert ring.ring["released"] == 1
+    ring.claim()
+    ring.publish()
+    ps_pass(ring.at, 0, 3)  # one that is awake may use the slot; the wake comes later
+    assert (ring.tail(0), ring.ring["released"]) == (3, 1)
 
 
 @pytest.mark.parametrize("spin_ns", [0, 1_000_000])
@@ -236,6 +240,30 @@ def test_what_a_learner_wants() -> None:
     assert ring.ring["wants"] == both | layout.WANTS_PAUSE
     _native.pause_learner(ring.at, ring.control_at, 0)
     assert ring.ring["wants"] == both
+    ring.control["work"] = Work.WORKING
+    ring.wait_grant(0)
+    assert ring.ring["wants"] == both
+    ring.control["work"] = Work.DONE  # its next gradient is of its own data
+    ring.wait_grant(0)
+    assert ring.ring["wants"] == layout.WANTS_TURN
+
+
+def test_a_learner_asks_for_a_global_pause() -> None:
+    """Number its requests, so that no answer to an earlier one is taken for its own."""
+    ring = Ring(1, 1)
+    for number in (1, 2):
+        ring.ask_exclusive(1)
+        assert ring.ring["exclusive"] == number << 32 | GENERATION
+        assert ring.ring["wants"] == 8  # PS_WANTS_EXCLUSIVE
+        assert not ring.is_exclusive()
+        waiting = Later(lambda: _native.wait_exclusive(ring.at, ring.control_at, LONG_NS))
+        ring.entry["exclusive"] = ring.ring["exclusive"]
+        ring.ring_bell("grant_seq")
+        assert waiting.done() == 0
+        assert ring.is_exclusive()
+        ring.ask_exclusive(0)
+        assert (ring.ring["exclusive"], ring.ring["wants"]) == (number << 32, 0)
+        assert not ring.is_exclusive()
 
 
 def test_grants() -> None:

@@ -45,8 +45,8 @@ static void *push(void *mine)
         if (ps_enter(&calls, PS_PUSHING) == 0)
             fail("a thread has entered twice");
         pushed++;
-        if (ps_check_claimed(&calls) == PS_OTHERS)
-            fail("another thread has claimed a slot");
+        if (ps_check_claimed(&calls))
+            fail("the slot is not that of the thread which has claimed it");
         ps_set_claimer(&calls, 0);
         ps_leave(&calls, PS_PUSHING);
         __atomic_add_fetch((unsigned *)mine, 1, __ATOMIC_RELAXED);
