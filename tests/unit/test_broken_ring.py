@@ -28,8 +28,8 @@ def test_a_head_that_is_nonsense(jump: int, job_name: str) -> None:
             rig.apply(1, rig.ones())
             assert not rig.roster[0]["drained"]
         rig.roster[0]["broken"] = 1
-        rig.bell()
-        eventually(lambda: rig.roster[0]["drained"], what="the learner is evicted")
+        rig.let_look()
+        assert rig.roster[0]["drained"], "the learner is evicted"
         assert int(rig.control["past_refused"]) >= 1
 
 

@@ -351,6 +351,8 @@ def test_shards_say_which_mode_they_obey(job_name: str) -> None:
         for number, mode in enumerate((Mode.HOLD, Mode.ON_ARRIVAL, Mode.HOLD, Mode.ON_ARRIVAL)):
             before = rig.weights.copy()
             word = sync_change.set_mode(rig.memory.control, number, mode)
+            rig.let_look()
+            assert obeyed[0] == word
             eventually(lambda word=word: (obeyed == word).all())
             if mode == Mode.HOLD:
                 sequence = rig.publish(0, rig.ones())
@@ -361,10 +363,22 @@ def test_shards_say_which_mode_they_obey(job_name: str) -> None:
         np.testing.assert_array_equal(rig.weights, -2.0)
 
 
+def test_a_new_request_is_counted_once(job_name: str) -> None:
+    """The manager looks for requests once the count has changed."""
+    with Rig(job_name, W) as rig, rig.serving():
+        rig.let_look()
+        assert rig.board["requests"] == 1  # what the rig's learner wants
+        for count, wants in enumerate((layout.WANTS_PAUSE, layout.WANTS_TURN), 2):
+            rig.ring(0)["wants"] = wants
+            rig.let_look()
+            assert rig.board["requests"] == count
+
+
 def test_pause(job_name: str) -> None:
     with Rig(job_name, [Tensor("w", (3000,))], shards=2) as rig, rig.serving():
         _native.store(rig.word("pause"), layout.UNBOUNDED)
-        rig.bell()
+        rig.let_look()
+        assert rig.control["shard"]["parked"][0]
         eventually(lambda: rig.control["shard"]["parked"][:2].all())
         sequence = rig.publish(0, rig.ones())
         beats = rig.control["shard"]["heartbeat"][:2].copy()
