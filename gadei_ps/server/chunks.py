@@ -161,7 +161,8 @@ def _note_span(s: Shard, span: Span) -> None:
     """Write down where the pieces of a span belong, before the first one is opened.
 
     The next server needs no frame to restore the open piece, which is of this span or the one
-    before. So two of them are kept.
+    before. So two of them are kept. After a recovery both may begin with the open piece, so the
+    one that is written over is marked as unused first.
     """
     at = span_at(s, s.part[0].spans & 1)
     mark(at, IDLE)
