@@ -31,6 +31,7 @@ GAP_SHARE, GAP_STEPS = 0.01, 5
 """A curve over time is interrupted where no line was written for more than this share of the whole
 time, and for more than so many usual distances between two lines."""
 MOST_DRAWN = 1e300  # matplotlib adds margins, which must not overflow
+MOST_MARKED = 100  # points with a mark of their own, which would hide a longer curve
 UNITS = (("s", 1, 300), ("min", 60, 4 * 3600), ("h", 3600, math.inf))
 """Units of time, their lengths (s), and from which duration on they are not readable any more."""
 COLOURS = {"loss": "tab:blue", "queue": "tab:purple", **dict.fromkeys(SPEEDS, "tab:orange")}
@@ -169,7 +170,8 @@ def plot(lines: Sequence[Line], title: str) -> str:
         changes = [one[by] for one in data["events"] if one["kind"] == "set" and is_number(one[by])]
         for axis, name in zip(axes[:, column], panels.values(), strict=True):
             xs, ys = curve(data, name, by)
-            colour, marker = COLOURS.get(name, "tab:green"), "" if name in COLOURS else "o"
+            colour = COLOURS.get(name, "tab:green")
+            marker = "o" if name not in COLOURS and len(xs) <= MOST_MARKED else ""
             scaled = [(x - begin) / scale for x in xs]
             axis.plot(scaled, ys, color=colour, marker=marker, linewidth=1)
             for at in changes:

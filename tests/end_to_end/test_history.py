@@ -321,6 +321,16 @@ def test_each_named_value_has_a_panel() -> None:
     assert "<!-- epoch -->" not in picture
 
 
+def test_only_points_that_are_few_have_marks() -> None:
+    """Measurements are few; a value that is reported with each gradient has thousands."""
+    from gadei_ps.monitoring.series import plot
+
+    point = {"samples": 3, "loss": 1.0, "reported": {"f1": 0.5}}
+    points = [{"time": 1000.0 + at, "version": at} | point for at in range(300)]
+    few, many = (plot(points[:count], "demo").count("<use ") for count in (50, 300))
+    assert few > many  # ticks are marks, too
+
+
 def test_values_that_are_too_large_are_not_drawn() -> None:
     from gadei_ps.monitoring.series import plot
 
