@@ -41,7 +41,7 @@ LONG_S = 4 * support.PATIENCE_S
 eventually = functools.partial(support.eventually, timeout_s=LONG_S)
 LEARN = Path(__file__).parents[2] / "docs" / "learn"
 UNTIL_END = "iter(lambda: not __import__('os').path.exists('end'), False)"
-"""Steps of the tutorial's script, for as long as the test wants it."""
+"""Steps of the tutorial's script, for as long as the test wants it; they take longer, too."""
 NODES = Path(support.__file__).parent / "ray_nodes.py"
 MACHINES = 3
 LOOK_S = 0.05
@@ -316,11 +316,13 @@ def test_the_tutorial(run: Run, place: Path) -> None:
     script = next(one.text for one in tutorials.blocks(first) if one.file == "my_train.py")
     settings, started, asked = (one for one in tutorials.blocks(second) if one.how != "skip")
     run.machines = 2
-    ours = "silence_s = 60\noverlap = false\n"
+    paused = "silence_s = 60\noverlap = false\n"
     text = settings.text.replace("every = 100", "every = 10")
-    run.file.write_text(ours + text.replace("demo", run.name))
-    assert "range(1, 4001)" in script
-    (run.cli.directory / "my_train.py").write_text(script.replace("range(1, 4001)", UNTIL_END))
+    run.file.write_text(paused + text.replace("demo", run.name))
+    for steps, ours in (("range(1, 4001)", UNTIL_END), ("time.sleep(0.002)", "time.sleep(0.02)")):
+        assert steps in script
+        script = script.replace(steps, ours)
+    (run.cli.directory / "my_train.py").write_text(script)
     words = ("group", "run", run.file, "--", sys.executable, "my_train.py")
     env = run.env | {"COLUMNS": "100"}
     command = killed = run.cli.start(*words, **env)
