@@ -322,7 +322,7 @@ def test_each_named_value_has_a_panel() -> None:
 
 
 def test_only_points_that_are_few_have_marks() -> None:
-    """Measurements are few; a value that is reported with each gradient has thousands."""
+    """A measured value has few points, one that is reported with each gradient thousands."""
     from gadei_ps.monitoring.series import plot
 
     point = {"samples": 3, "loss": 1.0, "reported": {"f1": 0.5}}
