@@ -235,11 +235,9 @@ def own(replicas: int) -> Iterator[Note]:
     """
     token = secrets.token_hex(32)
     os.environ.update(_MODE | {TOKEN_VARIABLE: token})
-    with tempfile.TemporaryDirectory(
-        prefix="gps-ray-",
-        dir="/tmp",  # short: sockets lie there
-        ignore_cleanup_errors=True,
-    ) as directory:
+    with contextlib.ExitStack() as stack:
+        directory = tempfile.mkdtemp(prefix="gps-ray-", dir="/tmp")  # short: sockets lie there
+        stack.callback(_remove, Path(directory))
         child = process.spawn(
             process.module_command("gadei_ps.replicas.own_cluster", str(replicas), directory),
             stdin=subprocess.PIPE,
