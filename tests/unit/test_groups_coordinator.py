@@ -47,6 +47,7 @@ class Replica:
     reply: Reply | None = None
     leaves: bool = False
     state: State | None = None
+    heard: State | None = None
     facts: dict[str, Any] = field(default_factory=lambda: dict(FACTS))
     samples: int = 1
 
@@ -85,8 +86,8 @@ class Replica:
 
     def hear(self, reply: Reply) -> None:
         self.reply = reply
-        if reply.is_settled:
-            self.state = pickle.loads(pickle.dumps(reply.state))
+        if reply.is_settled and reply.state is not self.heard:
+            self.heard, self.state = reply.state, pickle.loads(pickle.dumps(reply.state))
         if reply.rejoin:
             self.clock += 1000
             self.incarnation = self.clock
