@@ -323,7 +323,7 @@ int gadei_give_up(gadei_learner *learner, int64_t timeout_ms)
 static int push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
                 int64_t timeout_ms)
 {
-    struct ps_written written;
+    uint64_t number = 0, bad;
     if (!gradient)
         return ps_fail(learner, GADEI_ERROR, "the gradient is NULL");
     if (!gadei_wanted(learner))
@@ -333,16 +333,16 @@ static int push(gadei_learner *learner, const float *gradient, double loss, uint
         return result;
     for (uint32_t i = 0; i < learner->tensor_count; i++)
         learner->gradients[i].values = gradient + learner->tensors[i].start;
-    result = ps_frame_whole(&learner->common, payload(learner), learner->gradients, &written);
+    result = ps_frame_whole(&learner->common, payload(learner), learner->gradients, &number, &bad);
     if (result) {
         drop_slot(learner);
-        return not_written(learner, result, written.tensor, 0);
+        return not_written(learner, result, number, 0);
     }
     struct ps_facts facts = {.samples = samples, .loss = loss};
     result = publish_frame(learner, ps_scaled(facts, 1.0f));
     if (result)
         return result;
-    return isfinite(written.squares) ? GADEI_OK : GADEI_NONFINITE;
+    return isfinite(learner->common.writing.payload.squares) ? GADEI_OK : GADEI_NONFINITE;
 }
 
 int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,

@@ -43,7 +43,7 @@ static int write_whole(struct ps_learner *learner, char *payload, PyObject *give
 {
     const struct ps_weights *weights = learner->weights;
     struct ps_gradient few[FEW_TENSORS], *gradients = few;
-    struct ps_written written;
+    uint64_t number = 0, bad = 0;
     if (weights->tensors > FEW_TENSORS && !(gradients = malloc(weights->tensors * sizeof *few))) {
         PyErr_NoMemory();
         return -1;
@@ -55,14 +55,14 @@ static int write_whole(struct ps_learner *learner, char *payload, PyObject *give
     for (uint64_t i = 0; i < weights->tensors && !taken; i++)
         work += gradients[i].count * (gradients[i].factors ? weights->elements : 1);
     if (!taken && work < WRITE_WITH_GIL) {
-        result = ps_frame_whole(learner, payload, gradients, &written);
+        result = ps_frame_whole(learner, payload, gradients, &number, &bad);
     } else if (!taken) {
         Py_BEGIN_ALLOW_THREADS
-        result = ps_frame_whole(learner, payload, gradients, &written);
+        result = ps_frame_whole(learner, payload, gradients, &number, &bad);
         Py_END_ALLOW_THREADS
     }
     if (result == PS_BAD_ROW)
-        bad_row(written.tensor, gradients[written.tensor].indices[written.bad]);
+        bad_row(number, gradients[number].indices[bad]);
     if (result == PS_NO_MEMORY)
         PyErr_NoMemory();
     if (gradients != few)

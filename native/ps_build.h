@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x0159b13b9279f65eull
+#define PS_BUILD 0x7140a3f9424f64acull
 
 #endif

@@ -1,4 +1,4 @@
-/* A learner's frames; see ps_learner.h. */
+/* A learner's frames, except for their payload (ps_payload.c); see ps_learner.h. */
 #include <float.h>
 #include <math.h>
 #include <string.h>
@@ -89,82 +89,9 @@ struct ps_frame *ps_frame_claim(struct ps_learner *learner, uint64_t timeout_ns,
     return slot;
 }
 
-int ps_frame_whole(struct ps_learner *learner, char *payload, const struct ps_gradient *gradients,
-                   struct ps_written *written)
-{
-    struct ps_writing *writing = &learner->writing;
-    writing->kind = 0;
-    int result = ps_write_frame(learner->weights, learner->dtype, payload, gradients,
-                                (int)learner->skips_zeros, learner->residue, written);
-    if (!result)
-        *writing = (struct ps_writing){
-            .payload = {payload, learner->dtype, written->bytes, written->squares},
-            .kind = written->kind,
-            .blocks = written->blocks,
-            .sorted = 1,
-        };
-    return result;
-}
-
-void ps_frame_begin(struct ps_learner *learner, char *payload, enum ps_frame_kind kind)
-{
-    uint64_t dense = learner->weights->parameters * ps_width_of(learner->dtype);
-    uint64_t end = kind == PS_DENSE ? dense : ps_first_block(learner->weights);
-    learner->writing =
-        (struct ps_writing){.payload = {payload, learner->dtype, end, 0.0}, .kind = kind};
-}
-
-double ps_frame_dense(struct ps_learner *learner, uint64_t number, const float *values)
-{
-    struct ps_payload payload = learner->writing.payload;
-    payload.squares = 0.0;
-    ps_write_dense(learner->weights, &payload, number, values, learner->residue);
-    return payload.squares;
-}
-
-int ps_frame_append(struct ps_learner *learner, uint64_t number,
-                    const struct ps_gradient *gradient, double *squares, uint64_t *bad)
-{
-    struct ps_payload payload = learner->writing.payload;
-    payload.squares = 0.0;
-    int result = ps_append(learner->weights, &payload, learner->writing.blocks, number, gradient,
-                           (int)learner->skips_zeros, learner->residue, bad);
-    if (!result) {
-        *squares = payload.squares;
-        payload.squares += learner->writing.payload.squares;
-        learner->writing.payload = payload;
-        learner->writing.blocks++;
-    }
-    return result;
-}
-
 void ps_frame_empty(struct ps_learner *learner, uint32_t computed)
 {
     learner->writing = (struct ps_writing){.kind = PS_EMPTY, .blocks = computed, .sorted = 1};
-}
-
-void ps_frame_assign(struct ps_learner *learner, char *payload, const struct ps_gradient *values,
-                     uint64_t stream, uint32_t flags, uint64_t steps)
-{
-    const struct ps_weights *weights = learner->weights;
-    struct ps_payload to = {payload, PS_FLOAT32, ps_first_block(weights), 0.0};
-    uint32_t blocks = 0;
-    uint64_t bad;
-    learner->writing.kind = 0;
-    for (uint64_t i = 0; i < weights->tensors; i++) {
-        struct ps_gradient whole = {.values = values[i].values};
-        if (whole.values)
-            ps_append(weights, &to, blocks++, i, &whole, 0, NULL, &bad); /* cannot fail */
-    }
-    learner->writing = (struct ps_writing){
-        .payload = to,
-        .kind = PS_ASSIGN,
-        .blocks = blocks,
-        .sorted = 1,
-        .flags = flags,
-        .stream = stream,
-        .steps = steps,
-    };
 }
 
 static struct ps_frame header(const struct ps_learner *learner, const struct ps_facts *facts)

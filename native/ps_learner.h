@@ -101,10 +101,12 @@ struct ps_frame *ps_frame_claim(struct ps_learner *learner, uint64_t timeout_ns,
 /* Releases the slot that this thread has claimed. */
 void ps_frame_drop(struct ps_learner *learner);
 
-/* Writes a whole payload, at the slot's PS_PAYLOAD_AT. For `written` and the result see
- * ps_write_frame. */
+/* Writes a whole payload, at the slot's PS_PAYLOAD_AT. gradients: one for each of the model's
+ * tensors, in the order of its table. It becomes a frame of rows if one of them lists rows or is a
+ * product, or if zeros are skipped and many values are zero. Returns 0, PS_NO_MEMORY, or PS_BAD_ROW
+ * if indices[*bad] of tensor *number names no row. */
 int ps_frame_whole(struct ps_learner *learner, char *payload, const struct ps_gradient *gradients,
-                   struct ps_written *written);
+                   uint64_t *number, uint64_t *bad);
 
 /* Begins a payload that comes tensor by tensor. kind: PS_DENSE or PS_ROWS. */
 void ps_frame_begin(struct ps_learner *learner, char *payload, enum ps_frame_kind kind);

@@ -2,7 +2,7 @@
  * of rows holds blocks one after the other, each with some rows of a tensor or with all of it. Rows
  * may come in any order and repeated, as a mini-batch names them: they are sorted, repeated ones are
  * added up, and values are converted while they are copied into the slot. */
-#include "ps_ring.h"
+#include "ps_learner.h"
 #include "ps_product.h"
 
 #include <stdlib.h>
@@ -206,15 +206,18 @@ static int write_nonzero_rows(struct ps_payload *payload, struct ps_block *block
     return 1;
 }
 
-int ps_write_block(struct ps_payload *payload, struct ps_block *block,
-                   const struct ps_gradient *gradient, const struct ps_shape *shape, int skip_zeros,
-                   uint64_t *bad)
+/* Writes a block and describes it, except for its tensor. If all rows are named, or so many single
+ * values that listing them needs more room than the whole tensor, the block holds the whole tensor;
+ * rows that are not named then get gradient zero. Returns 0, PS_BAD_ROW or PS_NO_MEMORY. */
+static int write_block(struct ps_payload *payload, struct ps_block *block,
+                       const struct ps_gradient *gradient, const struct ps_shape *shape,
+                       uint64_t *bad)
 {
     if (gradient->factors)
-        return ps_write_product(payload, block, gradient, shape, skip_zeros);
+        return ps_write_product(payload, block, gradient, shape);
     if (gradient->indices)
         return write_listed(payload, block, gradient, shape, bad);
-    if (!skip_zeros || !write_nonzero_rows(payload, block, gradient->values, shape))
+    if (!payload->skips_zeros || !write_nonzero_rows(payload, block, gradient->values, shape))
         write_all(payload, block, gradient->values, shape);
     return 0;
 }
@@ -240,13 +243,13 @@ static struct ps_shape shape_of(const struct ps_tensor *tensor, float *residue)
 }
 
 /* Whether so many rows begin with a zero that leaving them out may save a quarter of the frame. */
-static int looks_sparse(const struct ps_weights *weights, const struct ps_tensor *table,
-                        uint32_t dtype, const struct ps_gradient *gradients)
+static int looks_sparse(const struct ps_learner *learner, const struct ps_gradient *gradients)
 {
+    const struct ps_weights *weights = learner->weights;
     uint64_t zeros = 0;
     for (uint64_t i = 0; i < weights->trained; i++) {
-        struct ps_shape shape = shape_of(&table[i], NULL);
-        uint64_t size = shape.width * width_of(dtype);
+        struct ps_shape shape = shape_of(table_of(weights) + i, NULL);
+        uint64_t size = shape.width * width_of(learner->dtype);
         if (!gradients[i].values || shape.rows < 4 || size < PS_LEAST_ROW)
             continue;
         for (uint64_t row = 0; row < shape.rows; row++)
@@ -255,47 +258,54 @@ static int looks_sparse(const struct ps_weights *weights, const struct ps_tensor
     return zeros > weights->parameters / 4;
 }
 
-/* Clears padding between tensors, where an earlier frame may have left values. */
-static void clear(struct ps_payload *payload, uint64_t from, uint64_t to)
+void ps_frame_begin(struct ps_learner *learner, char *payload, enum ps_frame_kind kind)
 {
-    uint64_t width = width_of(payload->dtype);
-    memset(payload->at + from * width, 0, (to - from) * width);
+    const struct ps_weights *weights = learner->weights;
+    learner->writing = (struct ps_writing){
+        .payload = {.at = payload,
+                    .dtype = learner->dtype,
+                    .skips_zeros = learner->skips_zeros,
+                    .residue = learner->residue,
+                    .end = kind == PS_DENSE ? weights->parameters * width_of(learner->dtype)
+                                            : ps_first_block(weights)},
+        .kind = kind,
+    };
 }
 
-void ps_write_dense(const struct ps_weights *weights, struct ps_payload *payload, uint64_t number,
-                    const float *values, float *residue)
+double ps_frame_dense(struct ps_learner *learner, uint64_t number, const float *values)
 {
+    const struct ps_weights *weights = learner->weights;
     const struct ps_tensor *tensor = table_of(weights) + number;
-    uint64_t end = tensor->start + tensor->count;
+    const struct ps_payload *payload = &learner->writing.payload;
+    uint64_t width = width_of(payload->dtype), at = tensor->start, end = at + tensor->count;
+    uint64_t next = number + 1 < weights->trained ? tensor[1].start : weights->parameters;
+    double squares = 0.0;
     if (values)
-        copy(payload, tensor->start * width_of(payload->dtype), values, tensor->count,
-             residue ? residue + tensor->start : NULL);
-    else
-        clear(payload, tensor->start, end);
-    clear(payload, end, number + 1 < weights->trained ? tensor[1].start : weights->parameters);
+        squares = ps_copy(payload->dtype, payload->at + at * width, values, tensor->count,
+                          payload->residue ? payload->residue + at : NULL);
+    /* An earlier frame may have left values in the padding. */
+    uint64_t from = values ? end : at;
+    memset(payload->at + from * width, 0, (next - from) * width);
+    return squares;
 }
 
-static void write_dense(const struct ps_weights *weights, const struct ps_gradient *gradients,
-                        float *residue, struct ps_payload *payload)
+int ps_frame_append(struct ps_learner *learner, uint64_t number,
+                    const struct ps_gradient *gradient, double *squares, uint64_t *bad)
 {
-    for (uint64_t i = 0; i < weights->trained; i++)
-        ps_write_dense(weights, payload, i, gradients[i].values, residue);
-    payload->end = weights->parameters * width_of(payload->dtype);
-}
-
-int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint32_t blocks,
-              uint64_t number, const struct ps_gradient *gradient, int skip_zeros, float *residue,
-              uint64_t *bad)
-{
-    const struct ps_tensor *tensor = table_of(weights) + number;
-    struct ps_shape shape = shape_of(tensor, residue);
+    struct ps_writing *writing = &learner->writing;
+    struct ps_payload payload = writing->payload;
+    const struct ps_tensor *tensor = table_of(learner->weights) + number;
+    struct ps_shape shape = shape_of(tensor, payload.residue);
     struct ps_block block = {.tensor = (uint32_t)number};
-    double before = payload->squares;
-    int result = ps_write_block(payload, &block, gradient, &shape, skip_zeros, bad);
-    if (tensor->role == PS_BUFFER)
-        payload->squares = before; /* any bits: it is assigned, and no gradient */
-    memcpy(payload->at + blocks * sizeof block, &block, sizeof block);
-    return result;
+    payload.squares = 0.0;
+    int result = write_block(&payload, &block, gradient, &shape, bad);
+    if (result)
+        return result;
+    memcpy(payload.at + writing->blocks++ * sizeof block, &block, sizeof block);
+    *squares = tensor->role == PS_BUFFER ? 0.0 : payload.squares; /* of any bits: it is assigned */
+    payload.squares = writing->payload.squares + *squares;
+    writing->payload = payload;
+    return 0;
 }
 
 static int by_tensor(const void *one, const void *other)
@@ -310,53 +320,70 @@ void ps_sort_blocks(char *payload, uint32_t blocks)
     qsort(payload, blocks, sizeof(struct ps_block), by_tensor);
 }
 
-/* Writes a gradient of zero, for optimizers whose momentum or decay moves a tensor without one. */
-static void write_zeros(struct ps_payload *payload, const struct ps_tensor *tensor, uint64_t number,
-                        uint32_t blocks)
+/* Appends a gradient of zero, for optimizers whose momentum or decay moves a tensor without one. */
+static void append_zeros(struct ps_writing *writing, const struct ps_tensor *tensor,
+                         uint64_t number)
 {
+    struct ps_payload *payload = &writing->payload;
     uint64_t bytes = tensor->count * width_of(payload->dtype);
     struct ps_block block = {.tensor = (uint32_t)number, .form = PS_DENSE};
     block.indices_at = block.values_at = payload->end;
     memset(payload->at + payload->end, 0, bytes);
-    memcpy(payload->at + blocks * sizeof block, &block, sizeof block);
+    memcpy(payload->at + writing->blocks++ * sizeof block, &block, sizeof block);
     payload->end += rounded(bytes);
 }
 
-int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *at,
-                   const struct ps_gradient *gradients, int skip_zeros, float *residue,
-                   struct ps_written *written)
+int ps_frame_whole(struct ps_learner *learner, char *payload, const struct ps_gradient *gradients,
+                   uint64_t *number, uint64_t *bad)
 {
-    const struct ps_tensor *table = table_of(weights);
-    struct ps_payload payload = {at, dtype, 0, 0.0};
+    const struct ps_tensor *table = table_of(learner->weights);
+    const uint64_t trained = learner->weights->trained;
     int rows = 0, products = 0, result = 0;
-    *written = (struct ps_written){.kind = PS_DENSE};
-    for (uint64_t i = 0; i < weights->trained; i++) {
+    double squares;
+    learner->writing.kind = 0;
+    for (uint64_t i = 0; i < trained; i++) {
         products |= gradients[i].factors != NULL;
         rows |= gradients[i].indices != NULL;
         /* Checked before anything is written, because writing uses up the residue. */
-        written->tensor = i;
+        *number = i;
         if (gradients[i].indices && !gradients[i].factors &&
-            is_bad(&gradients[i], shape_of(&table[i], NULL).rows, &written->bad))
+            is_bad(&gradients[i], shape_of(&table[i], NULL).rows, bad))
             return PS_BAD_ROW;
     }
-    if (rows || products || (skip_zeros && looks_sparse(weights, table, dtype, gradients))) {
-        written->kind = PS_ROWS;
-        payload.end = ps_first_block(weights);
-        for (uint64_t i = 0; i < weights->trained && !result; i++) {
-            written->tensor = i;
-            if (!gradients[i].values && (rows || skip_zeros))
-                continue;
-            if (!gradients[i].values) {
-                write_zeros(&payload, &table[i], i, written->blocks++);
-                continue;
-            }
-            result = ps_append(weights, &payload, written->blocks++, i, &gradients[i], skip_zeros,
-                               residue, &written->bad);
-        }
-    } else {
-        write_dense(weights, gradients, residue, &payload);
+    int in_blocks = rows || products || (learner->skips_zeros && looks_sparse(learner, gradients));
+    ps_frame_begin(learner, payload, in_blocks ? PS_ROWS : PS_DENSE);
+    learner->writing.sorted = 1;
+    for (uint64_t i = 0; i < trained && !result; i++) {
+        *number = i;
+        if (!in_blocks)
+            learner->writing.payload.squares += ps_frame_dense(learner, i, gradients[i].values);
+        else if (gradients[i].values)
+            result = ps_frame_append(learner, i, &gradients[i], &squares, bad);
+        else if (!rows && !learner->skips_zeros)
+            append_zeros(&learner->writing, &table[i], i);
     }
-    written->bytes = payload.end;
-    written->squares = payload.squares;
+    if (result)
+        learner->writing.kind = 0;
     return result;
+}
+
+void ps_frame_assign(struct ps_learner *learner, char *payload, const struct ps_gradient *values,
+                     uint64_t stream, uint32_t flags, uint64_t steps)
+{
+    const struct ps_weights *weights = learner->weights;
+    double squares;
+    uint64_t bad;
+    learner->writing = (struct ps_writing){
+        .payload = {.at = payload, .dtype = PS_FLOAT32, .end = ps_first_block(weights)},
+        .kind = PS_ASSIGN,
+        .sorted = 1,
+        .flags = flags,
+        .stream = stream,
+        .steps = steps,
+    };
+    for (uint64_t i = 0; i < weights->tensors; i++) {
+        struct ps_gradient whole = {.values = values[i].values};
+        if (whole.values)
+            ps_frame_append(learner, i, &whole, &squares, &bad); /* cannot fail */
+    }
 }

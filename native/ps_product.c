@@ -93,13 +93,13 @@ CLONES static void add_up(float *row, const struct terms *terms, uint64_t r, con
 
 static int write_rows(struct ps_payload *payload, struct ps_block *block,
                       const struct ps_gradient *gradient, const struct ps_shape *shape,
-                      int skip_zeros, const struct terms *terms)
+                      const struct terms *terms)
 {
     uint64_t rows = shape->rows, width = shape->width, named = 0;
     uint64_t size = width * ps_width_of(payload->dtype);
     for (uint64_t r = 0; r < rows; r++)
         named += terms->starts[r] != terms->starts[r + 1];
-    int listed = skip_zeros && size >= PS_LEAST_ROW && named <= rows - rows / 4;
+    int listed = payload->skips_zeros && size >= PS_LEAST_ROW && named <= rows - rows / 4;
     block->form = listed ? PS_ROWS : PS_DENSE;
     block->rows = listed ? named : 0;
     block->indices_at = payload->end;
@@ -125,13 +125,12 @@ static int write_rows(struct ps_payload *payload, struct ps_block *block,
 }
 
 int ps_write_product(struct ps_payload *payload, struct ps_block *block,
-                     const struct ps_gradient *gradient, const struct ps_shape *shape,
-                     int skip_zeros)
+                     const struct ps_gradient *gradient, const struct ps_shape *shape)
 {
     struct terms terms;
     int result = gather(&terms, gradient, shape->rows);
     if (!result)
-        result = write_rows(payload, block, gradient, shape, skip_zeros, &terms);
+        result = write_rows(payload, block, gradient, shape, &terms);
     release(&terms);
     return result;
 }

@@ -9,11 +9,9 @@
 #define PS_LEAST_ROW 32
 
 /* Learner: appends a block with the product. Factors of zero cost no time; after a maximum over
- * positions or a ReLU most factors are zero. skip_zeros: whether rows whose factors are all zero
- * may be left out. Returns 0 or PS_NO_MEMORY. */
+ * positions or a ReLU most factors are zero. Returns 0 or PS_NO_MEMORY. */
 int ps_write_product(struct ps_payload *payload, struct ps_block *block,
-                     const struct ps_gradient *gradient, const struct ps_shape *shape,
-                     int skip_zeros);
+                     const struct ps_gradient *gradient, const struct ps_shape *shape);
 
 /* Learner: computes to = factors times matrix. Shapes: factors (count, rows), mostly zeros; matrix
  * (rows, width); to (count, width). */

@@ -80,8 +80,10 @@ struct ps_shape {
 struct ps_payload {
     char *at;
     uint32_t dtype;
-    uint64_t end;   /* bytes written; a multiple of 64 */
-    double squares; /* their sum; infinite if a value is not finite */
+    uint32_t skips_zeros; /* 1: rows whose gradient is zero may be left out */
+    float *residue;       /* of all weights, padding included, or NULL */
+    uint64_t end;         /* bytes written; a multiple of 64 */
+    double squares;       /* their sum; infinite if a value is not finite */
 };
 
 static inline struct ps_frame *ps_slot(struct ps_ring *ring, uint64_t sequence)
@@ -96,41 +98,11 @@ static inline uint64_t ps_width_of(uint32_t dtype) { return dtype == PS_FLOAT32 
 #define PS_BAD_ROW (-1)   /* indices[*bad] is outside the tensor; nothing is written */
 #define PS_NO_MEMORY (-2) /* nothing is written */
 
-/* Learner: appends a block and describes it in `block`; the caller sets block->tensor. If all rows
- * are named, or so many single values that listing them needs more room than the whole tensor, the
- * block holds the whole tensor; rows that are not named then get gradient zero. skip_zeros: whether
- * rows whose gradient is zero may be left out. Returns 0, PS_BAD_ROW or PS_NO_MEMORY. */
-int ps_write_block(struct ps_payload *payload, struct ps_block *block,
-                   const struct ps_gradient *gradient, const struct ps_shape *shape,
-                   int skip_zeros, uint64_t *bad);
-
-/* Learner: writes a frame of rows, tensor by tensor in any order. ps_first_block() says where the
- * first block begins, ps_append() writes the next one (at most one for each tensor), and
- * ps_sort_blocks() brings the list of blocks into the order of the tensors at the end. */
+/* Learner: where the first block of a frame of rows begins, from the payload's begin. */
 uint64_t ps_first_block(const struct ps_weights *weights);
-int ps_append(const struct ps_weights *weights, struct ps_payload *payload, uint32_t blocks,
-              uint64_t number, const struct ps_gradient *gradient, int skip_zeros, float *residue,
-              uint64_t *bad);
+
+/* Learner: brings the list of blocks into the order of the tensors. */
 void ps_sort_blocks(char *payload, uint32_t blocks);
-
-/* Learner: writes one tensor of a dense frame in its place, and zeros up to the next tensor.
- * values: NULL for a gradient of zero. */
-void ps_write_dense(const struct ps_weights *weights, struct ps_payload *payload, uint64_t number,
-                    const float *values, float *residue);
-
-/* Learner: a whole frame's payload. gradients: one for each of the model's tensors, in the order of
- * its table. It becomes a frame of rows if one of them lists rows or is a product, or if
- * `skip_zeros` is set and many values are zero. residue: as many values as the weights have,
- * padding included, or NULL. */
-struct ps_written {
-    uint32_t kind, blocks;
-    uint64_t bytes;
-    double squares;
-    uint64_t tensor, bad; /* where PS_BAD_ROW was found */
-};
-int ps_write_frame(const struct ps_weights *weights, uint32_t dtype, char *payload,
-                   const struct ps_gradient *gradients, int skip_zeros, float *residue,
-                   struct ps_written *written);
 
 /* Server; addresses come as integers because compiled Python calls these. */
 uint64_t ps_get(uint64_t address);
