@@ -108,9 +108,13 @@ int ps_check_process(gadei_learner *learner);
 /* Begins a call of this thread; GADEI_ERROR if it is another's turn, or the learner leaves. `inside`:
  * of struct ps_calls; for C there is only PS_PUSHING, as all calls share `error`. */
 int ps_begin_call(gadei_learner *learner);
+void ps_end_call(gadei_learner **learner);
 
-/* Ends it, and returns `result`. */
-int ps_end_call(gadei_learner *learner, int result);
+/* The function that begins with it is a call of its thread until it returns. */
+#define PS_ENTER(learner)             \
+    if (ps_begin_call(learner))       \
+        return GADEI_ERROR;           \
+    __attribute__((cleanup(ps_end_call), unused)) gadei_learner *inside = (learner)
 
 /* A wait's limit: its end, and the caller's time-out. */
 struct ps_limit {

@@ -50,8 +50,9 @@ static int try_copy(gadei_learner *learner, uint64_t ns)
     return ps_copy_on(&learner->common, ns);
 }
 
-static int pull_consistent(gadei_learner *learner, float *weights, int64_t timeout_ms)
+int gadei_pull_consistent(gadei_learner *learner, float *weights, int64_t timeout_ms)
 {
+    PS_ENTER(learner);
     uint64_t version = gadei_version(learner);
     if (!weights)
         return ps_fail(learner, GADEI_ERROR, "the place for the weights is NULL");
@@ -63,10 +64,4 @@ static int pull_consistent(gadei_learner *learner, float *weights, int64_t timeo
         learner->common.copies = 1;
     }
     return result;
-}
-
-int gadei_pull_consistent(gadei_learner *learner, float *weights, int64_t timeout_ms)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, pull_consistent(learner, weights, timeout_ms));
 }

@@ -15,20 +15,15 @@ static_assert((int)GADEI_FLOAT32 == PS_FLOAT32 && (int)GADEI_BFLOAT16 == PS_BFLO
 uint64_t gadei_published(const gadei_learner *learner) { return learner ? learner->common.published : 0; }
 int gadei_wanted(const gadei_learner *learner) { return learner && ps_wanted(&learner->common); }
 
-static int set_wire(gadei_learner *learner, uint32_t dtype)
+int gadei_set_wire(gadei_learner *learner, uint32_t dtype)
 {
+    PS_ENTER(learner);
     if (dtype != GADEI_FLOAT32 && dtype != GADEI_BFLOAT16 && dtype != GADEI_FLOAT16)
         return ps_fail(learner, GADEI_ERROR, "unknown number format %u", dtype);
     if (learner->claimed_once)
         return ps_fail(learner, GADEI_ERROR, "the number format is chosen before the first claim");
     learner->common.dtype = dtype;
     return GADEI_OK;
-}
-
-int gadei_set_wire(gadei_learner *learner, uint32_t dtype)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, set_wire(learner, dtype));
 }
 
 /* -- waits ------------------------------------------------------------------------------------- */
@@ -58,8 +53,9 @@ static int try_applied(gadei_learner *learner, uint64_t ns)
     return ps_wait_applied(common->ring, common->control, common->published - 1, ns);
 }
 
-static int wait_turn(gadei_learner *learner, int64_t timeout_ms)
+int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms)
 {
+    PS_ENTER(learner);
     int result = ps_wait_for(learner, try_turn, ps_limit_of(timeout_ms), WAITS_TURN);
     if (!result) {
         learner->common.version = ps_load_acquire(&learner->common.control->version);
@@ -68,22 +64,14 @@ static int wait_turn(gadei_learner *learner, int64_t timeout_ms)
     return result;
 }
 
-int gadei_wait_turn(gadei_learner *learner, int64_t timeout_ms)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, wait_turn(learner, timeout_ms));
-}
-
 int gadei_wait_mini_batch(gadei_learner *learner, uint32_t number, int64_t timeout_ms)
 {
-    int refused = ps_begin_call(learner);
-    if (refused)
-        return refused;
+    PS_ENTER(learner);
     learner->mini_batch = number;
     double begin = ps_clock();
     int result = ps_wait_for(learner, try_mini_batch, ps_limit_of(timeout_ms), WAITS_TURN);
     learner->common.started += ps_clock() - begin;
-    return ps_end_call(learner, result);
+    return result;
 }
 
 /* The next gradient from live weights comes from them as they are then. */
@@ -96,17 +84,12 @@ static int wait_until_applied(gadei_learner *learner, struct ps_limit limit, con
     return result;
 }
 
-static int wait_applied(gadei_learner *learner, int64_t timeout_ms)
+int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)
 {
+    PS_ENTER(learner);
     if (!learner->common.published)
         return GADEI_OK;
     return wait_until_applied(learner, ps_limit_of(timeout_ms), "the gradient was not applied");
-}
-
-int gadei_wait_applied(gadei_learner *learner, int64_t timeout_ms)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, wait_applied(learner, timeout_ms));
 }
 
 /* Releases the claimed slot, if there is one. */
@@ -145,14 +128,14 @@ static int claim(gadei_learner *learner, int64_t timeout_ms, enum ps_frame_kind 
 
 int gadei_claim(gadei_learner *learner, int64_t timeout_ms)
 {
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, claim(learner, timeout_ms, PS_DENSE));
+    PS_ENTER(learner);
+    return claim(learner, timeout_ms, PS_DENSE);
 }
 
 int gadei_claim_rows(gadei_learner *learner, int64_t timeout_ms)
 {
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, claim(learner, timeout_ms, PS_ROWS));
+    PS_ENTER(learner);
+    return claim(learner, timeout_ms, PS_ROWS);
 }
 
 /* -- writing ----------------------------------------------------------------------------------- */
@@ -199,8 +182,9 @@ static int append(gadei_learner *learner, uint32_t index, const struct ps_gradie
     return isfinite(squares) ? GADEI_OK : GADEI_NONFINITE;
 }
 
-static int write_tensor(gadei_learner *learner, uint32_t index, const float *values)
+int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
 {
+    PS_ENTER(learner);
     if (check_tensor(learner, index))
         return GADEI_ERROR;
     if (is_rows(learner))
@@ -212,15 +196,10 @@ static int write_tensor(gadei_learner *learner, uint32_t index, const float *val
     return isfinite(learner->squares[index]) ? GADEI_OK : GADEI_NONFINITE;
 }
 
-int gadei_write(gadei_learner *learner, uint32_t index, const float *values)
+int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
+                     const float *values, uint64_t count)
 {
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, write_tensor(learner, index, values));
-}
-
-static int write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
-                      const float *values, uint64_t count)
-{
+    PS_ENTER(learner);
     static const int64_t none; /* an empty list of rows still needs an address */
     if (check_tensor(learner, index))
         return GADEI_ERROR;
@@ -231,14 +210,6 @@ static int write_rows(gadei_learner *learner, uint32_t index, const int64_t *ind
                        learner->tensors[index].name);
     struct ps_gradient gradient = {values, count ? indices : &none, count, NULL};
     return append(learner, index, &gradient);
-}
-
-int gadei_write_rows(gadei_learner *learner, uint32_t index, const int64_t *indices,
-                     const float *values, uint64_t count)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused
-                   : ps_end_call(learner, write_rows(learner, index, indices, values, count));
 }
 
 /* -- publishing -------------------------------------------------------------------------------- */
@@ -284,8 +255,9 @@ static void finish_dense(gadei_learner *learner)
     learner->common.writing.payload.squares = squares;
 }
 
-static int publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
+int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
 {
+    PS_ENTER(learner);
     if (!learner->slot)
         return ps_fail(learner, GADEI_ERROR, "%s", ps_refusal(PS_UNCLAIMED));
     struct ps_facts facts = {.samples = samples, .loss = loss};
@@ -296,12 +268,6 @@ static int publish(gadei_learner *learner, double loss, uint32_t samples, float 
     if (!is_rows(learner))
         finish_dense(learner);
     return publish_frame(learner, facts);
-}
-
-int gadei_publish(gadei_learner *learner, double loss, uint32_t samples, float rate_scale)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, publish(learner, loss, samples, rate_scale));
 }
 
 /* computed: 1 if the iteration took the time of a whole one. */
@@ -316,13 +282,14 @@ static int publish_nothing(gadei_learner *learner, uint32_t computed, int64_t ti
 
 int gadei_give_up(gadei_learner *learner, int64_t timeout_ms)
 {
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, publish_nothing(learner, 0, timeout_ms));
+    PS_ENTER(learner);
+    return publish_nothing(learner, 0, timeout_ms);
 }
 
-static int push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
-                int64_t timeout_ms)
+int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
+               int64_t timeout_ms)
 {
+    PS_ENTER(learner);
     uint64_t number = 0, bad;
     if (!gradient)
         return ps_fail(learner, GADEI_ERROR, "the gradient is NULL");
@@ -345,14 +312,6 @@ static int push(gadei_learner *learner, const float *gradient, double loss, uint
     return isfinite(learner->common.writing.payload.squares) ? GADEI_OK : GADEI_NONFINITE;
 }
 
-int gadei_push(gadei_learner *learner, const float *gradient, double loss, uint32_t samples,
-               int64_t timeout_ms)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused
-                   : ps_end_call(learner, push(learner, gradient, loss, samples, timeout_ms));
-}
-
 /* -- assignments ------------------------------------------------------------------------------- */
 
 static int check_finite(gadei_learner *learner, const float *const *values)
@@ -370,9 +329,9 @@ static int check_finite(gadei_learner *learner, const float *const *values)
     return GADEI_OK;
 }
 
-static int assign(gadei_learner *learner, const float *const *values, int reset,
-                  int64_t timeout_ms)
+int gadei_assign(gadei_learner *learner, const float *const *values, int reset, int64_t timeout_ms)
 {
+    PS_ENTER(learner);
     struct ps_learner *common = &learner->common;
     struct ps_limit limit = ps_limit_of(timeout_ms);
     struct ps_facts facts = {.version = common->version, .batch = PS_NO_BATCH, .loss = NAN};
@@ -397,10 +356,4 @@ static int assign(gadei_learner *learner, const float *const *values, int reset,
         return result;
     common->started = started;
     return wait_until_applied(learner, limit, "the assignment was not applied");
-}
-
-int gadei_assign(gadei_learner *learner, const float *const *values, int reset, int64_t timeout_ms)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, assign(learner, values, reset, timeout_ms));
 }

@@ -49,11 +49,7 @@ int ps_begin_call(gadei_learner *learner)
     return GADEI_OK;
 }
 
-int ps_end_call(gadei_learner *learner, int result)
-{
-    ps_leave(&learner->common.calls, PS_PUSHING);
-    return result;
-}
+void ps_end_call(gadei_learner **learner) { ps_leave(&(*learner)->common.calls, PS_PUSHING); }
 
 int ps_ended(gadei_learner *learner, int code)
 {

@@ -18,18 +18,17 @@ uint32_t gadei_wave(const gadei_learner *learner)
 
 static int pause_learner(gadei_learner *learner, int on)
 {
-    int refused = ps_begin_call(learner);
-    if (refused)
-        return refused;
+    PS_ENTER(learner);
     ps_pause(learner->common.ring, learner->common.control, on);
-    return ps_end_call(learner, GADEI_OK);
+    return GADEI_OK;
 }
 
 int gadei_pause(gadei_learner *learner) { return pause_learner(learner, 1); }
 int gadei_resume(gadei_learner *learner) { return pause_learner(learner, 0); }
 
-static int set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, uint64_t seed)
+int gadei_set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, uint64_t seed)
 {
+    PS_ENTER(learner);
     char json[192];
     if (!batches || !epochs)
         return ps_fail(learner, GADEI_ERROR, "batches and epochs must be above 0");
@@ -39,19 +38,14 @@ static int set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, u
     return ps_request(learner, json, NULL, 0, PS_PATIENCE_NS);
 }
 
-int gadei_set_work(gadei_learner *learner, uint32_t batches, uint32_t epochs, uint64_t seed)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, set_work(learner, batches, epochs, seed));
-}
-
 static int try_work(gadei_learner *learner, uint64_t ns)
 {
     return ps_take_work(learner->common.ring, learner->common.control, ns, &learner->item);
 }
 
-static int take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, int64_t timeout_ms)
+int gadei_take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, int64_t timeout_ms)
 {
+    PS_ENTER(learner);
     if (!epoch || !index)
         return ps_fail(learner, GADEI_ERROR, "the place for the batch's epoch or index is NULL");
     uint32_t most = learner->common.control->ahead;
@@ -71,10 +65,4 @@ static int take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, 
     *epoch = (uint32_t)(learner->item >> 32);
     *index = (uint32_t)learner->item;
     return GADEI_OK;
-}
-
-int gadei_take_batch(gadei_learner *learner, uint32_t *epoch, uint32_t *index, int64_t timeout_ms)
-{
-    int refused = ps_begin_call(learner);
-    return refused ? refused : ps_end_call(learner, take_batch(learner, epoch, index, timeout_ms));
 }
