@@ -31,15 +31,6 @@
         }                                     \
     } while (0)
 
-METHOD(claim)
-{
-    TAKES(3)
-    struct ps_frame *frame;
-    int result;
-    WAITING(result, (frame = ps_claim(RING, CONTROL, patience, &result), result));
-    return frame ? PyLong_FromUnsignedLongLong((uint64_t)frame) : PyLong_FromLong(result);
-}
-
 #define WAITS(name, n, call)                  \
     METHOD(name)                              \
     {                                         \
@@ -175,7 +166,6 @@ METHOD(die_with_parent)
 }
 
 static PyMethodDef methods[] = {
-    ENTRY(claim, "claim(ring, control, timeout_ns) -> address of the free slot, or a result < 0"),
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
     ENTRY(pause_learner, "pause_learner(ring, control, on)"),

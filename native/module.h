@@ -2,7 +2,7 @@
  * What the files of gadei_ps._native share. Addresses are integers: the callers hold the mappings,
  * these files hold nothing. Calls that may wait, or copy much, release the GIL.
  *
- *   module.c            the module itself: claims and waits, leases, single words
+ *   module.c            the module itself: waits, leases, single words
  *   module_frames.c     parts of frames, for devices that make frames themselves
  *   module_learner.c    the type Learner: a client's frames and consistent pulls
  *   module_arguments.c  what its methods take

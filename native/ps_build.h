@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x7140a3f9424f64acull
+#define PS_BUILD 0x4746cc12d8b7a008ull
 
 #endif

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import support
+from support.frames import claim
 
 from gadei_ps import _native
 from gadei_ps.memory import layout
@@ -78,7 +79,7 @@ class Ring:
         self.ring["tail"]["value"] = begin
 
     def claim(self, timeout_ns: int = 0) -> int:
-        return _native.claim(self.at, self.control_at, timeout_ns)
+        return claim(self.at, self.control_at, timeout_ns)
 
     def slot(self, sequence: int) -> int:
         return self.at + SLOTS_AT + sequence % self.slots * SLOT_BYTES

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.frames import claim
 
 from gadei_ps import _native
 from gadei_ps.learners.client import Client
@@ -72,7 +73,7 @@ class Writer:
         client = self.client
         ring = client.place.ring
         assert _native.wait_grant(*self._rings, self.published, WAIT_NS) == 0
-        at = _native.claim(*self._rings, WAIT_NS) - ring.address
+        at = claim(*self._rings, WAIT_NS) - ring.address
         count = client.model.elements
         ring.array(np.float32, count, at + PAYLOAD_AT)[:] = value
         frame = ring.array(FRAME, 1, at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,17 @@ from gadei_ps.learners.client import rows_at
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import FrameKind, WireType
 from gadei_ps.memory.weights import Model, payload_bytes, write_table
+
+_claim = ctypes.CDLL(_native.__file__).ps_claim
+_claim.argtypes = [*[ctypes.c_uint64] * 3, ctypes.POINTER(ctypes.c_int)]
+_claim.restype = ctypes.c_void_p
+
+
+def claim(ring: int, control: int, timeout_ns: int) -> int:
+    """Return the address of the free slot, or a result < 0: see ps_claim."""
+    result = ctypes.c_int()
+    slot: int | None = _claim(ring, control, timeout_ns, result)
+    return slot or result.value
 
 
 def same(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:

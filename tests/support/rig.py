@@ -17,7 +17,7 @@ from gadei_ps.memory.layout import Action, FrameKind, Phase, Reason, WireType, W
 from gadei_ps.memory.weights import Model, Tensor, data
 from gadei_ps.memory.weights import place as placed
 from gadei_ps.watchdog.job_memory import JobMemory
-from support.frames import rows_payload
+from support.frames import claim, rows_payload
 from support.jobs import config
 from support.kept import keep, of_part
 from support.memory import create_model, create_ring
@@ -211,7 +211,7 @@ class Rig:
             payload = payload[: self.model.parameters]
         ring = self.memory.rings[row]
         if slot is None:
-            slot = _native.claim(ring.address, self.control_at, int(timeout_s * 1e9))
+            slot = claim(ring.address, self.control_at, int(timeout_s * 1e9))
         assert slot >= 0, f"claim: {slot}"
         at = slot - ring.address
         ring.array(payload.dtype, payload.size, at + layout.PAYLOAD_AT)[:] = payload

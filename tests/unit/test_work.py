@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import Rig, eventually
+from support.frames import claim
 
 from gadei_ps import _native
 from gadei_ps.memory import layout
@@ -109,7 +110,7 @@ def test_who_publishes_after_leaving_takes_no_batch_along(
     with Rig(job_name, W, learners=2, ahead=1, slots=4) as rig:
         rig.set_work(4, 1)
         ring = rig.memory.rings[0].address
-        slot = _native.claim(ring, rig.control_at, 0)
+        slot = claim(ring, rig.control_at, 0)
         assert slot > 0
         with rig.serving():
             eventually(lambda: rig.handed(0) and rig.handed(1))
