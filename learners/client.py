@@ -763,10 +763,6 @@ class Client:
         if tuple(where) == NONE:
             return
         if not self._learner.kind:
-            try:
-                self._learner.begin(payload)
-            except ValueError as error:
-                raise self._converted(error) from None
             self._by_pieces = set()
         if self._by_pieces is None:
             raise UsageError("append() needs an empty slot: claim() one first")
@@ -775,7 +771,7 @@ class Client:
         if number in self._by_pieces:
             raise UsageError(f"{self.model.tensors[number].name!r} is written already")
         try:
-            self._learner.append(number, where)
+            self._learner.append(payload, number, where)
         except (IndexError, ValueError) as error:
             raise self._converted(error) from None
         self._by_pieces.add(number)

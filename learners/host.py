@@ -16,7 +16,6 @@ import numpy as np
 
 from gadei_ps.errors import JobStopped, UsageError
 from gadei_ps.learners.client import Client
-from gadei_ps.memory import layout
 from gadei_ps.memory.weights import FloatArray
 
 CLOSED = "this pipeline is closed, or its client has detached"
@@ -162,9 +161,8 @@ class HostLink:
                 item = self._to_push.get(timeout=POLL_S)
             except queue.Empty:
                 continue
-            slot = self._client.claim()  # ends when the link fails: the client asks check()
-            self._client.write_named(slot + layout.PAYLOAD_AT, item.gradients)
-            self._client.publish(version=item.version, **item.facts)
+            # Its waits end when the link fails: the client asks check().
+            self._client.push(item.gradients, version=item.version, **item.facts)
             self._to_push.task_done()
 
     def _pull_loop(self) -> None:

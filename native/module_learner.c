@@ -194,39 +194,34 @@ METHOD_OF_ONE(write_frame)
     Py_RETURN_NONE;
 }
 
-METHOD_OF_ONE(begin)
-{
-    TAKES(1)
-    ps_frame_begin(LEARNER, (char *)arg[0], PS_ROWS);
-    Py_RETURN_NONE;
-}
-
 METHOD_OF_ONE(append)
 {
     struct ps_learner *learner = LEARNER;
     struct ps_gradient gradient;
-    uint64_t number, bad = 0;
+    uint64_t given[2], bad = 0;
     double squares;
     int result, taken = -1;
-    if (takes(count, 2) < 0 || numbers(args, 1, 1, &number) < 0)
+    if (takes(count, 3) < 0 || numbers(args, 2, 2, given) < 0)
         return NULL;
-    PyObject *where = PySequence_Fast(args[1], "takes a sequence of four numbers");
+    PyObject *where = PySequence_Fast(args[2], "takes a sequence of four numbers");
     if (!where)
         return NULL;
-    if (number >= learner->weights->tensors || PySequence_Fast_GET_SIZE(where) != 4)
+    if (given[1] >= learner->weights->tensors || PySequence_Fast_GET_SIZE(where) != 4)
         PyErr_SetString(PyExc_TypeError, "takes a tensor of the model and four numbers");
     else
         taken = take_gradient(PySequence_Fast_ITEMS(where), &gradient);
     Py_DECREF(where);
     if (taken < 0)
         return NULL;
+    if (!learner->writing.kind)
+        ps_frame_begin(learner, (char *)given[0], PS_ROWS);
     Py_BEGIN_ALLOW_THREADS
-    result = ps_frame_append(learner, number, &gradient, &squares, &bad);
+    result = ps_frame_append(learner, given[1], &gradient, &squares, &bad);
     Py_END_ALLOW_THREADS
     if (result == PS_NO_MEMORY)
         return PyErr_NoMemory();
     if (result == PS_BAD_ROW) {
-        bad_row(number, gradient.indices[bad]);
+        bad_row(given[1], gradient.indices[bad]);
         return NULL;
     }
     Py_RETURN_NONE;
@@ -351,8 +346,7 @@ static PyMethodDef methods[] = {
     ENTRY(push, "push(facts, gradients) -> sequence number, or a result < 0: claims, writes and "
                 "publishes, where nothing need be waited for"),
     ENTRY(write_frame, "write_frame(payload, gradients): a whole frame into a claimed slot"),
-    ENTRY(begin, "begin(payload): a frame of rows, of which append() writes the tensors"),
-    ENTRY(append, "append(tensor, (values, indices, count, factors))"),
+    ENTRY(append, "append(payload, tensor, (values, indices, count, factors)): to a frame of rows"),
     ENTRY(empty, "empty(computed): a frame without a gradient"),
     ENTRY(assign, "assign(payload, values, stream, flags, steps): an assignment of whole tensors"),
     ENTRY(check, "check(facts): raises what publish() and land() would raise for them"),

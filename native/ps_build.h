@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x4746cc12d8b7a008ull
+#define PS_BUILD 0x1abbd3c186c1e322ull
 
 #endif
