@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gadei_ps.errors import DeviceError, UsageError
-from gadei_ps.learners.client import Client
+from gadei_ps.learners.client import AsyncPublisher, Client
 from gadei_ps.learners.host import Host
 from gadei_ps.machine import cuda
 from gadei_ps.machine.launch import DEVICE_VARIABLE
@@ -21,7 +21,7 @@ from gadei_ps.machine.launch import DEVICE_VARIABLE
 NAMES = ("auto", "cuda", "host")
 
 
-class Link(Protocol):
+class Link(AsyncPublisher, Protocol):
     """Moves one client's weights and gradients to and from a device.
 
     Belongs to the thread that computes. A transfer keeps its place among the computations that
@@ -63,12 +63,6 @@ class Link(Protocol):
         while the last push is still in flight, and for a free slot. The arrays must not be changed
         afterwards. facts: loss, samples, rate_scale and batch, as Client.push takes them.
         """
-
-    def flush(self) -> None:
-        """Wait until all that was pushed is published."""
-
-    def close(self) -> None:
-        """Publish what was pushed, and release the client's memory."""
 
     def abandon(self) -> None:
         """Release the client's memory after an error; never raises, and pushes may be lost."""
