@@ -19,10 +19,8 @@ warnings.filterwarnings("ignore", message="(?s).*Editable installation")
 
 SOURCES = (
     "module",
-    "module_frames",
     "module_layout",
     "module_learner",
-    "module_arguments",
     "ps_ring",
     "ps_calls",
     "ps_copy",

@@ -11,6 +11,7 @@
 #include "ps_learner.h"
 #include "ps_lease.h"
 #include "ps_process.h"
+#include "ps_product.h"
 #include "ps_atomic.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -165,6 +166,48 @@ METHOD(die_with_parent)
     Py_RETURN_NONE;
 }
 
+/* -- parts of frames, for devices, linear layers and groups -------------------------------------- */
+
+METHOD(copy)
+{
+    TAKES(5)
+    if (arg[0] < PS_FLOAT32 || arg[0] > PS_FLOAT16) {
+        PyErr_SetString(PyExc_ValueError, "unknown dtype code");
+        return NULL;
+    }
+    double squares;
+    Py_BEGIN_ALLOW_THREADS
+    squares = ps_copy((uint32_t)arg[0], (void *)arg[1], (const float *)arg[2], arg[3],
+                      (float *)arg[4]);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(squares);
+}
+
+METHOD(nonzeros)
+{
+    TAKES(2)
+    const float *values = (const float *)arg[0];
+    uint64_t found = 0;
+    Py_BEGIN_ALLOW_THREADS
+    for (uint64_t i = 0; i < arg[1]; i++)
+        found += values[i] != 0.0f;
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(found);
+}
+
+METHOD(sparse_product)
+{
+    TAKES(6)
+    Py_BEGIN_ALLOW_THREADS
+    ps_sparse_product((float *)arg[0], (const float *)arg[1], (const float *)arg[2], arg[3], arg[4],
+                      arg[5]);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+RETURNS(first_block, 1,
+        PyLong_FromUnsignedLongLong(ps_first_block((const struct ps_weights *)arg[0])))
+
 static PyMethodDef methods[] = {
     ENTRY(wait_grant, "wait_grant(ring, control, clock, timeout_ns) -> 0 or a result < 0"),
     ENTRY(wait_applied, "wait_applied(ring, control, sequence, timeout_ns) -> 0 or a result < 0"),
@@ -194,6 +237,11 @@ static PyMethodDef methods[] = {
     ENTRY(job_lives, "job_lives(control) -> whether a server serves, or a watchdog may start one"),
     ENTRY(shard_range, "shard_range(elements, shards, index) -> begin and end of a shard's part"),
     ENTRY(die_with_parent, "die_with_parent(signal): PR_SET_PDEATHSIG"),
+    ENTRY(copy, "copy(dtype, to, from, count, residue) -> sum of squares; infinite if a value is "
+                "not finite"),
+    ENTRY(nonzeros, "nonzeros(values, count) -> how many differ from zero"),
+    ENTRY(sparse_product, "sparse_product(to, factors, matrix, count, rows, width)"),
+    ENTRY(first_block, "first_block(weights) -> where the first block may begin"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -215,8 +263,7 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *build = PyLong_FromUnsignedLongLong(PS_BUILD);
     failed = failed || PyModule_AddObjectRef(made, "BUILD", build) < 0;
     Py_XDECREF(build);
-    if (failed || PyModule_AddFunctions(made, ps_frame_methods) < 0 ||
-        PyModule_AddFunctions(made, ps_layout_methods) < 0 ||
+    if (failed || PyModule_AddFunctions(made, ps_layout_methods) < 0 ||
         PyModule_AddType(made, &ps_learner_type) < 0 ||
         PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 ||
         PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||

@@ -2,11 +2,9 @@
  * What the files of gadei_ps._native share. Addresses are integers: the callers hold the mappings,
  * these files hold nothing. Calls that may wait, or copy much, release the GIL.
  *
- *   module.c            the module itself: waits, leases, single words
- *   module_frames.c     parts of frames, for devices that make frames themselves
- *   module_learner.c    the type Learner: a client's frames and consistent pulls
- *   module_arguments.c  what its methods take
- *   module_layout.c     the layout of the shared memory as the compiler made it
+ *   module.c         the module itself: waits, leases, single words, parts of frames
+ *   module_learner.c the type Learner: a client's frames and consistent pulls
+ *   module_layout.c  the layout of the shared memory as the compiler made it
  */
 #ifndef MODULE_H
 #define MODULE_H
@@ -57,7 +55,7 @@ static inline int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wa
 
 #define ENTRY(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
 
-extern PyMethodDef ps_frame_methods[], ps_layout_methods[];
+extern PyMethodDef ps_layout_methods[];
 extern PyTypeObject ps_learner_type;
 
 #endif

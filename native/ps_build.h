@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x1abbd3c186c1e322ull
+#define PS_BUILD 0xa431f3c34ef55548ull
 
 #endif
