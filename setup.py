@@ -17,22 +17,6 @@ from setuptools.command.build_ext import build_ext
 # imported instead of the package. Every process of gadei-ps is started so that none is.
 warnings.filterwarnings("ignore", message="(?s).*Editable installation")
 
-SOURCES = (
-    "module",
-    "module_layout",
-    "module_learner",
-    "ps_ring",
-    "ps_calls",
-    "ps_copy",
-    "ps_payload",
-    "ps_product",
-    "ps_lease",
-    "ps_land",
-    "ps_frame",
-    "ps_pull",
-    "ps_process",
-    "ps_guard",
-)
 FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -44,6 +28,10 @@ FLAGS = (
 )
 
 LAUNCHER = "gadei_ps._launcher"
+
+
+def named(*patterns):
+    return sorted(str(path) for one in patterns for path in Path("native").glob(one))
 
 
 class Build(build_ext):
@@ -83,8 +71,8 @@ setup(
         Extension(LAUNCHER, sources=["native/launcher.c"], extra_compile_args=list(FLAGS)),
         Extension(
             "gadei_ps._native",
-            sources=[f"native/{name}.c" for name in SOURCES],
-            depends=sorted(str(path) for path in Path("native").glob("*.h")),
+            sources=named("module*.c", "ps_*.c"),
+            depends=named("*.h"),
             include_dirs=["native"],
             extra_compile_args=list(FLAGS),
         ),

@@ -10,13 +10,10 @@ It needs the Python standard library only, so it also runs before anything is in
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parent
 MADE = "ps_build.h"
-_SOURCES = re.compile(r"^SOURCES = \((.*?)^\)", re.M | re.S)
-_INCLUDE = re.compile(rb'^#include "([^"]+)"', re.M)
 
 TEXT = """\
 /* Written by build_identity.py: the identity of the layout and of the extension's C sources. */
@@ -30,17 +27,9 @@ TEXT = """\
 
 
 def sources(native: Path = NATIVE) -> list[Path]:
-    """Return the sources that setup.py names and the headers that they include, by name."""
-    said = _SOURCES.search((native.parent / "setup.py").read_text())
-    assert said is not None
-    waiting = [f"{name}.c" for name in re.findall(r'"(\w+)"', said[1])]
-    found: set[str] = {MADE}
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += [one.decode() for one in _INCLUDE.findall((native / name).read_bytes())]
-    return [native / name for name in sorted(found - {MADE})]
+    """Return the extension's sources and headers, by name."""
+    found = {*native.glob("module*.[ch]"), *native.glob("ps_*.[ch]")}
+    return sorted(found - {native / MADE})
 
 
 def header(native: Path = NATIVE) -> str:

@@ -18,7 +18,7 @@
 #include <sys/types.h>
 
 #include "gadei.h"
-#include "ps_json.h"
+#include "gadei_json.h"
 #include "ps_learner.h"
 
 #define ERROR_BYTES 512

@@ -1,5 +1,5 @@
 /*
- * Fuzzes native/ps_json.h as the C client uses it: any bytes as a reply of the control socket, and
+ * Fuzzes native/gadei_json.h as the C client uses it: any bytes as a reply of the control socket, and
  * any text through json_quote and back. Beyond what the sanitizers see: texts are ended inside
  * their room and are one line, and a number or truth that was not found is not taken for one.
  */
@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-#include "ps_json.h"
+#include "gadei_json.h"
 
 static void check_text(const struct json_field *field)
 {

@@ -3,8 +3,8 @@
  * object, bounded and checked, and quotes a string. Text becomes one line: control characters turn
  * into blanks. Nothing is allocated.
  */
-#ifndef PS_JSON_H
-#define PS_JSON_H
+#ifndef GADEI_JSON_H
+#define GADEI_JSON_H
 
 #include <stdint.h>
 #include <stdio.h>
