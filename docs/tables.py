@@ -1,11 +1,13 @@
-"""Write the tables of pages that are made from the code: commands, exit codes, status, limits.
+"""Write the tables of pages that are made from the code: commands, status, limits, memory layout.
 
-`python docs/tables.py` writes them between `<!-- NAME: table -->` and `<!-- end of table -->`. A
-test compares the pages with what this would write.
+`python docs/tables.py` writes them between `<!-- NAME: table -->` and `<!-- end of table -->`, and
+draws the structs of native/ps_layout.h above their lists. A test compares the files with what this
+would write. After a change of the layout, build the extension before and after it.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gadei_ps import metrics
+from gadei_ps import _native, metrics
 from gadei_ps.cli.app import command_tree
 from gadei_ps.cli.exits import EXIT_CODES
 from gadei_ps.job import config, optimizer_config, replies
@@ -23,6 +25,7 @@ from gadei_ps.replicas import config as replicas
 from gadei_ps.watchdog import sockets
 
 DOCS = Path(__file__).parent
+HEADER = DOCS.parent / "native" / "ps_layout.h"
 MARK = re.compile(
     r"(?P<begin><!-- (?P<name>[\w: -]+): table -->\n).*?(?P<end>\n<!-- end of table -->)", re.S
 )
@@ -186,9 +189,110 @@ def _decisions() -> str:
     return _table(("number", "decision", "area", "status", "date"), rows)
 
 
+# -- memory layout --------------------------------------------------------------------------------
+
+LINE = 64  # bytes of a cache line
+WIDTH = 96  # characters of a drawing
+STRUCTS = _native.layout()
+CODES = _native.codes()
+ANCHORS = {"entry": "#a-row-of-the-roster", "header": "memory-layout.md#header-of-every-segment"}
+Cell = tuple[int, int, str]
+
+
+def drawing(tag: str) -> list[str]:
+    """Draw a ruler: offsets in bytes above the bars, fields between them; blank: not used.
+
+    A double bar marks the beginning of a cache line.
+    """
+    size, fields = STRUCTS[tag]
+    cells: list[Cell] = []
+    end = 0
+    for name, (at, width, _, dims, _, _) in fields.items():
+        if at > end:
+            cells.append((end, at, ""))
+        cells.append((at, at + width, name + dims))
+        end = at + width
+    if size > end:
+        cells.append((end, size, ""))
+    lines: list[list[Cell]] = []  # cells of whole cache lines
+    for cell in cells:
+        if cell[0] % LINE == 0:
+            lines.append([])
+        lines[-1].append(cell)
+    rows: list[list[Cell]] = [[]]
+    for line in lines:
+        if rows[-1] and _width(rows[-1] + line) > WIDTH:
+            rows.append([])
+        for cell in line:
+            if rows[-1] and _width([*rows[-1], cell]) > WIDTH:
+                rows.append([])
+            rows[-1].append(cell)
+    return [line for row in rows for line in _lines(row)]
+
+
+def _bar(at: int) -> str:
+    return "||" if at % LINE == 0 else "|"
+
+
+def _cell(cell: Cell) -> tuple[str, str]:
+    at, _, text = cell
+    below = f"{_bar(at)} {text} " if text else f"{_bar(at)} "
+    size = max(len(below), len(str(at)) + 1)
+    return str(at).ljust(size), below.ljust(size)
+
+
+def _lines(row: list[Cell]) -> tuple[str, str]:
+    above, below = zip(*(_cell(cell) for cell in row), strict=True)
+    end = row[-1][1]
+    return "".join(above) + str(end), "".join(below) + _bar(end)
+
+
+def _width(row: list[Cell]) -> int:
+    return max(len(line) for line in _lines(row))
+
+
+def _drawn(text: str) -> str:
+    """Renew the drawings of the header: the lines before the end of a comment."""
+
+    def renewed(match: re.Match[str]) -> str:
+        lines = "".join(f" * {line}".rstrip() + "\n" for line in drawing(match["tag"].lower()))
+        return f"{match['comment']} *\n{lines} */\n#define {match['tag']}_FIELDS("
+
+    pattern = r"(?P<comment>^/\* (?:.+\n)(?: \* \S.*\n)*?) \*\n(?: \* .*\n)* \*/\n"
+    return re.sub(pattern + r"#define (?P<tag>PS_\w+)_FIELDS\(", renewed, text, flags=re.M)
+
+
+def _struct(tag: str) -> str:
+    size, fields = STRUCTS[tag]
+    rows = []
+    for name, (at, width, kind, dims, writer, meaning) in fields.items():
+        counts = [f"{int(one):,}" for one in re.findall(r"\d+", dims)]
+        if f"ps_{kind}" in STRUCTS:
+            kind = f"[{kind}]({ANCHORS.get(kind, f'#{kind}')})"
+        typed = f"{width} bytes" if kind in ("char", "u8") and len(counts) == 1 else kind
+        if counts and typed == kind:
+            typed = f"{kind} × {' × '.join(counts)}"
+        rows.append((f"`{name}`", f"{at:,}", typed, writer.replace("/", ", "), _escaped(meaning)))
+    table = _table(("field", "at", "type", "writer", "holds"), rows)
+    return "\n".join([f"{size:,} bytes.", "", "```", *drawing(tag), "```", "", table])
+
+
+def _codes(tag: str) -> str:
+    rows = (
+        (value, f"`{name}`", _escaped(meaning)) for name, (value, meaning) in CODES[tag].items()
+    )
+    return _table(("code", "name", "meaning"), rows)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
 PANELS = ("Train", "Jobs", "Checkpoints", "Faults", "This machine", "Research")
 TABLES: dict[str, Callable[[], str]] = {
-    **{f"commands: {panel}": lambda panel=panel: _commands(panel) for panel in PANELS},  # type: ignore[misc]
+    **{f"commands: {panel}": functools.partial(_commands, panel) for panel in PANELS},
     "decisions": _decisions,
     "exit codes": _exit_codes,
     "limits": _limits,
@@ -196,12 +300,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "status: facts": lambda: _fields(replies.JobStatus, metrics.JOB, FACTS),
     "status: learner metrics": lambda: _metric_rows(metrics.LEARNER),
     "status: learner": lambda: _fields(replies.LearnerStatus, metrics.LEARNER, LEARNER_FACTS),
+    **{tag: functools.partial(_struct, tag) for tag in STRUCTS},
+    **{tag: functools.partial(_codes, tag) for tag in CODES},
 }
 
 
 def pages() -> dict[Path, str]:
-    """Return each page that has such a table, with its text as it should be."""
-    found = {}
+    """Return each page that has such a table, and the header, with its text as it should be."""
+    found = {HEADER: _drawn(HEADER.read_text())}
     for path in sorted([*DOCS.glob("*.md"), DOCS / "decisions" / "index.md"]):
         text = path.read_text()
         made = MARK.sub(_made, text)
@@ -217,7 +323,8 @@ def _made(match: re.Match[str]) -> str:
 
 def main() -> None:
     for path, text in pages().items():
-        path.write_text(text)
+        if path.read_text() != text:
+            path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 /*
  * The numbers of the shared memory that have a meaning: sizes, marks and codes. Each is
- * defined here only. gadei_ps/memory/layout.py reads them from gadei_ps._native; layout_tables.py
+ * defined here only. gadei_ps/memory/layout.py reads them from gadei_ps._native; docs/tables.py
  * writes them into docs/memory-layout.md.
  */
 #ifndef PS_CODES_H

@@ -13,7 +13,7 @@
  *   F(struct, offset, type, field, dimensions, writer, "meaning")    P(offset, bytes of padding)
  *
  * ps_structs.h makes C structs of the lists; module_layout.c makes the table from which
- * gadei_ps/memory/layout.py makes NumPy dtypes; layout_tables.py makes the drawings, where || begins
+ * gadei_ps/memory/layout.py makes NumPy dtypes; docs/tables.py makes the drawings, where || begins
  * a cache line of 64 bytes, and the tables of docs/memory-layout.md. The writers of a word:
  *
  *   W  watchdog                      s  thread of that shard    server  manager of that server

@@ -16,7 +16,7 @@ PAGES = [
 PAGE, CELL, ALL = 2500, 25, 60_000  # words
 BLOCKS = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$", re.M | re.S)
 MADE = re.compile(
-    r"<!-- [^\n]*: table -->.*?<!-- end of table -->|<!-- ps_\w+ -->.*?<!-- end -->"
+    r"<!-- [^\n]*: table -->.*?<!-- end of table -->"
     r"|<!-- figures: [^\n]* -->\n(?:\|[^\n]*\n)+",
     re.S,
 )
