@@ -153,16 +153,12 @@ def _bytes(array: npt.NDArray[Any], dtype: str) -> memoryview:
     return values.reshape(-1).view(np.uint8).data
 
 
-def to_the_script() -> int:
-    """Return the `stacklevel` with which a warning of the caller names the line of the user's
-    script.
-
-    Which may have called us by way of torch.
-    """
-    level, frame = 1, sys._getframe(1)
+def warn(text: str) -> None:
+    """Warn at the line of the user's script, which may have called us by way of torch."""
+    level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("gadei_ps.", "torch.")):
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(text, stacklevel=level)
 
 
 def connected(path: str, patience_s: float = 10.0) -> LastingConnection:
@@ -210,7 +206,7 @@ def attach(
     )
     reply = connection.request(asked, on_note=progress)
     if "notice" in reply and (number() <= 0 or _is_alone()):  # one of a team prints it
-        warnings.warn(reply["notice"], stacklevel=to_the_script())
+        warn(reply["notice"])
     owner = connection.peer_uid  # not our own, where root attaches to another user's job
     try:
         return Place(

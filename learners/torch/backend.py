@@ -8,7 +8,6 @@ the thread that trains, where a link would hand them to another one.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, JobStopped, UsageError
-from gadei_ps.learners.attach import to_the_script
+from gadei_ps.learners.attach import warn
 from gadei_ps.learners.client import DETACHED, NONE, UNTOUCHED, Client
 from gadei_ps.learners.torch import casts, products
 from gadei_ps.learners.torch.model import Trained
@@ -173,7 +172,7 @@ class Places:
             line = SENT if sent else GIVEN
             if line not in self._shown:
                 self._shown.add(line)
-                warnings.warn(line.format(name), stacklevel=to_the_script())
+                warn(line.format(name))
         return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-import warnings
 from collections.abc import Iterable
 from multiprocessing import util
 
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from gadei_ps.errors import GadeiError, UsageError
-from gadei_ps.learners.attach import to_the_script
+from gadei_ps.learners.attach import warn
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import casts, hooks
 from gadei_ps.learners.torch.model import Trained
@@ -87,7 +86,7 @@ class Buffers:
                 continue
             own = casts.bits(self._trained.fixed[tensor.name])
             if not np.array_equal(_bits(own), _bits(self._client.weights[tensor.name])):
-                warnings.warn(FROZEN.format(tensor.name), stacklevel=to_the_script())
+                warn(FROZEN.format(tensor.name))
                 return
 
     def current(self) -> dict[str, torch.Tensor]:
@@ -111,7 +110,7 @@ class Buffers:
             return own
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(CHANGED.format(name), stacklevel=to_the_script())
+            warn(CHANGED.format(name))
         return None
 
     # -- to the job -----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gadei_ps.learners.attach import LEARNER_VARIABLE, to_the_script
+from gadei_ps.learners.attach import LEARNER_VARIABLE, warn
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import hooks
 
@@ -48,7 +47,7 @@ class FirstBatch:
         """Warn if another learner has begun with the same mini-batch and the same seed."""
         if self._digest is not None and client.shares_first_batch(self._digest):
             text = SAME.format(seed=torch.initial_seed(), variable=LEARNER_VARIABLE)
-            warnings.warn(text, stacklevel=to_the_script())
+            warn(text)
 
 
 def _digest(value: Any, digest: int) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.attach import to_the_script
+from gadei_ps.learners.attach import warn
 from gadei_ps.learners.client import UNTOUCHED, Client
 from gadei_ps.learners.torch import casts, products
 from gadei_ps.learners.torch.backend import (
@@ -137,7 +137,7 @@ class HostBackend(Backend):
         others = any(one.is_shared() for one, _ in self._casts)  # type: ignore[no-untyped-call]
         self._shows = others or bool(self._shared)
         if self._shared:
-            warnings.warn(SHARED, stacklevel=to_the_script())
+            warn(SHARED)
         self._statistics = [
             (name, buffer, buffer.data)
             for name, buffer in self._trained.buffers.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.attach import to_the_script
+from gadei_ps.learners.attach import warn
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.optimizer_settings import OptimizerSettings
 from gadei_ps.learners.torch import casts
@@ -110,10 +109,9 @@ class Trained:
         one = next(iter(parameters.values()))
         # Optimizer gives them the job's weights in the end, and warns itself.
         if not any_type and device.type == "cpu" and one.is_shared():  # type: ignore[no-untyped-call]
-            warnings.warn(
+            warn(
                 "the model is shared with other processes (share_memory), and they do not see what "
                 "the job learns: let `gadei-ps run` start the learners, and test in one of them",
-                stacklevel=4,
             )
         kept = module.state_dict(keep_vars=True).keys() if buffers else ()
         more = {name: buffer for name, buffer in module.named_buffers() if name in kept}
@@ -123,7 +121,7 @@ class Trained:
             if not casts.is_plain(one)
         ]
         if strange:
-            warnings.warn(STRANGE.format(strange[0], len(strange)), stacklevel=to_the_script())
+            warn(STRANGE.format(strange[0], len(strange)))
         return cls(
             module,
             parameters,
@@ -174,7 +172,7 @@ class Trained:
             raise
         lacks = [one for one in (*self.buffers, *self.fixed) if one not in client.weights]
         if lacks:
-            warnings.warn(LACKS.format(lacks[0], len(lacks)), stacklevel=to_the_script())
+            warn(LACKS.format(lacks[0], len(lacks)))
         return client
 
     def _check_same(self, values: Mapping[str, np.ndarray], client: Client, *, named: bool) -> None:
@@ -262,11 +260,10 @@ class Trained:
         """Warn once of parameters that the job does not have and that require a gradient now."""
         for name, parameter in self.frozen.items():
             if parameter.requires_grad:
-                warnings.warn(
+                warn(
                     f"parameter {name!r} requires a gradient now, and did not when Optimizer was "
                     "made: the job does not have it, so that it is not trained; freeze it after "
                     "Optimizer(model) instead",
-                    stacklevel=5,
                 )
                 self.frozen.clear()
                 return

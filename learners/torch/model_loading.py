@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gadei_ps.errors import UsageError
-from gadei_ps.learners.attach import to_the_script
+from gadei_ps.learners.attach import warn
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import hooks
 from gadei_ps.learners.torch.backend import Backend, own_copy
@@ -180,7 +179,7 @@ class PendingLoads:
             values = {name: copy(one, kinds[name]) for name, one in now.items()}
             kept = not self._client.load_weights(values)
             if kept:
-                warnings.warn(KEPT, stacklevel=to_the_script())
+                warn(KEPT)
         elif changed := changed & self.trained.parameters.keys():
             self._client.assign({name: host(now[name]) for name in changed})
         self._before = None

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import operator
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ import torch
 
 from gadei_ps.errors import JobNotFound, UsageError
 from gadei_ps.kernels.optimizers import Kind
-from gadei_ps.learners.attach import to_the_script
+from gadei_ps.learners.attach import warn
 from gadei_ps.learners.client import DRAIN_TIMEOUT_S, REST_FIRST, Batch, Client, not_copied
 from gadei_ps.learners.torch import assign, casts, gpu_backend, host_backend, model_loading
 from gadei_ps.learners.torch import convert_settings as like_torch
@@ -293,9 +292,8 @@ class Optimizer(JobOptimizer):
 
     def share_memory(self) -> None:
         """Do nothing; scripts of Hogwild call it of an optimizer whose state is to be shared."""
-        warnings.warn(
+        warn(
             "share_memory: momentum and moments are in the job's server; there is nothing to share",
-            stacklevel=to_the_script(),
         )
 
     # -- one step -------------------------------------------------------------------------------
@@ -507,7 +505,7 @@ class Optimizer(JobOptimizer):
         except UsageError:  # other types: the model keeps them
             return True
         if written:
-            warnings.warn(STAYS, stacklevel=to_the_script())
+            warn(STAYS)
         return bool(written)
 
     def assign(self, values: Mapping[str, Any], *, reset: bool = False) -> None:
@@ -587,11 +585,10 @@ class Optimizer(JobOptimizer):
             group |= {name: one[name] for name in names if name in one}
             if float(group["lr"]) != before and "initial_lr" not in one:  # else a scheduler's
                 of = f" of param_groups[{number}]" if len(saved) > 1 else ""
-                warnings.warn(
+                warn(
                     f"load_state_dict sets this learner's learning rate{of} to "
                     f"{float(group['lr']):g}; it was {before:g}, the job's is "
                     f"{self._job.rates[number]:g}",
-                    stacklevel=to_the_script(),
                 )
 
     def _parameters(self) -> list[torch.Tensor]:

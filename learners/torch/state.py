@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -13,7 +12,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.kernels.optimizers import TABLE, Kind, OptimizerSpec
-from gadei_ps.learners.attach import to_the_script
+from gadei_ps.learners.attach import warn
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.torch import casts
 from gadei_ps.learners.torch.convert_settings import CLASSES
@@ -116,13 +115,12 @@ def load_state(
             return
         steps.add(0)
     if len(steps) > 1:
-        warnings.warn(
+        warn(
             f"load_state_dict: parameters have made {min(steps)} to {max(steps)} steps; the job "
             f"counts {max(steps)} for all",
-            stacklevel=to_the_script(),
         )
     if not client.load_optimizer_state(values, max(steps, default=None)):
-        warnings.warn(KEPT, stacklevel=to_the_script())
+        warn(KEPT)
 
 
 def warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -136,10 +134,7 @@ def warn_of_settings(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> None:
                 continue
             if isinstance(given, list) and tuple(given) == has:
                 continue
-            warnings.warn(
-                f"load_state_dict: {name} was saved as {given!r}; the job keeps {has!r}",
-                stacklevel=to_the_script(),
-            )
+            warn(f"load_state_dict: {name} was saved as {given!r}; the job keeps {has!r}")
 
 
 class State(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
