@@ -659,12 +659,16 @@ class Optimizer(JobOptimizer):
             drop_last=drop_last,
             accumulate=accumulate,
         )
-        self._sampler.sized = sized
+        self._sampler.sized, self._sampler.restart = sized, self._restart_wave
         return self._sampler
 
     def _begin_turn(self) -> None:
         self.client.wait_turn()
         self._refresh()
+
+    def _restart_wave(self) -> None:
+        self._steps = 0
+        self.zero_grad()
 
     def _end_turn(self) -> None:
         """Wait for the next turn after a push of a learner that does not loop over batches()."""

@@ -72,6 +72,8 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         self._epoch = -1
         self.sized = True
         """Whether it has a length."""
+        self.restart: Callable[[], None] = lambda: None
+        """Drops the gradients of a batch that a loop has left: all of it comes again."""
         self._ended = True  # the last pass was made to its end
         self.finished = False
         """True if the job has answered all, or stops."""
@@ -90,6 +92,8 @@ class JobSampler(torch.utils.data.Sampler[list[int]]):
         """Do nothing: the job counts the epochs. Frameworks call it."""
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._client.unanswered:
+            self.restart()
         self._current = _Pass(self)
         return self._current
 

@@ -159,6 +159,29 @@ def test_a_loop_that_is_left_early(job_name: str) -> None:
         job.check()
 
 
+@pytest.mark.parametrize(("sync", "steps"), [("asp", 3), ("wsp:D=0,s_local=2", 1)])
+def test_a_loop_that_is_left_between_two_steps(sync: str, steps: int, job_name: str) -> None:
+    """The mini-batches that no push has answered come again, and count once."""
+    with daemon(job_name, sync=sync) as job:
+        model = counting_model()
+        optimizer = Optimizer(model, job_name)
+        sampler = optimizer.sampler(Rows(), BATCH, epochs=EPOCHS, accumulate=steps)
+        passes = 0
+        for _ in sampler.passes():
+            passes += 1
+            for number, rows in enumerate(DataLoader(Rows(), batch_sampler=sampler), 1):
+                model(rows).sum().backward()
+                if number % steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if passes == 1 and number == 5:
+                    break
+        assert passes == EPOCHS + 1
+        optimizer.close()
+        each_row_was_counted(job_name, EPOCHS)
+        job.check()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("sync", "steps"), [("asp", 3), ("wsp:D=0,s_local=2", 1)])
 def test_several_mini_batches_a_step(workers: int, sync: str, steps: int, job_name: str) -> None:
