@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gadei_ps import sync
 from gadei_ps.errors import UsageError
 from gadei_ps.memory.shm import check_job_name
 
@@ -84,6 +85,10 @@ class Settings:
                 "--optimizer add is for learners with optimizers of their own, which push updates; "
                 "those of train push gradients: use another optimizer"
             )
+        try:
+            sync.parse(self.sync)
+        except sync.SpecError as error:
+            raise UsageError(f"--sync: {error}") from None
         if self.learners > 256:
             raise UsageError("--learners must be at most 256")
         if not 0 <= self.dropout < 1:

@@ -67,6 +67,8 @@ def test_help_and_version(cli: Cli) -> None:
         ("train", "Missing argument"),
         ("train x.csv --optimizer newton", "'newton' is not one of 'sgd', 'momentum'"),
         ("train x.csv --learners many", "--learners"),
+        ("train x.csv --sync chaos", "--sync: unknown model 'chaos'; the models are asp"),
+        ("train x.csv --model cnn --sync ssp:-1", "--sync: ssp: s must be a whole number"),
         ("run demo --learners 0 -- true", "--learners"),
         ("run demo --learners 2", "COMMAND"),
         ("run demo --lr -1 -- true", "job demo: optimizer: lr must be at least 0"),
