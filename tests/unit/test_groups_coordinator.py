@@ -180,7 +180,7 @@ class World:
         """The state of the group."""
         return self.group.state
 
-    def coordinator(self, expected: list[str], patience_s: float = 100.0) -> Group:
+    def coordinator(self, expected: list[str], patience_s: float = 20.0) -> Group:
         return Group((0, 1), True, (), expected, self.now + patience_s, 2.0)
 
     def replica(self, number: int) -> Replica:
