@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +31,16 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from gadei_ps.errors import ExchangeFailed
 from gadei_ps.groups import parts
 from gadei_ps.groups.parts import Floats
+from gadei_ps.machine import process
 
+Connected = TypeVar("Connected")
 Array = npt.NDArray[Any]
 
 PIECE = 1 << 20
 """Values of a piece: 4 MB."""
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+STEPS = 2
+"""Steps of a connection, each of which may take the time limit."""
 _STATE, _PART, _SUM = 1, 2, 3
 _HEADER = 3
 
@@ -61,7 +67,9 @@ class Transport:
         self._others = [one for one in range(members) if one != place]
         self._limit = timedelta(seconds=timeout_s)
         with _failing(), _listening(host):
-            self._group: Any = ProcessGroupGloo(store, place, members, timeout=self._limit)
+            self._group: Any = _in_time(
+                lambda: ProcessGroupGloo(store, place, members, timeout=self._limit), timeout_s
+            )
 
     def aggregate(self, model: Floats, weights: Sequence[float], out: Floats) -> None:
         """Write the weighted mean of all members' models to `out`. Raises ExchangeFailed."""
@@ -140,7 +148,30 @@ def store_at(host: str, port: int, timeout_s: float) -> TCPStore:
     """Connect to the store of another member; make one for port 0. Raises ExchangeFailed."""
     with _failing():
         limit = timedelta(seconds=timeout_s)
-        return TCPStore(host, port, None, not port, limit, wait_for_workers=False)
+        return _in_time(
+            lambda: TCPStore(host, port, None, not port, limit, wait_for_workers=False), timeout_s
+        )
+
+
+def _in_time(connect: Callable[[], Connected], timeout_s: float) -> Connected:
+    """Return the result of `connect`. Raises ExchangeFailed after STEPS time limits.
+
+    PyTorch waits without a limit for the store of a member that hangs or is cut off. The thread
+    then waits on, until that member ends.
+    """
+    answer: Future[Connected] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(connect())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=process.FOREIGN, daemon=True).start()
+    try:
+        return answer.result(STEPS * timeout_s)
+    except TimeoutError:
+        raise ExchangeFailed("the first member does not answer") from None
 
 
 def _pieces(part: slice) -> Iterator[slice]:

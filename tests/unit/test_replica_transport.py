@@ -30,7 +30,7 @@ torch = pytest.importorskip("torch")
 from gadei_ps.replicas import transport  # noqa: E402
 
 VALUES = 64 * 5000 + 3
-LIMIT_S = 2.0
+LIMIT_S, SHORT_S = 2.0, 0.5
 LONG_S = 2 * support.PATIENCE_S
 """Limit of a process group: the test fails before."""
 APART = ["unshare", "--user", "--map-root-user", "--net"]
@@ -148,6 +148,45 @@ def test_a_member_that_dies_or_hangs_ends_the_exchange_of_all(number: int) -> No
         made.results([0, 2])
     finally:
         made.close()
+
+
+def connects(port: int, out: Connection) -> None:
+    """Connect to a store before and after it hangs."""
+    store = transport.store_at(HOST, port, LIMIT_S)
+    out.send("connected")
+    assert out.recv() == "it hangs"
+    for connect in (
+        lambda: transport.store_at(HOST, port, SHORT_S),
+        lambda: transport.Transport(store, 1, 2, HOST, SHORT_S),
+    ):
+        with pytest.raises(ExchangeFailed):
+            connect()
+        out.send("failed")
+    os._exit(0)  # threads still wait
+
+
+def test_a_first_member_that_hangs_ends_the_connection_of_others() -> None:
+    """PyTorch has no time limit for its store."""
+    context = get_context("fork")
+    (stores, theirs), (ours, others) = context.Pipe(), context.Pipe()
+    store = context.Process(target=keep_store, args=(theirs,))
+    store.start()
+    try:
+        assert stores.poll(support.PATIENCE_S)
+        client = context.Process(target=connects, args=(stores.recv(), others))
+        client.start()
+        try:
+            assert ours.poll(support.PATIENCE_S) and ours.recv() == "connected"
+            os.kill(store.pid or 0, signal.SIGSTOP)
+            ours.send("it hangs")
+            for _ in range(2):
+                assert ours.poll(support.PATIENCE_S) and ours.recv() == "failed"
+        finally:
+            client.kill()
+            client.join()
+    finally:
+        store.kill()
+        store.join()
 
 
 def gives_state(one: transport.Transport, out: Any) -> None:
