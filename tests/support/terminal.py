@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import os
@@ -50,10 +51,15 @@ class Terminal:
         self._reader.start()
 
     def _read(self) -> None:
+        # A read may end amid a character.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         with contextlib.suppress(OSError):  # no process has the other end any more
-            while not self._closing:
-                if select.select([self._master], [], [], LOOK_S)[0]:
-                    self.err += os.read(self._master, 4096).decode(errors="replace")
+            while True:
+                closing = self._closing  # what was written before close() is read
+                if select.select([self._master], [], [], 0.0 if closing else LOOK_S)[0]:
+                    self.err += decoder.decode(os.read(self._master, 4096))
+                elif closing:
+                    return
 
     def interrupt(self) -> None:
         """Ctrl-C: all processes of the command line get SIGINT."""
