@@ -45,7 +45,10 @@ def test_trace_and_simulate(cli: Cli, job_name: str, learner: list[str]) -> None
     cli.serve(job_name, "sync = 'bsp'\n")
     team = [cli.start("attach", job_name, "--", *learner, FOREVER) for _ in range(2)]
     support.eventually(learning(job_name, team[0], 2))
-    report = cli("trace", job_name, "--for", "300ms", "--json").json
+    for time in ("300ms", "5s", "60s"):  # longer ones for a busy machine
+        report = cli("trace", job_name, "--for", time, "--json").json
+        if report["learners"] == 2 and report["run_times"] > 10:
+            break
     assert report["file"] == f"{job_name}-trace.csv"
     assert report["learners"] == 2
     recorded = traces.read(cli.directory / report["file"])
