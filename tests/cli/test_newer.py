@@ -44,6 +44,7 @@ def test_a_newer_checkpoint_is_told_and_can_be_taken(
             daemon = again(cli, old)
         support.eventually(lambda: support.status(old)["newer_checkpoint"] == 5)
         command = f"gadei-ps stop {old} --discard"
+        support.eventually(lambda: "resuming from memory" in daemon.err)
         line = next(line for line in daemon.err.splitlines() if "resuming from memory" in line)
         assert "at version 2; checkpoint 5 is newer" in line
         assert command in line
