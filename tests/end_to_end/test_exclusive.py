@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import (
+    PATIENCE_S,
     Child,
     Stopped,
     daemon,
@@ -49,7 +50,7 @@ LEAP = 1000.0
 def _ask(pipe: Connection, job: str) -> None:
     """Pause the others on each request; send the version then, and the copy.
 
-    Within, "leap" assigns, "push" pushes, "keep" shows life until the next order, and "go" ends it.
+    Within, it shows life until the next order: "leap" assigns, "push" pushes, and "go" ends it.
     """
     with Client(job, name="asks") as client:
         pipe.send("attached")
@@ -58,23 +59,26 @@ def _ask(pipe: Connection, job: str) -> None:
                 with client.exclusive(timeout_s):
                     copy = client.pull()[:VALUES]
                     pipe.send((client.current_version, copy))
-                    while (what := pipe.recv()) != "go":
+                    while (what := _order(pipe, client)) != "go":
                         if what == "leap":
                             client.assign({"w": copy - LEAP})
                             pipe.send((client.current_version, client.pull()[:VALUES]))
                         elif what == "push":
                             client.push({"w": copy})
-                        elif what == "keep":
-                            while not pipe.poll(0.2):
-                                client.heartbeat()
                 pipe.send("ended")
             except GadeiError as error:
                 pipe.send(f"{type(error).__name__}: {error}")
 
 
+def _order(pipe: Connection, client: Client) -> Any:
+    while not pipe.poll(0.2):
+        client.heartbeat()
+    return pipe.recv()
+
+
 def _stand(asks: Child) -> tuple[int, np.ndarray]:
     """Pause the others; return the version and the weights."""
-    asks.send(60.0)
+    asks.send(PATIENCE_S)
     version, copy = asks.receive()
     assert np.ptp(copy) == 0  # all shards have applied the same
     return version, copy
@@ -110,7 +114,7 @@ def test_all_stand_still_under_each_model(job_name: str) -> None:
         assert asks.receive() == "attached"
         pids = [child.pid for child in team]
         for number, model in enumerate(MODELS):
-            assert change.set_sync(job_name, model, 60.0)["sync"] == model
+            assert change.set_sync(job_name, model, PATIENCE_S)["sync"] == model
             goes_on(job_name)
             version, copy = _stand(asks)
             assert [one["others_stand_still"] for one in status(job_name)["learners"]].count(True)
@@ -134,7 +138,7 @@ def test_all_stand_still_under_each_model(job_name: str) -> None:
         end = status(job_name)
         assert end["gradients_applied"] + end["gradients_dropped"] == pushed
         assert end["gradients_refused"] == 0
-        asks.send(60.0)
+        asks.send(PATIENCE_S)
         asks.receive()
         assert tell(asks, "push").startswith("UsageError: exclusive: the other learners are paused")
 
@@ -166,7 +170,7 @@ def test_no_death_loses_a_gradient(model: str, job_name: str) -> None:
         assert asks.receive() == other.receive() == "attached"
         leaps = 0
         for number, which in enumerate(dying):
-            asks.send(60.0)
+            asks.send(PATIENCE_S)
             if number % 2:  # that it has asked is known
                 eventually(lambda: learner(job_name, asks.pid)["others_stand_still"])
             _kill(job_name, *which)
@@ -178,7 +182,7 @@ def test_no_death_loses_a_gradient(model: str, job_name: str) -> None:
             assert tell(asks, "leap")[1][0] == copy[0] - LEAP
             _kill(job_name, *which)
             np.testing.assert_array_equal(live_weights(job_name)[:VALUES], copy - LEAP)
-            other.send(60.0)  # it waits until the first one has ended
+            other.send(PATIENCE_S)  # it waits until the first one has ended
             assert tell(asks, "go") == "ended"
             other.receive()
             job.check()
@@ -190,7 +194,7 @@ def test_no_death_loses_a_gradient(model: str, job_name: str) -> None:
         for phase in range(3):
             with fork(1, _ask, job_name) as (dies,):
                 assert dies.receive() == "attached"
-                dies.send(60.0)
+                dies.send(PATIENCE_S)
                 if phase:
                     dies.receive()
                 if phase == 2:
@@ -203,7 +207,7 @@ def test_no_death_loses_a_gradient(model: str, job_name: str) -> None:
             goes_on(job_name)
         with fork(1, push_until_told, job_name) as (late,):
             assert late.receive() == "granted"
-            asks.send(60.0)
+            asks.send(PATIENCE_S)
             asks.receive()
             row = learner(job_name, late.pid)
             assert row
@@ -218,7 +222,24 @@ def test_no_death_loses_a_gradient(model: str, job_name: str) -> None:
         _settled(job_name, team, leaps, pushed)
 
 
-def test_who_hangs_is_killed_and_who_waits_gives_up(job_name: str) -> None:
+def test_who_waits_gives_up(job_name: str) -> None:
+    with (
+        daemon(job_name, sync="asp", tensors=TENSORS),
+        fork(1, push_until_told, job_name) as team,
+        fork(1, push_when_told, job_name) as (late,),
+        fork(1, _ask, job_name) as (asks,),
+    ):
+        all_granted([*team, late])  # so it has an iteration in flight
+        assert asks.receive() == "attached"
+        why = "PushTimeout: the other learners did not pause within 0.2 s"
+        assert tell(asks, 0.2) == why
+        assert tell(late, 1) == "granted"  # all continue
+        goes_on(job_name, 5)
+        late.send(None)
+        _settled(job_name, team, 0, pushed=1)
+
+
+def test_who_hangs_is_killed(job_name: str) -> None:
     with (
         Watched(job_name, sync="ssp:s=9", learner_timeout_s=TIMEOUT_S) as watched,
         fork(1, push_until_told, job_name) as team,
@@ -227,16 +248,10 @@ def test_who_hangs_is_killed_and_who_waits_gives_up(job_name: str) -> None:
     ):
         all_granted([*team, hangs])  # so it has an iteration in flight
         assert asks.receive() == "attached"
-        asks.send(0.2)
-        why = "PushTimeout: the other learners did not pause within 0.2 s"
-        assert asks.receive() == why
-        assert tell(hangs, 1) == "granted"  # all continue
-        goes_on(job_name, 5)
         hangs.signal(signal.SIGSTOP)
-        asks.send(60.0)
+        asks.send(PATIENCE_S)
         asks.receive()
         assert gone(hangs.pid)
-        asks.send("keep")
         watched.look(2 * TIMEOUT_S)
         tell(asks, "leap")
         # Now all wait for the one that asks, and hangs.
@@ -244,7 +259,7 @@ def test_who_hangs_is_killed_and_who_waits_gives_up(job_name: str) -> None:
         eventually(lambda: gone(asks.pid))
         goes_on(job_name)
         assert status(job_name)["learner_deaths"] == 2
-        _settled(job_name, team, 1, pushed=1)
+        _settled(job_name, team, 1)
 
 
 def test_a_stop_waits_for_a_stand(job_name: str) -> None:
@@ -257,12 +272,12 @@ def test_a_stop_waits_for_a_stand(job_name: str) -> None:
         all_granted(team)
         assert asks.receive() == "attached"
         version, copy = _stand(asks)
-        stopping = pool.submit(ask, job_name, StopJob(drain=True), 60.0)
+        stopping = pool.submit(ask, job_name, StopJob(drain=True), PATIENCE_S)
         eventually(lambda: status(job_name)["phase"] == "draining")
         assert tell(asks, "leap")[0] == version + 1
         np.testing.assert_array_equal(live_weights(job_name)[:VALUES], copy - LEAP)
         assert tell(asks, "go") == "ended"
-        assert tell(asks, 60.0).startswith("JobStopped: ")  # no other one begins
+        assert tell(asks, PATIENCE_S).startswith("JobStopped: ")  # no other one begins
         asks.send(None)
         pushed = sum(child.receive() for child in team)  # the stop has ended them
         assert stopping.result()["version"] == pushed + 1
