@@ -69,6 +69,10 @@ class Brake:
         """Wait until a piece is about to be made."""
         assert self._waiting.acquire(timeout=PATIENCE_S)
 
+    def waits(self) -> bool:
+        """Return whether one more piece is about to be made."""
+        return self._waiting.acquire(block=False)
+
     def allow(self, pieces: int) -> None:
         for _ in range(pieces):
             self._allowed.release()
@@ -200,7 +204,9 @@ def test_the_watchdogs_thread_frees_no_file(
         with contextlib.suppress(OSError):
             if os.getpid() == watchdog.value and is_a_file(f"/proc/self/fd/{fd}"):
                 mine = threading.get_native_id() == os.getpid()
-                (its_thread if mine else others).value += 1
+                counter = its_thread if mine else others
+                with counter.get_lock():
+                    counter.value += 1
         close(fd)
 
     monkeypatch.setattr(os, "close", counts)
@@ -262,14 +268,14 @@ def test_a_stop_while_a_model_is_made(job_name: str, brake: Brake) -> None:
         control = Processes(job_name).control
         asking[1].start()
         eventually(lambda: int(control["stop"]))
-        allowed = 0
-        while not (
-            first.has_sent and messages
-        ):  # slowly: the pieces in flight are to be the last ones
-            brake.allow(1)
-            allowed += 1
-            assert allowed < PIECES
-            time.sleep(0.05)
+        brake.allow(1)
+        allowed = 1
+        while not (first.has_sent and messages):
+            time.sleep(0.05)  # the pieces in flight are to be the last ones
+            if brake.waits():
+                brake.allow(1)
+                allowed += 1
+                assert allowed < PIECES
         assert (first.receive(), messages) == (f"JobStopped: {message}", [message])
         for one in asking:
             one.join()
