@@ -70,7 +70,7 @@ def test_each_run_gives_the_same_weights(work: bool, job_name: str) -> None:
 
 def test_a_learner_that_never_comes_is_awaited_for_a_while(job_name: str) -> None:
     """One that dies before the first superstep, too; the others continue, with their batches."""
-    wanted = {"sync": "bsp", "start_with": 3, "learner_timeout_s": 0.5}
+    wanted = {"sync": "bsp", "start_with": 3, "learner_timeout_s": 3.0}
     with daemon(job_name, **wanted), fork(2, _learn, job_name, True) as (one, other):
         other.send(0)
         eventually(lambda: status(job_name)["start"] == _start(1))
