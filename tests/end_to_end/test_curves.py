@@ -115,6 +115,11 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         (curves, "POLL_S"),
     ):
         monkeypatch.setattr(module, name, 0.1)
+    for module, name in (  # a stop waits until all is written, on a busy machine too
+        *((points, "HISTORY_END_S"), (supervisor, "MONITORS_END_S")),
+        (command_daemon, "END_TIMEOUT_S"),
+    ):
+        monkeypatch.setattr(module, name, PATIENCE_S)
 
 
 @pytest.mark.usefixtures("quickly")
@@ -127,7 +132,7 @@ def test_they_are_those_of_the_history(cli: Cli, job_name: str) -> None:
         first = writer(job_name)
         os.kill(first, signal.SIGKILL)
         client.report(accuracy=0.5)
-        change.set_optimizer(job_name, {"lr": 0.5}, 60.0)
+        change.set_optimizer(job_name, {"lr": 0.5}, PATIENCE_S)
         eventually(lambda: push(client) or writer(job_name) not in (0, first))
         push_until_shown(client, runs, 2)
         last = writer(job_name)
