@@ -383,8 +383,8 @@ LEARNS = """
 import time
 from gadei_ps.learners.client import Client
 Client()
-print("learning", flush=True)
 try:
+    print("learning", flush=True)
     time.sleep(1000)
 except KeyboardInterrupt:
     print("saved", flush=True)
