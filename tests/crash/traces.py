@@ -112,10 +112,19 @@ def traced(rig: Rig, record: Recorder) -> Child:
 
 
 def accepts(
-    model: str, defines: str, words: Sequence[str], trace: Trace, *, gaps: bool = False
+    model: str,
+    defines: str,
+    words: Sequence[str],
+    trace: Trace,
+    *,
+    gaps: bool = False,
+    brief: Sequence[str] = (),
 ) -> bool:
-    """gaps: a word that differs in two samples may have had other values in between."""
-    found: bool = verify().accepts(model, defines, words, trace, gaps=gaps)
+    """gaps: a word that differs in two samples may have had other values in between.
+
+    brief: words that may have had them in any case, as who looks may have to wait for a core.
+    """
+    found: bool = verify().accepts(model, defines, words, trace, gaps=gaps, brief=brief)
     return found
 
 
