@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import selectors
 import signal
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support import eventually
+from support import PATIENCE_S, eventually
 from support.jobs import config
 from support.memory import create_model
 
@@ -121,17 +122,18 @@ def test_a_child_is_ended_by_what_it_says(loop: Loop, *, dies: bool) -> None:
 
     def on_line(line: bytes) -> None:
         loop.lines.append(line)
-        child.end(0.0, 5.0)
+        child.end(0.0, PATIENCE_S)
 
     child._on_line = on_line
     if dies:
-        assert process.gone(child._pidfd, 5.0)
+        assert process.gone(child._pidfd, PATIENCE_S)
     eventually(lambda: loop.hear() or not loop.selector.get_map())
     assert (loop.lines, loop.codes) == ([b"a"], [])
     child.end(0.0, 0.0)
 
 
 def test_a_child_that_cannot_be_started_leaves_nothing(loop: Loop) -> None:
+    gc.collect()  # else what other tests have left may be closed meanwhile
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(FileNotFoundError):
         Child(loop.selector, ["no-such-program"], loop.lines.append, loop.codes.append)

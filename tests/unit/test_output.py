@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -205,6 +206,7 @@ def test_a_full_disk(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_learners_of_a_run_are_not_held_up() -> None:
     """No descriptor is left, and no thread."""
+    gc.collect()  # else what other tests have left may be closed meanwhile
     before = len(list(Path("/proc/self/fd").iterdir()))
     lines = Output(3)
     with lines.pipes(0), lines.pipes(1), lines.pipes(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import signal
@@ -179,6 +180,7 @@ def test_a_child_lives_on_when_the_thread_ends_that_has_started_it() -> None:
 
 @pytest.mark.parametrize("how", [None, signal.SIGKILL])
 def test_a_program_that_does_not_exist_is_named(how: int | None) -> None:
+    gc.collect()  # else what other tests have left may be closed meanwhile
     before = sorted(Path("/proc/self/fd").iterdir())
     with pytest.raises(FileNotFoundError) as error:
         process.spawn(["no-such-program", "-m"], how=how, stdout=subprocess.PIPE)
@@ -242,6 +244,7 @@ def test_a_process_whose_user_is_not_told_has_not_ended(monkeypatch: pytest.Monk
         return read(path, *how, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "read_text", full)
+    gc.collect()  # else what other tests have left may be closed meanwhile
     before = sorted(Path("/proc/self/fd").iterdir())
     with pytest.raises(OSError, match="cannot find the owner of process"):
         ownership.open_process(pid, start)
@@ -307,7 +310,7 @@ def test_a_fork_beside_a_start_can_start_children() -> None:
             os._exit(1)
     pidfd = os.pidfd_open(pid)
     try:
-        ended = process.gone(pidfd, 20.0)
+        ended = process.gone(pidfd, PATIENCE_S)
         if not ended:
             os.kill(pid, signal.SIGKILL)
         assert ended, "it waits for a lock that nobody releases"
