@@ -21,7 +21,7 @@ from unittest import mock
 
 import psutil
 import pytest
-from support import eventually
+from support import PATIENCE_S, eventually
 
 from gadei_ps.kernels import cache
 from gadei_ps.machine import process
@@ -222,6 +222,7 @@ def test_another_compiler_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatc
     with open(cache.directory() / compiler.LOCK, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert ended(in_child(lock)) == -signal.SIGALRM
+    monkeypatch.setattr(compiler, "LOCK_S", int(PATIENCE_S))
     assert ended(in_child(lock)) == 0
 
 
