@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -119,36 +118,49 @@ def test_what_is_no_sample() -> None:
 # -- times ---------------------------------------------------------------------------------------
 
 
+class Clock:
+    """A clock that is a microsecond later each time that it is read."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
 class Slow(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, inputs: torch.Tensor, seconds: float) -> torch.Tensor:
-        time.sleep(seconds)
+    def forward(context: Any, inputs: torch.Tensor, clock: Clock, seconds: float) -> torch.Tensor:
+        context.clock = clock
+        clock.now += seconds
         return inputs.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(0.004)
-        return gradient, None
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        context.clock.now += 0.004
+        return gradient, None, None
 
 
 class Sleeping(nn.Module):
     """Notes the threads that compute it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.clock, self.seconds = clock, seconds
         self.seen: set[tuple[str, int]] = set()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.seen.add((threading.current_thread().name, torch.get_num_threads()))
-        found: torch.Tensor = Slow.apply(inputs, self.seconds)
+        found: torch.Tensor = Slow.apply(inputs, self.clock, self.seconds)
         return found
 
 
 @pytest.mark.parametrize("far", [False, True])
 def test_layers_are_measured_where_they_compute(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """far: one after another, as on a GPU. In a thread with the cores of the place."""
-    slow = Sleeping(0.008)
+    clock = Clock()
+    monkeypatch.setattr(stages.time, "perf_counter", clock)
+    slow = Sleeping(clock, 0.008)
     layers = [nn.Linear(10, 10), slow, nn.Linear(10, 3)]
     if far:
         monkeypatch.setattr(stages.StageDevice, "has_own_memory", property(lambda one: True))
