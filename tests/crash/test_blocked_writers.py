@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support import Child, blocked_disk, eventually, status
+from support import PATIENCE_S, Child, blocked_disk, eventually, status
 from support.blocked_disk import BlockedDisk
 from team import Team, asking, seen, send, writer_of
 
@@ -46,7 +46,7 @@ def test_a_disk_that_blocks(job_name: str, tmp_path: Path) -> None:
             team.goes_on()
             assert status(job_name)["checkpoint_warning"] is None
         eventually(lambda: "cannot be written" in str(status(job_name)["checkpoint_warning"]))
-        assert ask(job_name, Checkpoint(), 60.0)["version"] > 0
+        assert ask(job_name, Checkpoint(), PATIENCE_S)["version"] > 0
         assert status(job_name)["checkpoint_warning"] is None
         team.settle()
 
@@ -70,5 +70,5 @@ def test_a_checkpoint_writer_that_stands_still_in_its_pause(job_name: str, tmp_p
         assert asker.receive()["version"] > 0
         asker.join()
         eventually(lambda: not int(team.control["pause"]))
-        assert ask(job_name, Checkpoint(), 60.0)["version"] > 0
+        assert ask(job_name, Checkpoint(), PATIENCE_S)["version"] > 0
         team.settle()

@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from support import FORK, Child, eventually, quick, segments, spin, status
+from support import FORK, PATIENCE_S, Child, eventually, quick, segments, spin, status
 from team import PATIENT_S, Team, asking, seen, send, stopped, tids, writer_of
 
 from gadei_ps.commands.daemon import Daemon
@@ -207,7 +207,7 @@ def test_death_during_the_pause(victim: str, job_name: str, tmp_path: Path) -> N
             team.watch()
             team.goes_on()
             hits += bool(hit)
-        last = ask(job_name, Checkpoint(), 60.0)
+        last = ask(job_name, Checkpoint(), PATIENCE_S)
         snapshot = checkpoint.read(Path(last["path"]))
         assert snapshot.version == last["version"]
         np.testing.assert_array_equal(snapshot.weights[:VALUES], -last["version"])

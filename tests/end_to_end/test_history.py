@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from shell import Cli
-from support import Pusher, daemon, eventually, status
+from support import PATIENCE_S, Pusher, daemon, eventually, status
 from support.blocked_disk import BlockedDisk, why_not
 
 from gadei_ps.commands import change, history, jobs
@@ -67,7 +67,7 @@ def test_a_history(job_name: str) -> None:
     with daemon(job_name, tensors=TENSORS, history=True), Client(job_name) as client:
         push(client, 5)
         push_until_told(client, job_name, 1)
-        change.set_optimizer(job_name, {"lr": 0.5}, 60.0)
+        change.set_optimizer(job_name, {"lr": 0.5}, PATIENCE_S)
         version = status(job_name)["settings_version"]
         ask(job_name, SetSync(sync="ssp:s=3"))
         eventually(lambda: push(client) or status(job_name)["sync"] == "ssp:s=3")
@@ -207,7 +207,7 @@ def test_a_disk_that_blocks_holds_up_nothing(job_name: str, tmp_path: Path) -> N
         before = status(job_name)["version"]
         push(client, 200)
         assert status(job_name)["version"] == before + 200
-        assert change.set_optimizer(job_name, {"lr": 0.5}, 60.0)["changed"]
+        assert change.set_optimizer(job_name, {"lr": 0.5}, PATIENCE_S)["changed"]
         job.check()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import daemon, eventually, fork, gone, status
+from support import PATIENCE_S, daemon, eventually, fork, gone, status
 
 from gadei_ps.errors import PushTimeout
 from gadei_ps.learners.client import Client
@@ -102,8 +102,8 @@ def test_the_writer_is_interrupted(
             patch.setattr(one, "_assign", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 load(one)
-        assert load(other, 30)
-        assert load(one, 30), "it is what was loaded"
+        assert load(other, PATIENCE_S)
+        assert load(one, PATIENCE_S), "it is what was loaded"
         assert one.published == 0
         if what == "state":
             assert _is_whole(job_name)

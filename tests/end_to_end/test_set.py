@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import daemon, eventually, fork, learner, live_weights, status
+from support import PATIENCE_S, daemon, eventually, fork, learner, live_weights, status
 from support.steered import (
     MODELS,
     TENSORS,
@@ -45,7 +45,7 @@ def test_every_change_under_load_loses_nothing(job_name: str) -> None:
     ):
         all_granted(team)
         for model in order[1:]:
-            result = change.set_sync(job_name, model, 30.0)
+            result = change.set_sync(job_name, model, PATIENCE_S)
             assert result["sync"] == model == status(job_name)["sync"]
             heads = {row["pid"]: row["published"] for row in status(job_name)["learners"]}
 
@@ -101,15 +101,15 @@ def test_change_waits_for_the_iteration_in_hand(job_name: str) -> None:
         all_granted([one, other])
         one.send(1)
         assert one.receive() == "granted"
-        changing = threading.Thread(target=change.set_sync, args=(job_name, "bsp", 30.0))
+        changing = threading.Thread(target=change.set_sync, args=(job_name, "bsp", PATIENCE_S))
         changing.start()
         eventually(lambda: status(job_name)["sync_wanted"] == "bsp")
         with pytest.raises(ControlError, match="is just changing to bsp"):
-            change.set_sync(job_name, "asp", 1.0)
+            change.set_sync(job_name, "asp", PATIENCE_S)
         # Both finish their iterations in flight, and neither begins another iteration.
         one.send(2)
         with pytest.raises(ControlError, match="is just changing"):
-            change.set_sync(job_name, "asp", 1.0)
+            change.set_sync(job_name, "asp", PATIENCE_S)
         assert status(job_name)["sync"] == "ssp:s=9"
         other.send(3)
         changing.join()
@@ -139,7 +139,7 @@ def test_bad_change_changes_nothing(spec: str, why: str, job_name: str) -> None:
     ):
         all_granted(team)
         with pytest.raises((UsageError, ControlError), match=why):
-            change.set_sync(job_name, spec, 1.0)
+            change.set_sync(job_name, spec, PATIENCE_S)
         assert (status(job_name)["sync"], status(job_name)["sync_wanted"]) == ("asp", None)
         assert tell(team[0], 1) == "granted"
 
@@ -232,7 +232,7 @@ def test_change_from_asp_under_a_flood(job_name: str) -> None:
         for child in team:
             assert child.receive() == "attached"
         eventually(lambda: status(job_name)["version"] > 2)
-        assert change.set_sync(job_name, "ssp:s=3", 50.0)["changed"]
+        assert change.set_sync(job_name, "ssp:s=3", PATIENCE_S)["changed"]
         pushed = sum(tell(child, "stop") for child in team)
         job.check()
         assert status(job_name)["gradients_applied"] == pushed
@@ -315,7 +315,7 @@ def test_row_of_a_straggler_is_clean_for_the_next(job_name: str) -> None:
 
 def test_set_before_there_is_a_model(job_name: str) -> None:
     with daemon(job_name):
-        assert change.set_sync(job_name, "bsp", 5.0)["changed"]
+        assert change.set_sync(job_name, "bsp", PATIENCE_S)["changed"]
         assert status(job_name)["sync"] == "bsp"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from saved_jobs import again, die, take
 from shell import Cli
-from support import daemon, eventually, status
+from support import PATIENCE_S, daemon, eventually, status
 from support.grouped import FILE, SAID, TENSORS, Expected, learner
 from support.torch_models import one_thread as one_thread
 
@@ -91,7 +91,7 @@ def test_param_groups_and_schedulers_follow(job_name: str) -> None:
         groups = [{"params": "bias", "lr": 0.5}]
         optimizer = Optimizer(model, job_name, lr=0.1, groups=groups, wait=True)
         optimizer.param_groups[0]["lr"] = 0.25
-        change.set_optimizer(job_name, {"groups.0.lr": 5.0}, 60.0)
+        change.set_optimizer(job_name, {"groups.0.lr": 5.0}, PATIENCE_S)
         before = model.bias.detach().clone(), model.weight.detach().clone()
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
@@ -131,4 +131,4 @@ def test_a_job_without_groups(job_name: str) -> None:
         daemon(job_name, tensors=[{"name": "w", "shape": [4]}]),
         pytest.raises(UsageError, match=r"groups\.0\.lr: the job has no parameter groups"),
     ):
-        change.set_optimizer(job_name, {"groups.0.lr": 1.0}, 60.0)
+        change.set_optimizer(job_name, {"groups.0.lr": 1.0}, PATIENCE_S)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from saved_jobs import again, die, take
 from shell import Cli
-from support import daemon, eventually, fork, live_weights, spin, status
+from support import PATIENCE_S, daemon, eventually, fork, live_weights, spin, status
 from support.processes import Child
 from support.steered import TENSORS, VALUES, all_granted, push_until_told, push_when_told, tell
 
@@ -34,7 +34,7 @@ class Rates:
         self.taken: list[tuple[int, float]] = [(0, 1.0)]  # from which version on
 
     def set(self, rate: float) -> None:
-        result = change.set_optimizer(self.job, {"lr": rate}, 60.0)
+        result = change.set_optimizer(self.job, {"lr": rate}, PATIENCE_S)
         self.note(rate, result["version"])
 
     def note(self, rate: float, version: int) -> None:
@@ -89,7 +89,9 @@ def test_each_superstep_has_one_rate(sync: str, job_name: str) -> None:
         with pushing(job_name):
             for number in range(ROUNDS):
                 moved(job_name)
-                assert change.set_optimizer(job_name, {"lr": float(2 + number)}, 60.0)["changed"]
+                assert change.set_optimizer(job_name, {"lr": float(2 + number)}, PATIENCE_S)[
+                    "changed"
+                ]
                 job.check()
         weights = live_weights(job_name)[:VALUES]
         assert np.ptp(weights) == 0
@@ -138,12 +140,12 @@ def test_a_change_amid_a_change_of_the_model(job_name: str) -> None:
         all_granted(team)
         with pytest.raises(ControlError, match="has not reached a barrier"):
             change.set_sync(job_name, "bsp", 0.2)
-        assert change.set_optimizer(job_name, {"lr": 4.0}, 60.0)["version"] == 0
+        assert change.set_optimizer(job_name, {"lr": 4.0}, PATIENCE_S)["version"] == 0
         for child in team:
             child.send(1)
         eventually(lambda: status(job_name)["sync"] == "bsp")
         all_granted(team)
-        change.set_optimizer(job_name, {"lr": 8.0}, 60.0)
+        change.set_optimizer(job_name, {"lr": 8.0}, PATIENCE_S)
         for child in team:
             child.send(1)
         all_granted(team)
@@ -176,7 +178,7 @@ def test_what_cannot_be_changes_nothing(
     with daemon(job_name, tensors=TENSORS, optimizer={"lr": 1.0} | optimizer):
         before = status(job_name)["settings"]
         with pytest.raises((UsageError, ControlError), match=why) as raised:
-            change.set_optimizer(job_name, values, 5.0)
+            change.set_optimizer(job_name, values, PATIENCE_S)
         assert "\n" not in str(raised.value)
         assert status(job_name)["settings"] == before
         assert not status(job_name)["settings_pending"]
@@ -191,14 +193,14 @@ def test_learners_in_any_framework_see_it(job_name: str) -> None:
         client.push({"w": ones})
         client.wait_applied()
         asked = {"lr": 0.5, "weight_decay": 1.0}
-        result = change.set_optimizer(job_name, asked, 60.0)
+        result = change.set_optimizer(job_name, asked, PATIENCE_S)
         assert result["changed"] == {"lr": [1.0, 0.5], "weight_decay": [0.0, 1.0]}
         assert result["version"] == 1
         assert client.hyper_changes == 1
         client.push({"w": zeros})  # a row of zeros moves the weights now
         client.wait_applied()
         np.testing.assert_array_equal(client.pull()[:VALUES], -0.5)
-        assert change.set_optimizer(job_name, asked, 60.0)["changed"] == {}
+        assert change.set_optimizer(job_name, asked, PATIENCE_S)["changed"] == {}
         assert status(job_name)["settings"]["from"]["lr"] == "set"
 
 
@@ -212,13 +214,15 @@ def test_clipping_staleness_and_schedules(job_name: str) -> None:
             return before - float(client.pull()[0])
 
         assert push() == 2.0
-        change.set_optimizer(job_name, {"clip_norm": 2.0}, 60.0)
+        change.set_optimizer(job_name, {"clip_norm": 2.0}, PATIENCE_S)
         assert push() == pytest.approx(1.0)
         asked = {"clip_norm": 0.0, "schedule": "step", "step_size": 3, "step_gamma": 0.5}
-        change.set_optimizer(job_name, asked, 60.0)
+        change.set_optimizer(job_name, asked, PATIENCE_S)
         # The schedule counts gradients from the job's first one on.
         assert [push(), push()] == pytest.approx([2.0, 1.0])
-        change.set_optimizer(job_name, {"schedule": "constant", "staleness_aware": True}, 60.0)
+        change.set_optimizer(
+            job_name, {"schedule": "constant", "staleness_aware": True}, PATIENCE_S
+        )
         settings = status(job_name)["settings"]
         assert (settings["schedule"], settings["staleness_aware"]) == ("constant", True)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from shell import Cli
 from support import (
+    PATIENCE_S,
     Stopped,
     daemon,
     eventually,
@@ -79,7 +80,7 @@ def test_ssp_keeps_its_bound(job_name: str) -> None:
         with team(job_name, 1, "wait_turn") as (late,):
             assert call(late, "push", gradient_of(one_at(slow_at))) == 0
             assert call(late, "wait_applied") is None
-            assert call(late, "wait_turn", 30.0) is None
+            assert call(late, "wait_turn", PATIENCE_S) is None
             assert int(-weights[fast_at]) == 4 + bound + 1
             call(late, "detach")
 
@@ -99,7 +100,7 @@ def test_bsp_keeps_its_supersteps(job_name: str) -> None:
             assert status(job_name)["supersteps"] == number - 1
             call(other, "push", gradient_of(np.full(VALUES, 1, np.float32)))
             for child in (one, other):
-                assert call(child, "wait_turn", 30.0) is None
+                assert call(child, "wait_turn", PATIENCE_S) is None
             np.testing.assert_array_equal(weights, -2 * number)
         end = status(job_name)
         assert (end["supersteps"], end["version"]) == (3, 6)
@@ -119,7 +120,7 @@ def test_what_the_dead_have_pushed_stays_in_its_superstep(job_name: str) -> None
         with Stopped(next_):
             os.kill(status(job_name)["server_pid"], signal.SIGKILL)
             call(stays, "push", gradient_of(np.ones(VALUES, np.float32)))
-        assert call(stays, "wait_turn", 30.0) is None
+        assert call(stays, "wait_turn", PATIENCE_S) is None
         np.testing.assert_array_equal(live_weights(job_name)[:VALUES], -2)
         assert status(job_name)["supersteps"] == 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import daemon, live_weights
+from support import PATIENCE_S, daemon, live_weights
 
 from gadei_ps.commands import change
 from gadei_ps.errors import UsageError
@@ -36,7 +36,7 @@ class Learner:
 
 
 def _set(job: str, **values: object) -> None:
-    change.set_optimizer(job, values, 60.0)
+    change.set_optimizer(job, values, PATIENCE_S)
 
 
 def test_groups_show_the_job(job_name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import daemon, eventually, status
+from support import PATIENCE_S, daemon, eventually, status
 from support.torch_models import one_thread as one_thread
 from torch import nn
 
@@ -62,7 +62,7 @@ def test_a_job_that_gets_more_in_flight(made: Plan, job_name: str) -> None:
         daemon(job_name, sync="wsp:D=0,s_local=3", optimizer={"kind": "add"}),
         VirtualWorker(layers(), plan=made, optimizer=sgd, job=job_name) as worker,
     ):
-        assert change.set_sync(job_name, "wsp:D=0,s_local=7", 20.0)["changed"]
+        assert change.set_sync(job_name, "wsp:D=0,s_local=7", PATIENCE_S)["changed"]
         flying = 0
         for inputs, targets in data():
             worker.train(inputs, targets, CRITERION)

@@ -393,7 +393,7 @@ def _live(asked: dict[str, Any]) -> dict[str, Any]:
         life.wrong.append(traceback.format_exc())
         life.daemon.end()
     with contextlib.suppress(AssertionError):
-        eventually(lambda: not children(), 30)
+        eventually(lambda: not children())
     if left := children():
         life.wrong.append(f"left running: {left}")
         for one in psutil.Process().children(recursive=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import PATIENCE_S
 from support.frames import claim
 
 from gadei_ps import _native
@@ -164,7 +165,7 @@ def test_a_superstep_goes_on_without_the_refused(served: Any) -> None:
     before, bad, good = served.weights(), Writer(served), Writer(served)
     with bad.client, good.client:
         for each in (bad, good):
-            each.client.wait_turn(30.0)  # then both are members of the first superstep
+            each.client.wait_turn(PATIENCE_S)  # then both are members of the first superstep
         for count in range(1, 4):
             bad.publish(POISON, kind=9)
             good.publish(1.0)
@@ -205,7 +206,7 @@ def test_wild_words_in_a_ring_hurt_no_other(served: Any, field: str, value: int)
     before = served.weights()
     with wild.client, good.client:
         for each in (wild, good):
-            each.client.wait_turn(30.0)
+            each.client.wait_turn(PATIENCE_S)
         ring = wild.ring
         if ring[field].dtype.names:
             ring[field] = np.zeros((), ring[field].dtype)
