@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from shell import Cli
-from support import eventually, status
+from support import PATIENCE_S, eventually, status
 
 from gadei_ps.commands import history
 from gadei_ps.job.config import state_directory
@@ -38,7 +38,7 @@ LEARNER = """
             client.report(pushed=client.published)
             time.sleep(0.02)
 """
-WAIT_MS = 60_000
+WAIT_MS = 1000 * PATIENCE_S
 PAGE_BYTES = 100_000
 OTHER = "other.history.jsonl"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,7 +51,7 @@ def page() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"], timeout=WAIT_MS
         )
         context = browser.new_context(viewport={"width": 1100, "height": 800})
         made = context.new_page()
@@ -92,7 +92,7 @@ def test_from_an_empty_page(cli: Cli, job_name: str, page: Any) -> None:
     assert re.match(r"\d\d-\d\d \d\d:\d\d:\d\d", event)
     assert "version" not in event, "it is not known"
     page.locator(".chart h3", has_text="samples/s").wait_for()
-    assert page.evaluate("shown.runs[0].series.loss.at(-1)") > 0
+    assert page.evaluate("shown.runs[0].series.loss.findLast((one) => one !== null)") > 0
 
     page.locator("#settings").fill("lr=0.25")
     page.get_by_role("button", name="Set").click()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import daemon, eventually, gone, interactive, segments, status
+from support import PATIENCE_S, daemon, eventually, gone, interactive, segments, status
 from support.interactive import Interactive, Kernel
 
 from gadei_ps.job import paths
@@ -238,7 +238,11 @@ def test_the_example(job_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") for cell in notebook.cells), "clear it before you commit"
-    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    resources = {"metadata": {"path": str(tmp_path)}}
+    # Its time-outs are whole seconds.
+    nbclient.NotebookClient(
+        notebook, resources=resources, startup_timeout=int(PATIENCE_S)
+    ).execute()
     output = "".join(
         one.get("text", "") for cell in notebook.cells for one in cell.get("outputs", ())
     )
