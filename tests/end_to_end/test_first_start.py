@@ -105,7 +105,7 @@ class Server:
         self._go.touch()
         out, _ = self.process.communicate(timeout=COMPILED_S)
         assert self.process.returncode == 0
-        assert all(map(ended, self.compilers)), "they have not ended with their server"
+        eventually(lambda: all(map(ended, self.compilers)), what="they end with their server")
         return out.splitlines()
 
 
