@@ -75,6 +75,7 @@ ROOMS = (
             "tests/unit/test_superstep.py",
             "tests/unit/test_shard.py",
             "tests/unit/test_work.py",
+            "tests/unit/test_owned.py",
             "tests/unit/test_stand_by.py",
             "tests/unit/test_broken_ring.py",
             "tests/end_to_end/test_exactly_once.py",

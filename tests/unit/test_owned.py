@@ -208,6 +208,25 @@ class Owner(RuleBasedStateMachine):
         assert int(ledger.assign(self.c, 0)) == NO_BATCH
 
 
+def test_ranges_are_handed_out_one_after_the_other() -> None:
+    memory = Memory()
+    memory.own(0, ranges=[(0, 3, 5), (0, 9, 10)])
+    batches = [int(ledger.assign(memory.c, row)) for row in (0, 1, 0, 1)]
+    assert batches == [3, 4, 9, NO_BATCH]
+    assert memory.c["roster"]["outstanding"][0, 0, :2].tolist() == [3, 9]
+
+
+def test_a_range_after_one_that_was_revoked_halfway() -> None:
+    """Hand it out from its first batch on."""
+    memory = Memory()
+    given = memory.own(0, ranges=[(0, 0, 10)])
+    assert [int(ledger.assign(memory.c, 0)) for _ in range(3)] == [0, 1, 2]
+    memory.own(given, take_back=True)
+    ledger.take_back(memory.c)
+    memory.own(given, ranges=[(0, 20, 30)])
+    assert int(ledger.assign(memory.c, 1)) == 20
+
+
 def test_owned_batches_are_answered_once() -> None:
     run_state_machine_as_test(
         Owner, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
