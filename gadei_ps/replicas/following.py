@@ -163,6 +163,10 @@ class Following:
         )
         if self._is_new:
             self._found = placing.place(run)
+        try:
+            ray.get(self._coordinator.followed.remote(), timeout=placing.ANSWER_S)
+        except (RayError, GetTimeoutError) as error:
+            raise ClusterError(f"the coordinator does not start: {placing.line(error)}") from None
         if self._sign(placing.ANSWER_S):
             raise ClusterError(
                 f"run {run.name} has its group run already, at {self._other}: end that command "

@@ -19,6 +19,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'gadei-ps[cluster]'", allow_module_level=True)
 
 import ray
+from ray.exceptions import ActorDiedError
 
 from gadei_ps.replicas import actor, following, placing
 from gadei_ps.replicas.coordinator import FOLLOWED_S
@@ -195,6 +196,30 @@ def test_how_replicas_have_ended_that_another_command_has_ended(
     summary = made.result()
     assert (summary["exit_code"], summary["stopped"]) == (code, asked == "stop")
     assert summary["machines"][0]["gradients_applied"] == 7
+
+
+def test_a_run_whose_coordinator_does_not_start_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it, replicas would train alone, and the command would report nothing."""
+
+    def get(*_: Any, **__: Any) -> None:
+        raise ActorDiedError
+
+    method = SimpleNamespace(remote=lambda *_: None)
+    context = SimpleNamespace(get_node_id=lambda: "1")
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "h")
+    monkeypatch.setattr(following, "actors", lambda _: {})
+    monkeypatch.setattr(following, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(placing, "place", lambda _: {})
+    coordinator = SimpleNamespace(follow=method, followed=method)
+    monkeypatch.setattr(placing, "detached", lambda *_, **__: coordinator)
+    run = config.from_mapping(RUN, "test")
+    made = following.Following(run, "h:1", [], "/", lambda *_: None)
+    with pytest.raises(ClusterError, match=r"^the coordinator does not start: The actor died"):
+        made.begin()
 
 
 def test_a_command_ends_where_another_one_follows_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
