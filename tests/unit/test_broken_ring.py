@@ -48,9 +48,12 @@ def test_what_one_shard_has_consumed_of_a_broken_ring_is_torn_for_the_other(job_
     with Rig(job_name, [Tensor("w", (5000,))], learners=2, shards=2) as rig:
         rig.publish(0, rig.ones())
         rig.roster[0]["broken"] = 1
-        rig.state["applied"][0, 0] = 1
+        record = rig.state["record"]
+        rig.state["applied"][0, 0] = record["gradients"][0] = 1
         with rig.serving():
             rig.apply(1, rig.ones())
             eventually(lambda: rig.state["applied"][1, 0] == 1)
         np.testing.assert_array_equal(rig.weights, -1.0)
-        assert rig.state["record"]["torn"][:2].tolist() == [0, 1]
+        assert record["torn"][:2].tolist() == [0, 1]
+        # By their number a shard knows how stale the next gradient is.
+        assert record["gradients"][:2].tolist() == [2, 2]
