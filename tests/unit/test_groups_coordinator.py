@@ -191,6 +191,11 @@ class World:
         while self.group.step(self.now, {}):
             pass
 
+    def note_applied(self) -> None:
+        """Note what replicas have, from whose reports another coordinator continues."""
+        applied = [one.rounds or 0 for one in self.replicas if one.lineage == self.last[0]]
+        self.last = self.last[0], max(applied, default=0)
+
     def step(self, disturbs: bool) -> None:
         chance, group = self.chance, self.group
         self.now += 0.1
@@ -199,13 +204,14 @@ class World:
             dead = self.replicas.pop(chance.randrange(len(self.replicas)))
             if chance.random() < 0.7:
                 group.lost(str(dead.number))
+            if not group.is_settled:
+                self.note_applied()
         elif what < 0.04 and len(self.replicas) < 5:
             free = set(range(5)) - {one.number for one in self.replicas}
             self.replicas.append(self.replica(chance.choice(sorted(free))))
         elif what < 0.05:
             self.group = group = self.coordinator([], 5.0)  # the one before has died
-            applied = [one.rounds or 0 for one in self.replicas if one.lineage == self.last[0]]
-            self.last = self.last[0], max(applied, default=0)  # nobody has more
+            self.note_applied()
             for one in self.replicas:
                 one.reply = None
         for one in self.replicas:
