@@ -60,12 +60,12 @@ def execute(make_tree: Callable[[], Any], args: Sequence[str]) -> int:
 
     Call it once, from the main thread.
     """
+    _replace_closed_streams()  # before another file gets their numbers
     interrupts.install()
     command = make_tree()
     log.outlive_reader()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # None if our parent closed it
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         args, mistake = separated(command, args), None
     except UsageError as error:
@@ -77,8 +77,7 @@ def execute(make_tree: Callable[[], Any], args: Sequence[str]) -> int:
         if mistake is not None:
             raise mistake
         code = command.main(list(args), prog_name="gadei-ps", standalone_mode=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except Interrupted as interrupted:
         name = signal.Signals(interrupted.number).name
         if as_json:
@@ -117,7 +116,7 @@ def _report(
         try:
             print_json({"error": line, "kind": kind})
             sys.stdout.flush()
-        except BrokenPipeError:
+        except OSError:  # its reader is gone, or its disk is full
             _discard_stdout()
     return code
 
@@ -158,8 +157,17 @@ def _described(error: Exception, path: str) -> tuple[str, str, int]:
     )
 
 
+def _replace_closed_streams() -> None:
+    """Open /dev/null for standard streams that the parent has closed: they are None otherwise."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # Like Python's own streams it leaves its file open when it is replaced.
+            null = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(null, mode, closefd=False))
+
+
 def _discard_stdout() -> None:
-    """Discard stdout if its reader is gone: the interpreter's last flush would report an error."""
+    """Discard stdout that cannot be written: the interpreter's last flush would report an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -153,6 +153,21 @@ def test_mistakes_are_reported_before_missing_libraries(
 
 
 @pytest.mark.parametrize(
+    ("line", "code", "error"),
+    [
+        ("docs faq >&-", 0, ""),
+        ("docs faq <&- >&- 2>&-", 0, ""),
+        ("docs nopage 2>&-", 2, ""),
+        ("docs faq --json > /dev/full", 1, "gadei-ps: No space left on device; free some space\n"),
+    ],
+)
+def test_standard_streams_that_cannot_be_written(line: str, code: int, error: str) -> None:
+    command = f"{sys.executable} -m gadei_ps {line}"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (code, error)
+
+
+@pytest.mark.parametrize(
     "arguments", ["status", "stop", "attach --json", "status --json", "stop --json"]
 )
 def test_unknown_job(cli: Cli, job_name: str, arguments: str) -> None:
