@@ -201,8 +201,6 @@ def test_how_replicas_have_ended_that_another_command_has_ended(
 def test_a_run_whose_coordinator_does_not_start_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without it, replicas would train alone, and the command would report nothing."""
-
     def get(*_: Any, **__: Any) -> None:
         raise ActorDiedError
 
