@@ -74,8 +74,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set up this process, and the locks that the workers of a run share."""
-    hypothesis.settings.register_profile("untimed", deadline=None)  # other work slows examples down
-    hypothesis.settings.load_profile("untimed")
+    # Other work slows examples down. A run draws the same ones as the last, so that what fails was
+    # broken by what has changed; --hypothesis-profile search draws others.
+    hypothesis.settings.register_profile("search", deadline=None)
+    hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("repeatable")
     # Orphans of killed processes become our children, so that nothing_left sees them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # A shell gives what it runs in the background, as nohup does, ignored signals: the processes
