@@ -141,9 +141,18 @@ class Forked:
         """The exit code, once the child has ended. Raises subprocess.TimeoutExpired."""
         until = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
-            if until is not None and time.monotonic() > until:
+            left_s = 1.0 if until is None else until - time.monotonic()
+            if left_s <= 0:
                 raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
-            time.sleep(0.001)
+            try:  # a look a millisecond would take the cores from those that are waited for
+                pidfd = os.pidfd_open(self.pid)
+            except OSError:  # another thread has reaped it, or no descriptor is free
+                time.sleep(0.001)
+                continue
+            try:
+                process.gone(pidfd, left_s)
+            finally:
+                os.close(pidfd)
         return code
 
     def send_signal(self, number: int) -> None:
