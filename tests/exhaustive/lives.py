@@ -338,6 +338,7 @@ class Life:
         errors = re.sub("^.* has jobs elsewhere .*\n", "", errors, flags=re.MULTILINE)
         what = f"{words[0]} has ended with {code}: {errors}"
         lines = 1 + errors.count("left alone: ")  # gc names each file that it cannot open
+        lines += errors.count("looked in ")  # gc, where it has removed nothing
         lines += 2 if words[0] == "run" else 0  # it says how it begins and how it has ended
         if code not in (0, 1, 2) or errors.count("\n") > lines or "internal error" in errors:
             self.wrong.append(what)
