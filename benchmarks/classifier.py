@@ -1,13 +1,13 @@
 """`gadei-ps train` beside TF-IDF with a linear SVM and beside the paper's network.
 
-    python -m gadei_ps.benchmarks.classifier [--data DIR] [--sets trec6 mr] [--seeds 5]
+    python -m gadei_ps.benchmarks.classifier [--data DIR] [--sets SET ...] [--seeds 5]
         [--contenders ensemble cnn svm] [--out DIR] [--resume]
 
 DIR has {trec6,trec50,banking77,sst2}/{train,test}.csv and mr/all.csv. A tenth of mr, and of the
-example `intents`, becomes its test file. The SVM needs scikit-learn. CPU seconds are those of all
-processes of a contender, imports included. Sentences of another set are the ones out of scope.
-Writes classifier.json into the directory of --out (results/) after each run. Accuracy does not
-depend on the load of the machine; seconds do.
+example `intents`, becomes its test file. Any other SET has SET/{train,test}.csv in DIR. The SVM
+needs scikit-learn. CPU seconds are those of all processes of a contender, imports included.
+Sentences of another set are the ones out of scope. Writes classifier.json into the directory of
+--out (results/) after each run. Accuracy does not depend on the load of the machine; seconds do.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
         return statistics.mean(found) if found else math.nan
 
     lines = []
-    for name in SETS:
+    for name in dict.fromkeys((*SETS, *(row["set"] for row in rows))):
         for contender in CONTENDERS:
             own = [row for row in rows if (row["set"], row["contender"]) == (name, contender)]
             if not own:
@@ -189,12 +189,15 @@ TABLE = Table("classifier", "performance.md", _markdown)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SHARED)
-    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
+    parser.add_argument("--sets", nargs="+", default=list(SETS), metavar="SET")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--out", type=Path, default=suite.RESULTS)
     parser.add_argument("--resume", action="store_true", help="keep the rows of the existing file")
     options = parser.parse_args()
+    for name in set(options.sets) - {*SETS}:
+        if not all((options.data / name / file).is_file() for file in ("train.csv", "test.csv")):
+            parser.error(f"--sets {name}: {options.data / name} lacks train.csv or test.csv")
     contenders = options.contenders
     if "svm" in contenders and importlib.util.find_spec("sklearn") is None:
         print("without the SVM: pip install scikit-learn", file=sys.stderr)
