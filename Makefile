@@ -8,8 +8,8 @@ NATIVE := $(wildcard native/*.c native/*.h)
 # Where it is set, each new interpreter would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-gpu test-systemd crash crash-all mutants verify stress fuzz soak lint typing bench bench-gpu \
-	reproduce gpu-ready docs clean
+.PHONY: train test test-gpu test-systemd crash crash-all search mutants verify stress fuzz soak lint typing bench \
+	bench-gpu reproduce gpu-ready docs clean
 
 train: $(VENV)/built
 	$(BIN)/gadei-ps train examples/intents.csv --out runs/intents --overwrite
@@ -55,6 +55,10 @@ crash: $(VENV)/built
 # The counts of tests/exhaustive, whole: hours. `test` has a part of each.
 crash-all: $(VENV)/built
 	CRASH_ALL=1 $(BIN)/python -m pytest --timeout 7200 tests/exhaustive
+
+# The properties with other examples than those that `test` draws in each run.
+search: $(VENV)/frameworks
+	$(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --hypothesis-profile search
 
 # Leaves out stores, fences, leases and checks of generations one by one: hours. Needs root.
 mutants: $(VENV)/built
