@@ -132,6 +132,8 @@ def test_command(tmp_path: Path) -> None:
 
 def test_command_without_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused = CliRunner().invoke(research.runtime_model, ["train", str(tmp_path / "trace.csv")])
+    trace = tmp_path / "trace.csv"
+    trace_files.write(trace, as_trace(switching(80, 1)))
+    refused = CliRunner().invoke(research.runtime_model, ["train", str(trace)])
     assert isinstance(refused.exception, UsageError)
     assert "pip install 'gadei-ps[torch]'" in str(refused.exception)
