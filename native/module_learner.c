@@ -314,7 +314,7 @@ METHOD_OF_ONE(push)
     struct ps_facts facts;
     if (takes(count, 2) < 0 || take_facts(LEARNER, args[0], &facts) < 0)
         return NULL;
-    int result = ps_wait_grant(learner->ring, learner->control, learner->published, 0);
+    int result = ps_try_grant(learner->ring, learner->control, learner->published);
     struct ps_frame *slot = result ? NULL : ps_frame_claim(learner, 0, &result);
     if (refuses(result))
         return refuse(result);

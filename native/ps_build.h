@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xd9931c9eb922d127ull
+#define PS_BUILD 0x1299df1824087fcbull
 
 #endif

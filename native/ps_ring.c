@@ -235,7 +235,7 @@ int ps_is_exclusive(const struct ps_ring *ring, const struct ps_control *control
 int ps_wait_exclusive(struct ps_ring *ring, const struct ps_control *control, uint64_t timeout_ns)
 {
     const struct ps_entry *entry = &control->roster[ring->header.index];
-    uint32_t unused; /* as in ps_wait_grant */
+    uint32_t unused; /* as in wait_grant */
     WAIT_UNTIL(ps_is_exclusive(ring, control) || __atomic_load_n(&control->stop, __ATOMIC_ACQUIRE) != PS_GO,
                &unused, &entry->grant_seq);
     (void)unused;
@@ -254,8 +254,8 @@ static void ask_for_turn(struct ps_ring *ring, const struct ps_control *control)
     ask(ring, control, PS_WANTS_TURN);
 }
 
-int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
-                  uint64_t timeout_ns)
+static int wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
+                      uint64_t timeout_ns)
 {
     const struct ps_entry *entry = &control->roster[ring->header.index];
     /* The flag is unused: the server wakes the learner after every change of a grant. */
@@ -265,6 +265,19 @@ int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64
     WAIT_UNTIL(clock < ps_load_acquire(&entry->grant), &unused, &entry->grant_seq);
     (void)unused;
     return 0;
+}
+
+int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
+                  uint64_t timeout_ns)
+{
+    /* Where it need not wait, too: barriers await the iteration that it begins. */
+    ask(ring, control, PS_WANTS_TURN);
+    return wait_grant(ring, control, clock, timeout_ns);
+}
+
+int ps_try_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock)
+{
+    return wait_grant(ring, control, clock, 0);
 }
 
 int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint64_t sequence,

@@ -32,8 +32,11 @@ void ps_publish(struct ps_ring *ring, const struct ps_control *control);
  * rings, PS_EVICTED if it has let the learner go: then nothing is published. */
 int ps_publish_frame(struct ps_ring *ring, const struct ps_control *control,
                      struct ps_frame frame);
+/* Waits for the turn of an iteration, which barriers then await. ps_try_grant: for a push, which may
+ * be of a learner that takes no turns. */
 int ps_wait_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock,
                   uint64_t timeout_ns);
+int ps_try_grant(struct ps_ring *ring, const struct ps_control *control, uint64_t clock);
 int ps_wait_applied(struct ps_ring *ring, const struct ps_control *control, uint64_t sequence,
                     uint64_t timeout_ns);
 /* From now on (on) or no longer: this learner computes no gradient. */

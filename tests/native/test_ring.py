@@ -248,6 +248,14 @@ def test_what_a_learner_wants() -> None:
     assert ring.ring["wants"] == layout.WANTS_TURN
 
 
+def test_barriers_await_an_iteration_that_begins_at_once() -> None:
+    """Await whoever takes a turn, whether or not the grant was there before."""
+    ring = Ring(1, 1)
+    ring.entry["grant"] = layout.UNBOUNDED
+    assert ring.wait_grant(0) == 0
+    assert ring.ring["wants"] == layout.WANTS_TURN
+
+
 def test_a_learner_asks_for_a_global_pause() -> None:
     """Number its requests, so that no answer to an earlier one is taken for its own."""
     ring = Ring(1, 1)
