@@ -599,9 +599,8 @@ class Optimizer(JobOptimizer):
     def batches(self, samples: int, batch_size: int, epochs: int, seed: int = 0) -> Iterator[Batch]:
         """Take mini-batches from the server; see Client.batches. One step() for each."""
         self._own_data = False
-        if self._steps and self._of_batch:  # it was left in the middle, and comes again
-            self._steps = 0
-            self.zero_grad()
+        if self._steps and self._of_batch:  # it was left in the middle
+            self._restart_wave()
         elif self._steps:
             scale = self._job.scales(self.param_groups)
             self.backend.push(self._loss, samples=self._samples, rate_scale=scale)
@@ -667,6 +666,7 @@ class Optimizer(JobOptimizer):
         self._refresh()
 
     def _restart_wave(self) -> None:
+        """Drop what a loop that was left has computed: its mini-batches come again."""
         self._steps = 0
         self.zero_grad()
 
