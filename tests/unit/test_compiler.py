@@ -105,6 +105,15 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def compile_to_the_end(path: Path) -> None:
+    """Compile all units, and await the forks, as the end of a process does."""
+    try:
+        compiler._compile([Unit(one, path) for one in NAMES], len(NAMES))
+    finally:
+        for one in multiprocessing.active_children():
+            one.join()
+
+
 def test_processes_take_the_units_in_turn(tmp_path: Path) -> None:
     """Each is compiled once, and kept when the first process ends."""
     pid = in_child(lambda: compiler._compile([Meeting(name, tmp_path) for name in NAMES], 3))
@@ -128,9 +137,7 @@ def test_without_a_process_for_a_fork(forks: int, tmp_path: Path) -> None:
         limit = BlockingIOError(errno.EAGAIN, "a limit")
         made = [mock.DEFAULT] * forks + [limit]
         with mock.patch.object(os, "fork", side_effect=made, wraps=os.fork):
-            compiler._compile([Unit(one, path) for one in NAMES], len(NAMES))
-        for one in multiprocessing.active_children():
-            one.join()  # as at the end of a process
+            compile_to_the_end(path)
 
     assert ended(in_child(compile_all)) == 0
     assert path.read_text().split() == list(NAMES)
@@ -145,9 +152,7 @@ def test_without_a_thread_for_the_pool(tmp_path: Path) -> None:
             mock.patch.object(threading.Thread, "start", side_effect=no_thread),
             contextlib.suppress(RuntimeError),  # nor can the pool wait for its end
         ):
-            compiler._compile([Unit(one, path) for one in NAMES], len(NAMES))
-        for one in multiprocessing.active_children():
-            one.join()  # as at the end of a process
+            compile_to_the_end(path)
 
     assert ended(in_child(compile_all)) == 0
     assert path.read_text().split() == list(NAMES)
