@@ -161,7 +161,7 @@ class JobMemory:
     # -- adoption -------------------------------------------------------------------------------
 
     def adopt(self, *, is_own: bool = False) -> bool:
-        """Adopt the memory that a dead watchdog has left; False if there is none to use.
+        """Adopt the memory that a dead watchdog has left; return whether there was memory to use.
 
         is_own: the configuration was read from this memory. The caller holds the job's lock. Raises
         JobInUse where the memory is of another configuration or version; only --fresh drops it

@@ -41,7 +41,7 @@ LONG_S = 4 * support.PATIENCE_S
 eventually = functools.partial(support.eventually, timeout_s=LONG_S)
 LEARN = Path(__file__).parents[2] / "docs" / "learn"
 UNTIL_END = "iter(lambda: not __import__('os').path.exists('end'), False)"
-"""Steps of the tutorial's script, for as long as the test wants it; they take longer, too."""
+"""Steps of the tutorial's script until the test ends it."""
 NODES = Path(support.__file__).parent / "ray_nodes.py"
 MACHINES = 3
 LOOK_S = 0.05

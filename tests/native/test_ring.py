@@ -249,7 +249,7 @@ def test_what_a_learner_wants() -> None:
 
 
 def test_barriers_await_an_iteration_that_begins_at_once() -> None:
-    """Await whoever takes a turn, whether or not the grant was there before."""
+    """Await a learner that takes a turn, whether or not the grant was there before."""
     ring = Ring(1, 1)
     ring.entry["grant"] = layout.UNBOUNDED
     assert ring.wait_grant(0) == 0

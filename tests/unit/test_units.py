@@ -120,7 +120,7 @@ print(numba.config.DISABLE_INTEL_SVML)
 """
 
 
-def test_whoever_compiles_does_without_the_library_of_intel(
+def test_each_compiler_does_without_the_library_of_intel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("NUMBA_DISABLE_INTEL_SVML", raising=False)
