@@ -6,10 +6,10 @@
  * the host: sum of squares, search for values that are not finite, residue of rounding, changes of
  * buffers.
  *
- * link_rows, list_rows, add_rows: the gradient of some rows, named in any order and repeated. Each
- * row is written once, ascending, with its values added up in the order given. They use no sort and
- * no atomics, so that the sum does not depend on chance and the host need not wait for the number
- * of rows.
+ * add_rows: the gradient of some rows, named in any order and repeated, after list_rows if they are
+ * many. Each row is written once, ascending, with its values added up in the order given. No atomics
+ * are used, so that the sum does not depend on chance, and the host need not wait for the number of
+ * rows.
  *
  * gather: rows of the weights, read over the bus from the registered segment.
  *
@@ -246,10 +246,10 @@ struct rows_args {
     u64 count;
     u64 rows;           /* of the tensor */
     u64 width;
-    u32 *first;         /* `count`: whether the row is named there for the first time */
-    u32 *order;         /* `count`: where rows are named, by row, then in the order given */
-    u32 *head;          /* of each row listed: its begin in `order`; then the last one's end */
-    i64 *listed;        /* rows, each once, ascending */
+    u64 padding;        /* 1 + a row that counts as not named, or 0 */
+    u64 *keys;          /* the least power of two from `count` on; NULL if count <= FEW, as `heads` */
+    u32 *heads;         /* `count + 1`: of each row listed the begin of its keys; then their end */
+    i64 *listed;        /* rows, each once, ascending; NULL if whole */
     u64 *sums;          /* enum in native/ps_land.h */
     double *parts;
     char *to;           /* values: one row after the other, or, if whole, each in its place */
@@ -259,77 +259,126 @@ struct rows_args {
     u32 whole;
 };
 
-#define EACH(i, count) \
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (u64)gridDim.x * blockDim.x)
+/* A key is a row and a place where it is named, so that sorted keys have the places in the order
+ * given. A tensor of 2^35 rows has no room on a device. */
+enum { FEW = 2048, MANY_THREADS = 1024, PLACE_BITS = 29 };
+#define NO_ROW (~0ull >> PLACE_BITS)
 
-/* Loops over all that is named read the same places in all threads and wait for none of them, so
- * that a device has many reads in flight. */
-extern "C" __global__ void link_rows(const rows_args a)
+__device__ static inline u64 row_of(u64 key)
 {
-    EACH (i, a.count) {
-        i64 row = a.indices[i];
-        u64 lower = 0, before = 0;
-        int there = (u64)row < a.rows; /* a negative number is too large as well */
-        if (!there)
-            a.sums[0] = 1 + a.tensor;
-#pragma unroll 8
-        for (u64 j = 0; j < a.count; j++) {
-            i64 other = a.indices[j];
-            lower += (u64)other < a.rows && other < row;
-            before += j < i && other == row;
-        }
-        a.first[i] = there && !before;
-        if (there)
-            a.order[lower + before] = (u32)i;
-    }
+    return key >> PLACE_BITS;
 }
 
+__device__ static inline u64 place_of(u64 key)
+{
+    return key & ((1u << PLACE_BITS) - 1);
+}
+
+/* Bitonic sort by one block: of n keys, a power of two. */
+__device__ static inline void sort(u64 *keys, u32 n)
+{
+    for (u32 size = 2; size <= n; size *= 2) {
+        for (u32 apart = size / 2; apart; apart /= 2) {
+            __syncthreads();
+            for (u32 i = threadIdx.x; i < n / 2; i += blockDim.x) {
+                u32 low = 2 * i - (i & (apart - 1));
+                u64 a = keys[low], b = keys[low + apart];
+                if ((a > b) == !(low & size)) {
+                    keys[low] = b;
+                    keys[low + apart] = a;
+                }
+            }
+        }
+    }
+    __syncthreads();
+}
+
+/* Finds the begin of each row's keys by one block, and, if `report`, lists the rows. Returns their
+ * number. */
+__device__ static inline u32 list(const rows_args &a, u64 *keys, u32 *heads, int report)
+{
+    __shared__ u32 found[MANY_THREADS];
+    u32 n = 1;
+    while (n < a.count)
+        n *= 2;
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
+        u64 row = i < a.count ? (u64)a.indices[i] : NO_ROW;
+        if (row >= a.rows) { /* or negative */
+            row = NO_ROW;
+            if (report && i < a.count)
+                a.sums[0] = 1 + a.tensor;
+        }
+        keys[i] = (row + 1 == a.padding ? NO_ROW : row) << PLACE_BITS | i;
+    }
+    sort(keys, n);
+    const u32 each = (n + blockDim.x - 1) / blockDim.x, begin = threadIdx.x * each;
+    const u32 end = begin + each < n ? begin + each : n;
+    u32 mine = 0, before = 0, all = 0;
+    for (u32 i = begin; i < end; i++)
+        mine += row_of(keys[i]) != NO_ROW && (!i || row_of(keys[i]) != row_of(keys[i - 1]));
+    found[threadIdx.x] = mine;
+    __syncthreads();
+#pragma unroll 8
+    for (u32 i = 0; i < blockDim.x && i * each < n; i++) {
+        before += i < threadIdx.x ? found[i] : 0;
+        all += found[i];
+    }
+    for (u32 i = begin; i < end; i++) {
+        u64 row = row_of(keys[i]);
+        if (row == NO_ROW)
+            break;
+        if (!i || row != row_of(keys[i - 1])) {
+            if (report && a.listed)
+                a.listed[before] = (i64)row;
+            heads[before++] = i;
+        }
+        if (i + 1 == n || row_of(keys[i + 1]) == NO_ROW)
+            heads[all] = i + 1;
+    }
+    if (report && !threadIdx.x)
+        a.sums[2 + a.tensor] = all;
+    __syncthreads();
+    return all;
+}
+
+/* For more than FEW places, by one block of MANY_THREADS, before add_rows. */
 extern "C" __global__ void list_rows(const rows_args a)
 {
-    EACH (i, a.count) {
-        if (!a.first[i])
-            continue;
-        i64 row = a.indices[i];
-        u64 place = 0, lower = 0, same = 0, higher = 0;
-#pragma unroll 8
-        for (u64 j = 0; j < a.count; j++) {
-            i64 other = a.indices[j];
-            int there = (u64)other < a.rows;
-            place += a.first[j] && other < row;
-            lower += there && other < row;
-            same += other == row;
-            higher += there && other > row;
-        }
-        a.listed[place] = row;
-        a.head[place] = (u32)lower;
-        if (!higher) {
-            a.head[place + 1] = (u32)(lower + same);
-            a.sums[2 + a.tensor] = place + 1;
-        }
-    }
+    list(a, a.keys, a.heads, 1);
 }
 
-/* A block does up to THREADS columns of a row at a time. */
+/* A block does up to THREADS columns of a row at a time. Each one lists a few rows anew: that takes
+ * less time than a launch. */
 extern "C" __global__ void add_rows(const rows_args a)
 {
+    __shared__ u64 few_keys[FEW];
+    __shared__ u32 few_heads[FEW + 1];
+    const int few = !a.keys;
+    const u32 listed = few ? list(a, few_keys, few_heads, !blockIdx.x) : (u32)a.sums[2 + a.tensor];
+    const u64 *keys = few ? few_keys : a.keys;
+    const u32 *heads = few ? few_heads : a.heads;
+    const u32 columns = (u32)((a.width + THREADS - 1) / THREADS), pieces = listed * columns;
+    const u64 width = a.wire == FLOAT32 ? 4 : 2;
     seen seen = {0, 0.0};
-    const u64 width = a.wire == FLOAT32 ? 4 : 2, columns = (a.width + THREADS - 1) / THREADS;
-    const u64 pieces = a.sums[2 + a.tensor] * columns;
-    for (u64 piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+    for (u32 piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
         u64 row = piece / columns, k = piece % columns * THREADS + threadIdx.x;
-        u64 number = (u64)a.listed[row], end = a.head[row + 1], at = a.head[row];
+        u32 at = heads[row], end = heads[row + 1];
+        u64 number = row_of(keys[at]);
         if (k >= a.width)
             continue;
-        float sum = a.values[a.order[at] * a.width + k];
+        float sum = a.values[place_of(keys[at]) * a.width + k];
 #pragma unroll 8
         for (at++; at < end; at++)
-            sum = plus(sum, a.values[a.order[at] * a.width + k]);
+            sum = plus(sum, a.values[place_of(keys[at]) * a.width + k]);
         float *residue = a.residue && a.wire != FLOAT32 ? a.residue + number * a.width + k : 0;
         char *to = a.to + ((a.whole ? number : row) * a.width + k) * width;
         one(to, &sum, residue, 0, a.wire, &seen);
     }
     add_up(&seen, a.parts + blockIdx.x);
 }
+
+#define EACH(i, count) \
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (u64)gridDim.x * blockDim.x)
 
 struct gather_args {
     const float *table; /* `rows` times `width`, in the host's registered memory */

@@ -18,6 +18,9 @@ from gadei_ps.memory.weights import Model
 THREADS = 256
 ITEMS = 224  # tensors that one launch of `stage` takes: its argument may have 4 KB
 BLOCKS = 1024  # of kernels that go over any number of values
+FEW = 2048  # rows named, which each block of `add_rows` lists in its own memory
+MANY_THREADS = 1024  # of the one block that lists more
+FEW_BLOCKS = 256  # that list them: about two for each multiprocessor
 SKIPPED = 2**64 - 1
 PIECE = 8192  # values, for one block of threads: enough that its begin and end take little
 
@@ -45,12 +48,12 @@ STAGE = np.dtype(
     ]
 )
 ROWS = np.dtype(
-    _words("indices values count rows width first order head listed sums parts to residue tensor")
+    _words("indices values count rows width padding keys heads listed sums parts to residue tensor")
     + _halves("wire whole")
 )
 GATHER = np.dtype(_words("table indices to rows width count"))
 
-STRUCTS = {"stage": STAGE, "link_rows": ROWS, "list_rows": ROWS, "add_rows": ROWS, "gather": GATHER}
+STRUCTS = {"stage": STAGE, "list_rows": ROWS, "add_rows": ROWS, "gather": GATHER}
 
 
 def bytes_of(wire: WireType) -> int:
@@ -92,9 +95,9 @@ class Launch:
         """Set all fields of an argument of single numbers."""
         self._struct.pack_into(self._bytes, 0, *values)
 
-    def __call__(self, stream: int, blocks: int) -> None:
+    def __call__(self, stream: int, blocks: int, threads: int = THREADS) -> None:
         cupy.cuda.driver.launchKernel(
-            self._function.ptr, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._at, 0
+            self._function.ptr, blocks, 1, 1, threads, 1, 1, 0, stream, self._at, 0
         )
 
 

@@ -218,6 +218,7 @@ class CudaLink:
     ) -> None:
         """Push from addresses on the device, as Client.push_from() takes them.
 
+        Of rows, the fourth number is 1 + the padding row, which counts as not named, or 0.
         loss_at: address of the loss there, float32, instead of `loss`. kept: what is not to be
         freed until the gradient is published. The next call raises ModelMismatch for a row that
         the tensor does not have.

@@ -9,13 +9,19 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from gadei_ps.learners.cuda.kernels import THREADS, Kernels, blocks_for, bytes_of
+from gadei_ps.learners.cuda.kernels import (
+    FEW,
+    FEW_BLOCKS,
+    MANY_THREADS,
+    THREADS,
+    Kernels,
+    bytes_of,
+)
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import FrameKind, WireType
 from gadei_ps.memory.weights import Tensor
 
 LINE = 64
-FIRST_ROWS = 4096  # that a mini-batch may name before more memory is allocated
 
 
 class Block(NamedTuple):
@@ -100,7 +106,6 @@ class RowStaging:
         self._parts_at = parts_at
         self._residue = residue
         self._wire = wire
-        self._link = compiled.launch("link_rows")
         self._list = compiled.launch("list_rows")
         self._add = compiled.launch("add_rows")
         self._lists: cupy.ndarray | None = None
@@ -110,7 +115,7 @@ class RowStaging:
     ) -> None:
         """Stage the rows of one tensor at the place in its block of the frame.
 
-        where: as Client.push_from takes it; staging, sums: addresses on the device.
+        where: as CudaLink.push_from takes it; staging, sums: addresses on the device.
         """
         number, count = block.tensor, where[2]
         tensor = self._tensors[number]
@@ -120,30 +125,31 @@ class RowStaging:
             runtime.memsetAsync(to, 0, bytes_of(self._wire) * tensor.values, stream)
         if not count:
             return
-        first, order, head, listed = self._room_for(count, stream)
-        if not whole:
-            listed = staging + block.indices_at
+        many = count > FEW
+        keys, heads = self._room_for(count, stream) if many else (0, 0)
+        listed = 0 if whole else staging + block.indices_at
         chunk, end = self._first_chunk[number : number + 2]
         parts = sums + self._parts_at + 8 * chunk
         residue = self._residue.data.ptr + 4 * tensor.start if self._residue.size else 0
         argument = (
-            *(where[1], where[0], count, tensor.rows, tensor.row),
-            *(first, order, head, listed),
+            *(where[1], where[0], count, tensor.rows, tensor.row, where[3]),
+            *(keys, heads, listed),
             *(sums, parts, to, residue, number, self._wire, whole),
         )
-        blocks = blocks_for(count)
+        if many:
+            self._list.set(*argument)
+            self._list(stream, 1, MANY_THREADS)
         # add_rows writes a sum of squares for each of its blocks; there is room for the chunks'.
-        pieces = max(1, min(count * -(-tensor.row // THREADS), end - chunk))
-        for launch, wanted in ((self._link, blocks), (self._list, blocks), (self._add, pieces)):
-            launch.set(*argument)
-            launch(stream, wanted)
+        pieces = min(count * -(-tensor.row // THREADS), end - chunk)
+        self._add.set(*argument)
+        self._add(stream, max(1, pieces if many else min(pieces, FEW_BLOCKS)))
 
-    def _room_for(self, count: int, stream: int) -> tuple[int, int, int, int]:
-        """Return addresses of three arrays of u32, of `count`, `count` and `count + 1`, and of one
-        of `count` i64, which all tensors use."""
-        if self._lists is None or self._lists.size < 20 * count + 4:
+    def _room_for(self, count: int, stream: int) -> tuple[int, int]:
+        """Return addresses of the keys and heads of so many places, which all tensors use."""
+        keys = 1 << (count - 1).bit_length()
+        if self._lists is None or self._lists.size < 8 * keys + 4 * count + 4:
             runtime.streamSynchronize(stream)  # it may still use the old arrays
-            self._lists = cupy.zeros(20 * max(2 * count, FIRST_ROWS), np.uint8)
+            self._lists = cupy.zeros(12 * keys + 4, np.uint8)
             cupy.cuda.get_current_stream().synchronize()
         at = self._lists.data.ptr
-        return at + 8 * count, at + 12 * count, at + 16 * count, at
+        return at, at + 8 * keys

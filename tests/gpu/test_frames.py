@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support import daemon
 
+from gadei_ps.errors import ModelMismatch
 from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client, Rows
 from gadei_ps.machine.cuda import missing as cuda_missing
@@ -190,6 +192,107 @@ def test_as_the_host(
         check()
 
 
+@st.composite
+def rows_named(draw: st.DrawFn, rows: int) -> tuple[np.ndarray, int | None]:
+    """Draw rows that a mini-batch names, around the counts where kernels change, and a padding."""
+    count = draw(st.sampled_from([1, 2, 3, 31, 32, 33, 255, 256, 257, 2047, 2048, 2049, 4097]))
+    chance = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    few = draw(st.sampled_from([1, 2, rows]))
+    named = chance.permutation(rows)[:few][chance.integers(0, few, count)]
+    return named.astype(np.int64), draw(st.sampled_from([None, int(named[0]), rows - 1]))
+
+
+def expected_rows(
+    named: np.ndarray, values: np.ndarray, padding: int | None, residue: np.ndarray, wire: str
+) -> tuple[dict[int, bytes], float]:
+    """Return each row as it is stored, and the sum of squares; adds to the residue."""
+    sums: dict[int, np.ndarray] = {}
+    for row, value in zip(named.tolist(), values, strict=True):
+        if row != padding:
+            sums[row] = sums[row] + value if row in sums else value
+    squares = 0.0
+    stored: dict[int, bytes] = {}
+    for row, exact in sums.items():
+        with_residue = exact + residue[row]
+        squares += float(np.square(exact.astype(np.float64) + residue[row]).sum())
+        if wire == "float16":
+            half = with_residue.astype(np.float16)
+            stored[row], back = half.tobytes(), half.astype(np.float32)
+        elif wire == "bfloat16":
+            bits = with_residue.view(np.uint32)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            stored[row] = bits.astype(np.uint16).tobytes()
+            back = (bits << 16).astype(np.uint32).view(np.float32)
+        else:
+            stored[row], back = with_residue.tobytes(), with_residue
+        residue[row] = with_residue - back
+    return stored, squares
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+def test_rows_as_numpy(to_device: Callable[[np.ndarray], Any], wire: str, job_name: str) -> None:
+    """Check sums of repeated rows, padding, and rows of one value, which may become a whole."""
+    shapes = {"table": (300, 3), "one": (50,), "wide": (4, 700)}
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    residues = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+    @settings(max_examples=15, deadline=None, database=None)
+    @given(st.data(), st.integers(0, 2**32 - 1))
+    def check(data: st.DataObject, seed: int) -> None:
+        chance = np.random.default_rng(seed)
+        where: list[int] = []
+        kept, found, squares = [], {}, 0.0
+        for name, shape in shapes.items():
+            named, padding = data.draw(rows_named(shape[0]))
+            values = chance.standard_normal((len(named), *shape[1:]), np.float32)
+            found[name], more = expected_rows(named, values, padding, residues[name], wire)
+            squares += more
+            kept += [to_device(named), to_device(values)]
+            count, skipped = len(named), 0 if padding is None else 1 + padding
+            where += [kept[-1].data.ptr, kept[-2].data.ptr, count, skipped]
+        link.push_from(where, version=0, kept=kept)
+        link.flush()
+        frame = frame_of(client)
+        assert frame.finite
+        assert frame.squares == pytest.approx(squares, rel=1e-5)
+        for name, rows in found.items():
+            there = frame.rows[name]
+            assert list(there) == sorted(there)
+            if len(there) == shapes[name][0] != len(rows):  # whole
+                assert not any(any(there.pop(row)) for row in there.keys() - rows.keys())
+            assert there == rows
+
+    with (
+        daemon(job_name, optimizer={"kind": "sgd", "lr": 0.01}),
+        Client(job_name, tensors=tensors, wire=wire, error_feedback=True) as client,
+    ):
+        link = devices.choose("cuda").link(client)
+        check()
+
+
+@pytest.mark.parametrize("count", [40, 3000])
+@pytest.mark.parametrize("bad", [-1, -(2**63), 300, 2**35 - 1, 2**62])
+def test_rows_that_do_not_exist(
+    to_device: Callable[[np.ndarray], Any], count: int, bad: int, job_name: str
+) -> None:
+    tensors = {"other": np.zeros((3, 2), np.float32), "table": np.zeros((300, 2), np.float32)}
+    named = np.arange(count) % 300
+    kept = [to_device(named), to_device(np.ones((count, 2), np.float32))]
+    kept.append(to_device(np.where(named == 7, bad, named)))
+    with daemon(job_name), Client(job_name, tensors=tensors) as client:
+        link = devices.choose("cuda").link(client)
+        for indices, padding in ((2, 0), (0, 0), (2, 8), (0, 8)):
+            where = (kept[1].data.ptr, kept[indices].data.ptr, count, padding)
+            link.push_from([1, 1, 0, 0, *where], version=0, kept=kept)
+            with pytest.raises(ModelMismatch, match="'table'") if indices else nullcontext():
+                link.flush()
+        expected = set(range(min(count, 300))) - {7}
+        assert frame_of(client).rows == {
+            "other": {},
+            "table": {row: np.full(2, count // 300 or 1, np.float32).tobytes() for row in expected},
+        }
+
+
 def test_structs_are_those_of_c() -> None:
     """Compare sizes here; wrong offsets would show in the kernels' results."""
     with emulator.installed():
@@ -198,13 +301,14 @@ def test_structs_are_those_of_c() -> None:
         library = emulator.compiled(KERNELS.read_text())
         for name, struct in {
             "stage": kernels.STAGE,
-            "link_rows": kernels.ROWS,
+            "add_rows": kernels.ROWS,
             "gather": kernels.GATHER,
         }.items():
             assert getattr(library, f"size_{name}")() == struct.itemsize
             assert struct.itemsize <= 4096
         text = KERNELS.read_text()
-        numbers = re.search(r"THREADS = (\d+), ITEMS = (\d+)", text)
-        assert numbers is not None
-        assert [int(one) for one in numbers.groups()] == [kernels.THREADS, kernels.ITEMS]
+        for number in ("THREADS", "ITEMS", "FEW", "MANY_THREADS"):
+            found = re.search(rf"\b{number} = (\d+)", text)
+            assert found is not None
+            assert int(found[1]) == getattr(kernels, number)
         assert kernels.STRUCTS.keys() == set(re.findall(r"__global__ void (\w+)", text))
