@@ -81,7 +81,11 @@ def _add(
 def _processes(report: Report, team: Team) -> dict[str, float]:
     """Add a row for each process and segment. Return the sum, and the mean of the learners."""
     processes = {f"learner {i + 1}": psutil.Process(pid) for i, pid in enumerate(team.pids)}
-    own = {} if team.daemon is None else _own(team.daemon)
+    own: dict[str, psutil.Process] = {}
+    parts: dict[str, int] = {}
+    for daemon in team.daemons:
+        own |= _own(daemon)
+        parts |= sizes_of(daemon.config.name)
     processes |= own
     shares = {}
     mapped, besides = 0.0, 0.0
@@ -96,7 +100,6 @@ def _processes(report: Report, team: Team) -> dict[str, float]:
         more = {"resident_bytes": memory.rss, "private_bytes": memory.uss}
         _add(report, team.kind, team.count, of, memory.pss, **more)
     # A segment's memory counts in full, because it is reserved before it is touched.
-    parts = sizes_of(team.daemon.config.name) if team.daemon is not None else {}
     whole = sum(shares.values()) - mapped + sum(parts.values())
     _add(report, team.kind, team.count, "all together", whole)
     _add(report, team.kind, team.count, BESIDES, besides, reach_bytes=REACH)

@@ -8,7 +8,8 @@ model's memory, and each member uses its own optimizer on it. Adagrad's sums are
 torch's method for that. DistributedDataParallel gets dense gradients, because it supports sparse
 ones of torch.nn.Embedding only. Other sizes of its buckets made no difference.
 
-A plan may name a GPU and another network, for the same contenders in `gadei_ps.benchmarks.gpu`.
+A plan may name a GPU and other networks, for the same contenders in `gadei_ps.benchmarks.gpu`. Its
+member trains the one that a request names; its place on the GPU takes a second to make.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -88,11 +89,21 @@ def fresh(kind: str, texts: Texts) -> SentenceClassifier:
 
 
 @dataclass
-class Plan:
-    """The plan of a member.
+class Task:
+    """A network to train.
 
-    model, optimizer: those of the team, if their memory is shared. device: as torch names it.
+    job: that of gadei-ps. model, optimizer: those of the team, if their memory is shared.
     """
+
+    network: Network = fresh
+    job: str = ""
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+
+@dataclass
+class Plan:
+    """The plan of a member. device: as torch names it."""
 
     kind: str
     rank: int
@@ -101,20 +112,21 @@ class Plan:
     update: str
     lr: float
     rendezvous: str
-    job: str = ""
-    model: torch.nn.Module | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    tasks: Sequence[Task]
     device: str = "cpu"
-    network: Network = fresh
 
 
 @dataclass(frozen=True)
 class Run:
-    """Train on mini-batches of `size` for `seconds`, or for `steps` steps if that is not 0."""
+    """Train on mini-batches of `size` for `seconds`, or for `steps` steps if that is not 0.
+
+    task: the number of the network.
+    """
 
     size: int
     seconds: float
     steps: int = 0
+    task: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,7 @@ class Profile:
 
     size: int
     steps: int
+    task: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,24 +167,25 @@ def optimizer_of(model: torch.nn.Module, update: str, lr: float) -> torch.optim.
 class Peer:
     """Trains with torch alone."""
 
-    def __init__(self, plan: Plan, texts: Texts) -> None:
+    def __init__(self, plan: Plan, task: Task, texts: Texts) -> None:
         """Join the other members, if the kind has a group."""
-        model = plan.model
+        model = task.model
         if model is None:
-            model = plan.network(plan.kind, texts).to(plan.device)
+            model = task.network(plan.kind, texts).to(plan.device)
         self.model = model
         self._network: torch.nn.Module = self.model
         self._texts, self._device = texts, torch.device(plan.device)
         self._number, self._stride = plan.rank, plan.count
-        self.optimizer = plan.optimizer
+        self.optimizer = task.optimizer
         if plan.kind in REDUCED:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            distributed.init_process_group(
-                "gloo" if plan.kind == DDP else "nccl",
-                f"file://{plan.rendezvous}",
-                rank=plan.rank,
-                world_size=plan.count,
-            )
+            if not distributed.is_initialized():
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+                distributed.init_process_group(
+                    "gloo" if plan.kind == DDP else "nccl",
+                    f"file://{plan.rendezvous}",
+                    rank=plan.rank,
+                    world_size=plan.count,
+                )
             # Gradients stay in the buckets: this saves a copy of the embedding.
             self._network = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         if self.optimizer is None and plan.kind != LIMIT:
@@ -209,11 +223,11 @@ class Learner:
     hands out one number for each sentence, and this class chooses the sentences of the batch.
     """
 
-    def __init__(self, plan: Plan, texts: Texts) -> None:
+    def __init__(self, plan: Plan, task: Task, texts: Texts) -> None:
         """Attach."""
-        self.model = plan.network(plan.kind, texts).to(plan.device)
+        self.model = task.network(plan.kind, texts).to(plan.device)
         self._texts, self._device = texts, torch.device(plan.device)
-        self.optimizer = Optimizer(self.model, plan.job)
+        self.optimizer = Optimizer(self.model, task.job)
         self._batches: Iterator[Any] = self.optimizer.batches(len(texts), 1, FOR_EVER, SEED)
 
     def step(self, size: int) -> int:
@@ -272,12 +286,13 @@ def profile(trainer: Peer | Learner, what: Profile) -> list[dict[str, Any]]:
     return parts.rows(what.steps)
 
 
-def answer(trainer: Peer | Learner, request: Run | Evaluate | Profile) -> Any:
+def answer(trainers: Sequence[Peer | Learner], request: Run | Evaluate | Profile) -> Any:
     """Carry out a request."""
     if isinstance(request, Run):
-        return run(trainer, request)
+        return run(trainers[request.task], request)
     if isinstance(request, Profile):
-        return profile(trainer, request)
+        return profile(trainers[request.task], request)
+    trainer = trainers[0]
     assert isinstance(trainer.model, SentenceClassifier)
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())  # the other members sleep
@@ -299,9 +314,11 @@ def main(plan: Plan, pipe: Connection) -> None:
         torch.cuda.set_device(device)
     torch.manual_seed(SEED * 1_000_003 + plan.rank)  # members drop different units
     texts = plan.data.texts()
-    trainer = Learner(plan, texts) if plan.kind in (OURS, OURS_DENSE) else Peer(plan, texts)
+    made = Learner if plan.kind in (OURS, OURS_DENSE) else Peer
+    trainers = [made(plan, task, texts) for task in plan.tasks]
     with suppress(EOFError, ConnectionError):
         pipe.send(None)
         while True:
-            pipe.send(answer(trainer, pipe.recv()))
-    trainer.close()
+            pipe.send(answer(trainers, pipe.recv()))
+    for trainer in trainers:
+        trainer.close()

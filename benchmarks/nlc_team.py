@@ -13,11 +13,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
 from torch import multiprocessing  # shares the memory of tensors
 
 from gadei_ps.benchmarks import nlc_member
-from gadei_ps.benchmarks.nlc_member import Done, Evaluate, Plan, Profile, Run, SharedTexts
+from gadei_ps.benchmarks.nlc_member import (
+    Done,
+    Evaluate,
+    Plan,
+    Profile,
+    Run,
+    SharedTexts,
+    Task,
+)
 from gadei_ps.benchmarks.nlc_texts import Texts
 from gadei_ps.commands.daemon import Daemon
 from gadei_ps.job.config import from_mapping
@@ -53,10 +60,11 @@ class Team:
         lr: float = LR,
         method: Literal["forkserver", "spawn"] = "forkserver",
         devices: Sequence[str] = ("cpu",),
-        network: nlc_member.Network = nlc_member.fresh,
+        networks: Sequence[nlc_member.Network] = (nlc_member.fresh,),
         answer_s: float = ANSWER_S,
     ) -> None:
         """update: the optimizer, as jobs name it. devices: torch's names, for the members in turn.
+        networks: each has a job of its own, or shared memory; requests name one by its number.
         answer_s: see ANSWER_S.
 
         Members on a GPU cannot be forked from a process that has used CUDA.
@@ -65,14 +73,14 @@ class Team:
         if method == "forkserver":
             self._context.set_forkserver_preload(PRELOAD)
         self.kind, self.count, self.texts = kind, count, texts
-        self.daemon: Daemon | None = None
+        self.daemons: list[Daemon] = []
         self._update, self._lr = update, lr
-        self._devices, self._network = devices, network
+        self._devices, self._networks = devices, networks
         self._answer_s = answer_s
-        self._shared: torch.nn.Module | None = None
+        self._tasks: list[Task] = []
         self._members: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._pace: dict[int, float] = {}  # seconds of a step, by the size of its mini-batch
+        self._pace: dict[tuple[int, int], float] = {}  # seconds of a step, by task and mini-batch
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
@@ -88,23 +96,12 @@ class Team:
         self._end(END_S if kind is None else 0.0)
 
     def _start(self) -> None:
-        job = rendezvous = ""
+        rendezvous = ""
         if self.kind in nlc_member.REDUCED:
             scratch = tempfile.TemporaryDirectory(prefix="gadei-ps-nlc-")
             rendezvous = str(Path(self._cleanup.enter_context(scratch)) / "rendezvous")
-        if self.kind in (nlc_member.OURS, nlc_member.OURS_DENSE):
-            name = f"nlc-{os.getpid()}-{self.texts.name}-{self.count}-{id(self) % 10_000}"
-            values = {"name": name, "optimizer": {"kind": self._update, "lr": self._lr}}
-            self.daemon = self._cleanup.enter_context(Daemon(from_mapping(values, "nlc")))
-            job = str(self.daemon.socket)
-        optimizer = None
-        if self.kind in nlc_member.SHARED:
-            # Kept, because the memory of a GPU belongs to the process that made it.
-            self._shared = self._network(self.kind, self.texts).to(self._devices[0])
-            self._shared.share_memory()
-            if self._update == "adagrad":
-                optimizer = nlc_member.optimizer_of(self._shared, self._update, self._lr)
-                optimizer.share_memory()  # type: ignore[attr-defined]
+        # Kept, because the memory of a GPU belongs to the process that made it.
+        self._tasks = [self._task(*one) for one in enumerate(self._networks)]
         data = SharedTexts(self.texts)
         for rank in range(self.count):
             self._spawn(
@@ -116,13 +113,28 @@ class Team:
                     self._update,
                     self._lr,
                     rendezvous,
-                    job,
-                    self._shared,
-                    optimizer,
+                    self._tasks,
                     self._devices[rank % len(self._devices)],
-                    self._network,
                 )
             )
+
+    def _task(self, number: int, network: nlc_member.Network) -> Task:
+        """Make what the members share of a network: its job, or its memory."""
+        if self.kind in (nlc_member.OURS, nlc_member.OURS_DENSE):
+            name = f"nlc-{os.getpid()}-{self.texts.name}-{self.count}-{number}-{id(self) % 10_000}"
+            values = {"name": name, "optimizer": {"kind": self._update, "lr": self._lr}}
+            daemon = self._cleanup.enter_context(Daemon(from_mapping(values, "nlc")))
+            self.daemons.append(daemon)
+            return Task(network, job=str(daemon.socket))
+        if self.kind not in nlc_member.SHARED:
+            return Task(network)
+        model = network(self.kind, self.texts).to(self._devices[0])
+        model.share_memory()
+        optimizer = None
+        if self._update == "adagrad":
+            optimizer = nlc_member.optimizer_of(model, self._update, self._lr)
+            optimizer.share_memory()  # type: ignore[attr-defined]
+        return Task(network, model=model, optimizer=optimizer)
 
     def _spawn(self, plan: Plan) -> None:
         """Start a member, with signals held: a signal here could leave an unknown process."""
@@ -139,40 +151,50 @@ class Team:
         for rank in range(self.count):
             self._receive(rank, timeout_s)
 
-    def run(self, size: int, seconds: float, steps: int = 0) -> list[Done]:
-        """Let all members train. If steps are given, `seconds` is only an estimate."""
-        for pipe in self._pipes:
-            pipe.send(Run(size, seconds, steps))
-        return [self._receive(rank, seconds + self._answer_s) for rank in range(self.count)]
+    def run(
+        self, size: int, seconds: float, steps: int = 0, *, task: int = 0, members: int = 0
+    ) -> list[Done]:
+        """Let members train. If steps are given, `seconds` is only an estimate.
 
-    def go_on(self, size: int, seconds: float) -> list[Done]:
-        """Let all members train for about `seconds`.
+        task: the number of the network. members: how many train, the others sleep; 0: all.
+        """
+        ranks = range(members or self.count)
+        for rank in ranks:
+            self._pipes[rank].send(Run(size, seconds, steps, task))
+        return [self._receive(rank, seconds + self._answer_s) for rank in ranks]
+
+    def go_on(self, size: int, seconds: float, *, task: int = 0, members: int = 0) -> list[Done]:
+        """Let members train for about `seconds`.
 
         Members of DistributedDataParallel must end together, so they get a number of steps, which
         follows from their last pace. The first time, they make only a few steps.
         """
         if self.kind not in nlc_member.REDUCED:
-            return self.run(size, seconds)
-        pace = self._pace.get(size)
-        done = self.run(size, seconds, 3 if pace is None else max(2, round(seconds / pace)))
-        self._pace[size] = done[0].seconds / done[0].steps
+            return self.run(size, seconds, task=task, members=members)
+        pace = self._pace.get((task, size))
+        steps = 3 if pace is None else max(2, round(seconds / pace))
+        done = self.run(size, seconds, steps, task=task)
+        self._pace[task, size] = done[0].seconds / done[0].steps
         return done
 
-    def train(self, size: int, seconds: float, warm_up_s: float) -> list[Done]:
-        """Let all members train for about `seconds`, after an unmeasured warm-up."""
+    def train(
+        self, size: int, seconds: float, warm_up_s: float, *, task: int = 0, members: int = 0
+    ) -> list[Done]:
+        """Let members train for about `seconds`, after an unmeasured warm-up."""
         if self.kind in nlc_member.REDUCED:
-            self.run(size, warm_up_s, 2)
-            self._pace.pop(size, None)
-        self.go_on(size, warm_up_s)
-        return self.go_on(size, seconds)
+            self.run(size, warm_up_s, 2, task=task)
+            self._pace.pop((task, size), None)
+        self.go_on(size, warm_up_s, task=task, members=members)
+        return self.go_on(size, seconds, task=task, members=members)
 
-    def profile(self, size: int, steps: int) -> list[dict[str, Any]]:
-        """Let all members train so many steps; return where the first one's time goes."""
-        for pipe in self._pipes:
-            pipe.send(Profile(size, steps))
-        found: list[list[dict[str, Any]]] = [
-            self._receive(rank, self._answer_s) for rank in range(self.count)
-        ]
+    def profile(
+        self, size: int, steps: int, *, task: int = 0, members: int = 0
+    ) -> list[dict[str, Any]]:
+        """Let members train so many steps; return where the first one's time goes."""
+        ranks = range(members or self.count)
+        for rank in ranks:
+            self._pipes[rank].send(Profile(size, steps, task))
+        found: list[list[dict[str, Any]]] = [self._receive(rank, self._answer_s) for rank in ranks]
         return found[0]
 
     def accuracy(self, held_out: Texts) -> float:
@@ -213,7 +235,7 @@ class Team:
                     member.join()
             self._members.clear()
             self._pipes.clear()
-            self._shared = None
+            self._tasks.clear()
             self._cleanup.close()
 
 

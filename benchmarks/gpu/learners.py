@@ -2,14 +2,17 @@
 
 Networks are the sentence classifier and an LSTM, with mini-batches from 1 to 128. Contenders are
 those of `bench nlc`: gadei-ps with one, four and eight learners; torch in one process; Hogwild
-on parameters in the GPU's memory that processes share; DistributedDataParallel, by gloo if
-processes share a GPU, by NCCL if each has its own. Gradients of the contenders named sparse have
-only the words of a batch.
+on parameters in the GPU's memory that four or eight processes share; DistributedDataParallel, by
+gloo if processes share a GPU, by NCCL if each has its own. Gradients of the contenders named sparse
+have only the words of a batch.
 
 A block is measured in a process of its own, within a time. The first block has no NVIDIA
 Multi-Process Service; the second has it, and only the contenders with several processes. If there
 are several GPUs, a third block gives each learner one of its own. Rows with a part have the host's
 time of a part of the step, in one process of each contender.
+
+The processes of a block are started once: they train both networks, and with fewer learners than
+there are processes, the others sleep, as all do while another contender is measured.
 
 ratio: gadei-ps over the contender with as many learners, or over gadei-ps with one; at the fastest
 number of learners, over the fastest peer.
@@ -25,24 +28,26 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 from gadei_ps.benchmarks.common import Report, ratios_of, summary
 from gadei_ps.benchmarks.gpu import mps, step_profile
+from gadei_ps.benchmarks.gpu.sizes import CLASSIFIER, LSTM
 from gadei_ps.benchmarks.gpu.target import Target, noted
 from gadei_ps.benchmarks.nlc_member import OURS
 from gadei_ps.errors import DeviceError
 from gadei_ps.machine import process
 
 WITHOUT, WITH, SPREAD = "without MPS", "with MPS", "a GPU each"
+SHARES = {WITHOUT: 5, WITH: 4, SPREAD: 4}
+"""Shares of the time; the first block has more contenders."""
 GRACE_S = 20.0
 """Seconds that a block may take beyond its time, to end its processes."""
 END_S = 10.0
 FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment in which torch can look for GPUs and then be forked."""
 FASTEST = "the fastest peer"
-LSTM, CLASSIFIER = "LSTM", "sentence classifier"
 LSTM_REACH = 1.7
 LSTM_LEARNERS = 4
 LARGEST_SMALL = 32
@@ -63,19 +68,26 @@ def measure(target: Target) -> Iterator[Report]:
     if why := mps.missing() if target.on_gpu else "only for GPUs":
         report.notes.append(f"{WITH}: not measured: {why}")
         blocks.remove(WITH)
-    for number, block in enumerate(blocks):
-        budget_s = (target.left() - END_S) / (len(blocks) - number)
-        with noted(report, block), ExitStack() as stack:
-            env = stack.enter_context(mps.started()) if block == WITH else {}
-            for one in _in_process(target, block, budget_s, env):
-                if "note" in one:
-                    report.notes.append(f"{block}: {one['note']}")
-                elif "profile" in one:
-                    _profile(report, block, one)
-                else:
-                    _tell(report, block, one["figures"])
-                yield report
-        yield report
+    with ExitStack() as stack:
+        service = stack.enter_context(mps.directories())
+        # At once, because it takes seconds until they have imported torch.
+        started = {
+            block: stack.enter_context(_process(target, block, service if block == WITH else {}))
+            for block in blocks
+        }
+        for number, block in enumerate(blocks):
+            share = SHARES[block] / sum(SHARES[one] for one in blocks[number:])
+            budget_s = (target.left() - END_S) * share
+            with noted(report, block), mps.started(service) if block == WITH else nullcontext():
+                for one in _measured(started[block], budget_s):
+                    if "note" in one:
+                        report.notes.append(f"{block}: {one['note']}")
+                    elif "profile" in one:
+                        _profile(report, block, one)
+                    else:
+                        _tell(report, block, one["figures"])
+                    yield report
+            yield report
 
 
 def _profile(report: Report, block: str, found: dict[str, Any]) -> None:
@@ -86,29 +98,45 @@ def _profile(report: Report, block: str, found: dict[str, Any]) -> None:
     step_profile.show(title, found["profile"])
 
 
-def _in_process(
-    target: Target, block: str, budget_s: float, env: dict[str, str]
-) -> Iterator[dict[str, Any]]:
-    """Yield what learners_block measures, as it does. Raises DeviceError if it fails."""
-    order = json.dumps([target.device, target.quick, block, budget_s])
+@contextmanager
+def _process(target: Target, block: str, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the process of a block, which waits for its time."""
+    order = json.dumps([target.device, target.quick, block])
     child = process.spawn(
-        process.module_command("gadei_ps.benchmarks.gpu.learners_block", order),
+        process.module_command("gadei_ps.benchmarks.gpu.learners_process", order),
         env=os.environ | FORKS | env,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         how=signal.SIGTERM,
     )
     try:
+        yield child
+    finally:
+        _end(child)
+
+
+def _measured(child: subprocess.Popen[bytes], budget_s: float) -> Iterator[dict[str, Any]]:
+    """Yield what a block measures in its time, as it does. Raises DeviceError if it fails."""
+    assert child.stdin is not None
+    try:
+        child.stdin.write(f"{budget_s}\n".encode())
+        child.stdin.flush()
         yield from _lines(child, time.monotonic() + budget_s + GRACE_S)
         with suppress(subprocess.TimeoutExpired):
             child.wait(END_S)
     finally:
-        if child.poll() is None:
-            child.terminate()
-            try:
-                child.wait(END_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the process, unless it has ended."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 def _lines(child: subprocess.Popen[bytes], until: float) -> Iterator[dict[str, Any]]:

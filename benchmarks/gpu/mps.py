@@ -1,7 +1,7 @@
 """NVIDIA's Multi-Process Service: kernels of several processes on one GPU at the same time.
 
 Without it, processes on a GPU take turns. The service started here has a directory of its own, so
-that no other process uses it, and ends with the block that it is used in.
+that no other process uses it, and ends with the with-block that it is started for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -47,34 +47,42 @@ def _tool() -> str:
 
 
 @contextlib.contextmanager
-def started() -> Iterator[dict[str, str]]:
-    """Start a service; yield the environment variables by which clients find it.
+def directories() -> Iterator[dict[str, str]]:
+    """Make the directories of a service; yield the environment variables that name them.
+
+    A process looks for the service at its first use of CUDA, and uses the GPU itself if none runs.
+    """
+    with tempfile.TemporaryDirectory(prefix="gps-mps-", ignore_cleanup_errors=True) as scratch:
+        variables = {PIPES: f"{scratch}/pipe", LOGS: f"{scratch}/log"}
+        for path in variables.values():
+            Path(path).mkdir()
+        yield variables
+
+
+@contextlib.contextmanager
+def started(variables: Mapping[str, str]) -> Iterator[None]:
+    """Start a service. variables: see directories().
 
     Raises DeviceError if the service is missing or CUDA does not work with it.
     """
     if why := missing():
         raise DeviceError(why)
-    tool = _tool()
-    with tempfile.TemporaryDirectory(prefix="gps-mps-", ignore_cleanup_errors=True) as scratch:
-        variables = {PIPES: f"{scratch}/pipe", LOGS: f"{scratch}/log"}
-        for path in variables.values():
-            Path(path).mkdir()
-        env = os.environ | variables
-        # In the foreground, so that it is a child of this process and ends with it.
-        child = process.spawn(
-            [tool, "-f"],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            how=signal.SIGTERM,
-        )
-        try:
-            _wait_ready(child, Path(variables[PIPES]))
-            if why := gpus.missing(gpus.visible(), env, gpus.CHECK, CHECK_S):
-                raise DeviceError(f"CUDA does not work with {CONTROL}: {why}")
-            yield variables
-        finally:
-            _end(tool, child, env)
+    tool, env = _tool(), os.environ | dict(variables)
+    # In the foreground, so that it is a child of this process and ends with it.
+    child = process.spawn(
+        [tool, "-f"],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        how=signal.SIGTERM,
+    )
+    try:
+        _wait_ready(child, Path(variables[PIPES]))
+        if why := gpus.missing(gpus.visible(), env, gpus.CHECK, CHECK_S):
+            raise DeviceError(f"CUDA does not work with {CONTROL}: {why}")
+        yield
+    finally:
+        _end(tool, child, env)
 
 
 def _wait_ready(child: subprocess.Popen[bytes], pipes: Path) -> None:

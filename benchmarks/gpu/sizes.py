@@ -6,6 +6,8 @@ from typing import Any
 
 from gadei_ps.benchmarks.sizes import MB
 
+LSTM, CLASSIFIER = "LSTM", "sentence classifier"
+
 FULL: dict[str, dict[str, Any]] = {
     "overhead": {
         "seconds": 35.0,
@@ -24,11 +26,19 @@ FULL: dict[str, dict[str, Any]] = {
         "seconds": 200.0,
         "texts": ["mr", "trec6", "banking77"],
         "learners": [1, 4, 8],
-        "peers": 4,
-        "batches": [1, 8, 32, 4, 16, 2, 64, 128],
+        "peers": [4, 8],
+        "cells": [
+            *((CLASSIFIER, batch) for batch in (1, 8, 32)),
+            *((LSTM, batch) for batch in (1, 8)),
+            *((CLASSIFIER, batch) for batch in (4, 16)),
+            *((LSTM, batch) for batch in (32, 4)),
+            *((CLASSIFIER, batch) for batch in (2, 64, 128)),
+            *((LSTM, batch) for batch in (16, 2, 64, 128)),
+        ],
+        "main": 5,
         "rounds": 3,
         "hidden": 512,
-        "profiled": 50,
+        "profiled": 20,
     },
     "vision": {
         "seconds": 60.0,
@@ -57,7 +67,8 @@ FULL: dict[str, dict[str, Any]] = {
 }
 """Sizes in the order of their importance: a part leaves out the last ones if there is no time.
 
-seconds: time of the whole part, with its imports.
+seconds: time of the whole part, with its imports. cells: a network, and its mini-batch. main: as
+many of the first cells matter most.
 """
 
 QUICK: dict[str, dict[str, Any]] = {
@@ -73,8 +84,9 @@ QUICK: dict[str, dict[str, Any]] = {
         "seconds": 180.0,
         "texts": [],
         "learners": [1, 2],
-        "peers": 2,
-        "batches": [1, 4],
+        "peers": [1, 2],
+        "cells": [(CLASSIFIER, 1), (LSTM, 1), (CLASSIFIER, 4), (LSTM, 4)],
+        "main": 2,
         "rounds": 1,
         "hidden": 16,
         "profiled": 3,

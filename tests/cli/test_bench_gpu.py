@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ from shell import program
 from support import PATIENCE_S
 
 from gadei_ps.benchmarks.gpu import __main__ as suite
-from gadei_ps.benchmarks.gpu import bandwidth, learners, mps, sizes, step_profile, tables, timeline
-from gadei_ps.benchmarks.nlc_member import HOGWILD, OURS, SINGLE
+from gadei_ps.benchmarks.gpu import (
+    bandwidth,
+    learners,
+    learners_block,
+    mps,
+    sizes,
+    step_profile,
+    tables,
+    timeline,
+)
+from gadei_ps.benchmarks.gpu.target import Target
+from gadei_ps.benchmarks.nlc_member import HOGWILD, OURS, SINGLE, Done
 from gadei_ps.errors import DeviceError
 from gadei_ps.machine import gpus
 from gadei_ps.memory import presence
@@ -163,6 +174,61 @@ def test_ratios_of_learners() -> None:
     ]
 
 
+# -- blocks of learners ----------------------------------------------------------------------------
+
+
+class Team:
+    """Takes the time that a window asks for. fails: from the second mini-batch on."""
+
+    def __init__(self, count: int, *, fails: bool = False) -> None:
+        self.count, self._fails = count, fails
+        self.sizes: list[tuple[int, int, int]] = []
+        self.ended = False
+
+    def train(self, size: int, seconds: float, *_: float, task: int, members: int) -> list[Done]:
+        if self._fails and self.sizes:
+            raise RuntimeError("out of memory\nmore")
+        self.sizes.append((task, size, members))
+        return [Done(10, 10 * size, 1.0)] * members
+
+    def profile(self, size: int, steps: int, *, task: int, members: int) -> list[dict[str, Any]]:
+        return [{"part": "forward", "mean": 1.0}]
+
+    def _end(self, grace_s: float) -> None:
+        self.ended = True
+
+
+def found_by(block: learners_block.Block) -> tuple[list[list[tuple[str, int]]], list[str]]:
+    """Return the contenders of each cell, and the notes."""
+    found = list(block._cells("mr"))
+    cells = [[(one["contender"], one["learners"]) for one in line["figures"]]
+             for line in found if "figures" in line]  # fmt: skip
+    return cells, [line["note"] for line in found if "note" in line]
+
+
+def test_a_contender_that_fails_takes_no_further_part() -> None:
+    block = learners_block.Block(Target("host", True, time.monotonic() + 100), learners.WITHOUT)
+    ours, peer = Team(2), Team(2, fails=True)
+    block._teams = {OURS: ours, HOGWILD: peer}  # type: ignore[dict-item]
+    cells, notes = found_by(block)
+    alone = [(OURS, 1), (OURS, 2)]
+    assert cells == [alone] * 4
+    assert notes == [f"{HOGWILD} with 2: not measured: out of memory"]
+    assert peer.ended
+    assert not ours.ended
+
+
+def test_mini_batches_that_there_is_no_time_for_are_noted() -> None:
+    block = learners_block.Block(Target("host", True, until=0.0), learners.WITHOUT)
+    block._teams = {OURS: Team(2), HOGWILD: Team(2)}  # type: ignore[dict-item]
+    cells, notes = found_by(block)
+    assert cells == [[(OURS, 1), (OURS, 2), (HOGWILD, 1), (HOGWILD, 2)]]
+    assert notes == [
+        f"{learners.CLASSIFIER}: no time for mini-batches [4]",
+        f"{learners.LSTM}: no time for mini-batches [1, 4]",
+    ]
+
+
 # -- tables --------------------------------------------------------------------------------------
 
 
@@ -269,15 +335,15 @@ def test_the_service_is_ended(
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(gpus, "visible", lambda: ("0",))
     monkeypatch.setattr(gpus, "missing", lambda *arguments: "")
-    with mps.started() as env:
+    with mps.directories() as env, mps.started(env):
         pid = int((Path(env[mps.PIPES]) / "pid").read_text())
         assert Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{pid}").exists()
     assert not Path(env[mps.PIPES]).exists()
     assert (tool.parent / "input").read_text().startswith("quit")
     monkeypatch.setattr(gpus, "missing", lambda *arguments: "no GPU")
-    with pytest.raises(DeviceError, match="no GPU"), mps.started():
+    with pytest.raises(DeviceError, match="no GPU"), mps.directories() as env, mps.started(env):
         pass
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DeviceError, match="is not installed"), mps.started():
+    with pytest.raises(DeviceError, match="is not installed"), mps.started(env):
         pass
