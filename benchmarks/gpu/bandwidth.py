@@ -11,7 +11,7 @@ each way:
 
 Both ways: a push and a pull begin together; timed from the first begin to the last end. Before each
 transfer there is a kernel that only waits, so that the host has queued everything when the transfer
-begins.
+begins. A transfer that begins earlier is repeated.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from gadei_ps.benchmarks.common import Report, alternate, ratios_of, summary
-from gadei_ps.benchmarks.gpu.target import Target, job, noted
+from gadei_ps.benchmarks.gpu.target import HeadStart, Target, job, noted
 from gadei_ps.benchmarks.scale import SHARE, free_bytes
 from gadei_ps.learners import host
 from gadei_ps.learners.client import Client
 
-SPIN_S = 500e-6
-"""Longer than the host takes to queue a transfer."""
+LEAST_WAIT_S, MOST_WAIT_S = 2e-3, 20e-3
+WAIT = 3
+"""Time of the waiting kernel, as a multiple of the host's time to queue the last transfer."""
+TRIES = 20
+"""Trials of a transfer, each with the host slower than the waiting kernel."""
 SEGMENTS = 4
 """Shared memory of a job with one learner, in sizes of the model: weights, slots, the rest."""
 LEAST_TIMES = 3
@@ -154,6 +157,7 @@ class OnGpu(_End):
         import cupy
 
         self._cupy, self._timed = cupy, timed
+        self._head_start, self._wait_s = HeadStart(target), MOST_WAIT_S
         self._bytes = 4 * client.model.elements
         gradient = cupy.full(client.model.elements, 1e-3, cupy.float32)
         super().__init__(target, client, target.learner_device().link(client), gradient)
@@ -166,43 +170,60 @@ class OnGpu(_End):
 
     def transfer(self, way: str) -> float:
         """See Mover."""
-        if way != PUSH:  # there must be newer weights than those pulled last
-            self._push()
+
+        def queue() -> None:
+            if way != PULL:
+                self._push()
+            if way != PUSH:
+                self._link.pull(self._buffer)
+
+        def once() -> float | None:
+            if way != PUSH:  # there must be newer weights than those pulled last
+                self._push()
+                self._applied()
+            taken = self._timely(queue, 2 if way == BOTH else 1)
+            if way != PUSH and not self._link.pulled():
+                raise RuntimeError("the pull has not arrived")
             self._applied()
-        self._timed.spans.clear()
-        self._target.spin(SPIN_S)
-        if way != PULL:
-            self._push()
-        if way != PUSH:
-            self._link.pull(self._buffer)
-        self._cupy.cuda.runtime.deviceSynchronize()
-        if way != PUSH and not self._link.pulled():
-            raise RuntimeError("the pull has not arrived")
-        taken = self._taken(2 if way == BOTH else 1)
-        self._applied()
-        return taken
+            return taken
+
+        return _first(once)
 
     def limit(self, way: str) -> float:
         """See Mover."""
         cuda, runtime = self._cupy.cuda, self._timed
-        self._timed.spans.clear()
+
+        def queue() -> None:
+            queued = cuda.Event(disable_timing=True)
+            queued.record()
+            for stream in self._streams:
+                stream.wait_event(queued)
+            if way != PULL:
+                to, source = self._pinned[0].ptr, self._device[0].data.ptr
+                kind = runtime.memcpyDeviceToHost
+                runtime.memcpyAsync(to, source, self._bytes, kind, self._streams[0].ptr)
+            if way != PUSH:
+                to, source = self._device[1].data.ptr, self._pinned[1].ptr
+                kind = runtime.memcpyHostToDevice
+                runtime.memcpyAsync(to, source, self._bytes, kind, self._streams[1].ptr)
+
         kept, self._timed.streams = self._timed.streams, {one.ptr for one in self._streams}
-        self._target.spin(SPIN_S)
-        queued = cuda.Event(disable_timing=True)
-        queued.record()
-        for stream in self._streams:
-            stream.wait_event(queued)
-        if way != PULL:
-            to, source = self._pinned[0].ptr, self._device[0].data.ptr
-            kind = runtime.memcpyDeviceToHost
-            runtime.memcpyAsync(to, source, self._bytes, kind, self._streams[0].ptr)
-        if way != PUSH:
-            to, source = self._device[1].data.ptr, self._pinned[1].ptr
-            kind = runtime.memcpyHostToDevice
-            runtime.memcpyAsync(to, source, self._bytes, kind, self._streams[1].ptr)
-        runtime.deviceSynchronize()
-        self._timed.streams = kept
-        return self._taken(2 if way == BOTH else 1)
+        try:
+            return _first(lambda: self._timely(queue, 2 if way == BOTH else 1))
+        finally:
+            self._timed.streams = kept
+
+    def _timely(self, queue: Callable[[], None], copies: int) -> float | None:
+        """Return the time (s) of the copies that `queue` queues; None if they begin earlier."""
+        self._timed.spans.clear()
+        self._head_start.begin(self._wait_s)
+        begin = time.perf_counter()
+        queue()
+        suffices = self._head_start.suffices()
+        queued_s = time.perf_counter() - begin
+        self._wait_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, WAIT * queued_s))
+        self._cupy.cuda.runtime.deviceSynchronize()
+        return self._taken(copies) if suffices else None
 
     def _taken(self, copies: int) -> float:
         """Return the time (s) from the first start to the last end of the last copies."""
@@ -211,6 +232,14 @@ class OnGpu(_End):
             raise RuntimeError(f"{len(spans)} copies instead of {copies}")
         elapsed = self._cupy.cuda.get_elapsed_time  # milliseconds
         return max(float(elapsed(begin, end)) for begin, _ in spans for _, end in spans) / 1e3
+
+
+def _first(once: Callable[[], float | None]) -> float:
+    """Return the first time that is not None. Raises RuntimeError after many trials."""
+    for _ in range(TRIES):
+        if (taken := once()) is not None:
+            return taken
+    raise RuntimeError("the host takes too long to queue a transfer")
 
 
 @contextmanager

@@ -5,7 +5,8 @@ the end of optimizer.step(). The second part is the figure, measured in two ways
 
 - busy: before each step there is a kernel that only waits, so that the host has queued the whole
   step when it begins. This is the GPU's time in step(), unless step() itself waits for the GPU, as
-  torch's SGD does for gradients of rows;
+  torch's SGD does for gradients of rows. Other steps that the host had not queued in time are left
+  out; host_ahead is the share of those that count;
 - as it trains: without that kernel. If the GPU waits for the host, this contains the host's time.
 
 A third figure is the host's time in step(). The peer is step() of torch's SGD, on a copy of the
@@ -27,22 +28,34 @@ import torch
 from gadei_ps.benchmarks import nlc_member
 from gadei_ps.benchmarks.common import Report, summary
 from gadei_ps.benchmarks.gpu import networks, step_profile, texts
-from gadei_ps.benchmarks.gpu.target import Target, job, noted
+from gadei_ps.benchmarks.gpu.target import HeadStart, Target, job, noted
 from gadei_ps.benchmarks.nlc_texts import Texts
 from gadei_ps.learners.torch import Optimizer
 from gadei_ps.learners.torch.gpu_backend import GpuBackend
 
 OURS, TORCH = "gadei-ps", "torch SGD"
 REACH_S = 30e-6
-SPINS = 1.5  # of the host's time of a step, that the waiting kernel takes
-LEAST_SPIN_S = 500e-6
+SPINS = 3  # of the host's time of a step, that the waiting kernel takes
+LEAST_SPIN_S = 2e-3
 PROFILE_S = 4.0  # of one network
 INPUTS = 16  # mini-batches, which lie on the device
 BUSY, TRAINING, HOST = "stream, busy", "stream, as it trains", "host"
 
-Found = tuple[list[float], list[float], list[float], list[bool]]
-"""Times of each step (s): of the stream before step() and in it, and of the host in step(); and
-whether newer weights arrived in it, which it then copies to the network's."""
+
+class Taken(NamedTuple):
+    """A step.
+
+    compute, step: times of the stream before step() and in it; host: of the host in step() (s).
+    pulled: whether newer weights arrived in it, which it then copies to the network's. ahead:
+    whether the host had queued all of it before the stream began it.
+    """
+
+    compute: float
+    step: float
+    host: float
+    pulled: bool
+    ahead: bool
+
 
 Inputs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Mini-batches with their labels."""
@@ -169,83 +182,82 @@ def _parts(
     optimizer: torch.optim.Optimizer,
     step: Callable[[torch.nn.Module], Step],
     size: dict[str, Any],
-) -> dict[str, dict[str, list[float]]]:
-    """Return the times (s) of step(), and of the part before it, for each way of measuring."""
+) -> dict[str, list[Taken]]:
+    """Take steps for each way of measuring."""
     loss_of, count = step(network), size["steps"]
     _run(target, loss_of, optimizer, max(2, count // 10), 0.0)
     begin = time.perf_counter()
     training = _run(target, loss_of, optimizer, count, 0.0)
     spin = max(LEAST_SPIN_S, SPINS * (time.perf_counter() - begin) / count)
-    busy = _run(target, loss_of, optimizer, count, spin)
-    return {
-        BUSY: {"step": busy[1], "compute": busy[0], "pull": _of_pulls(busy)},
-        TRAINING: {"step": training[1], "compute": training[0], "pull": _of_pulls(training)},
-        HOST: {"step": training[2], "compute": [], "pull": []},
-    }
-
-
-def _of_pulls(found: Found) -> list[float]:
-    """Return the times (s) of the steps in which newer weights arrived."""
-    return [seconds for seconds, pulled in zip(found[1], found[3], strict=True) if pulled]
+    return {BUSY: _run(target, loss_of, optimizer, count, spin), TRAINING: training, HOST: training}
 
 
 def _run(
     target: Target, loss_of: Step, optimizer: torch.optim.Optimizer, count: int, spin_s: float
-) -> Found:
+) -> list[Taken]:
     """Take `count` steps."""
-    marks: list[Any] = []
-    host: list[float] = []
-    pulled: list[bool] = []
+    marks: list[tuple[Any, Any, Any]] = []
+    others: list[tuple[float, bool, bool]] = []
     backend = optimizer.backend if isinstance(optimizer, Optimizer) else None
     shared = backend if isinstance(backend, GpuBackend) else None
+    head_start = HeadStart(target)
     for number in range(count):
         if spin_s:
-            target.spin(spin_s)
-        marks.append(target.mark())
+            head_start.begin(spin_s)
+        first = target.mark()
         optimizer.zero_grad()
         loss = loss_of(number)
         loss.backward()  # type: ignore[no-untyped-call]
-        marks.append(target.mark())
+        middle = target.mark()
         version = -1 if shared is None else shared.version
         begin = time.perf_counter()
         if isinstance(optimizer, Optimizer):
             optimizer.report(loss=loss, samples=1)
         optimizer.step()
-        host.append(time.perf_counter() - begin)
-        pulled.append(shared is not None and shared.version != version)
-        marks.append(target.mark())
+        host = time.perf_counter() - begin
+        marks.append((first, middle, target.mark()))
+        ahead = bool(spin_s) and head_start.suffices()
+        others.append((host, shared is not None and shared.version != version, ahead))
     target.wait()
-    begins, middles, ends = marks[::3], marks[1::3], marks[2::3]
-    before = [target.seconds(a, b) for a, b in zip(begins, middles, strict=True)]
-    after = [target.seconds(a, b) for a, b in zip(middles, ends, strict=True)]
-    return before, after, host, pulled
+    return [
+        Taken(target.seconds(first, middle), target.seconds(middle, last), *more)
+        for (first, middle, last), more in zip(marks, others, strict=True)
+    ]
 
 
 def _tell(
-    report: Report, network: dict[str, Any], found: dict[str, dict[str, dict[str, list[float]]]]
+    report: Report, network: dict[str, Any], found: dict[str, dict[str, list[Taken]]]
 ) -> None:
     """Report one network. network: its name and bytes."""
     for of in (BUSY, TRAINING, HOST):
         facts = {**network, "of": of}
-        medians = {}
+        medians, least = {}, {}
         for who, ways in found.items():
-            row = {"contender": who, **facts, **summary(ways[of]["step"], "s")}
-            if ways[of]["compute"]:
-                row["forward_backward_s"] = statistics.median(ways[of]["compute"])
-            if pulls := ways[of]["pull"]:
-                row["pulls"] = len(pulls)
-                row["median_with_pull"] = statistics.median(pulls)
+            steps, more = ways[of], {}
+            if of == BUSY:
+                ahead = [one for one in steps if one.ahead]
+                more["host_ahead"] = len(ahead) / len(steps)
+                if who == OURS and not ahead:
+                    report.notes.append(f"{network['network']}: the host was never ahead")
+                steps = ahead or steps
+            times = [one.host if of == HOST else one.step for one in steps]
+            row = {"contender": who, **facts, **summary(times, "s"), **more}
+            if of != HOST:
+                row["forward_backward_s"] = statistics.median(one.compute for one in steps)
+                if pulls := [one.step for one in steps if one.pulled]:
+                    row["pulls"] = len(pulls)
+                    row["median_with_pull"] = statistics.median(pulls)
             report.rows.append(row)
             # The goal is for steps with a pull: they take longer.
-            medians[who] = row.get("median_with_pull", row["median"])
+            medians[who], least[who] = row.get("median_with_pull", row["median"]), min(times)
         # Steps of the two are not pairs: one contender's all come before the other's.
         peer = {"contender": TORCH, **facts, "ratio": medians[TORCH] / medians[OURS]}
-        best = min(found[TORCH][of]["step"]) / min(found[OURS][of]["step"])
+        best = least[TORCH] / least[OURS]
         report.ratios.append(peer | {"best_ratio": best, "reach": None, "reached": None})
         reached = medians[OURS] < REACH_S if of == BUSY else None
         if of == BUSY:
             limit = {"contender": "30 µs", **facts, "ratio": REACH_S / medians[OURS]}
-            best = REACH_S / min(found[OURS][of]["step"])
+            best = REACH_S / least[OURS]
             report.ratios.append(limit | {"best_ratio": best, "reach": 1.0, "reached": reached})
         cells = [f"{medians[who] * 1e6:.1f}" for who in (OURS, TORCH)]
         shown = "" if reached is None else "yes" if reached else "no"

@@ -95,6 +95,23 @@ class Target:
         return torch.cuda.device_count() if self.on_gpu else 1
 
 
+class HeadStart:
+    """A kernel that only waits, so that the host can queue work before the GPU begins it."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._end: Any = None
+
+    def begin(self, seconds: float) -> None:
+        """Launch the kernel, which takes about `seconds`."""
+        self._target.spin(seconds)
+        self._end = self._target.mark()
+
+    def suffices(self) -> bool:
+        """Return whether the kernel still waits: what the host has queued has not begun."""
+        return not (self._target.on_gpu and self._end.query())
+
+
 @contextlib.contextmanager
 def noted(report: Report, what: str) -> Iterator[None]:
     """Note the failure of a block, so that the part continues with what comes next."""

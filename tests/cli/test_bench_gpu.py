@@ -20,6 +20,7 @@ from gadei_ps.benchmarks.gpu import (
     learners,
     learners_block,
     mps,
+    overhead,
     sizes,
     step_profile,
     tables,
@@ -313,6 +314,35 @@ def test_copies_of_a_link_are_timed() -> None:
     others = [("copy", 1, 2, 99, 2, 8), ("copy", 1, 2, 100, 2, 9)]
     assert runtime.calls == [("record", 5, 8), copy, ("record", 5, 8), *others]
     assert len(timed.spans) == 1
+
+
+def test_a_transfer_that_begins_too_early_is_repeated() -> None:
+    found = iter([None, None, 0.5])
+    assert bandwidth._first(lambda: next(found)) == 0.5
+    with pytest.raises(RuntimeError, match="the host takes too long"):
+        bandwidth._first(lambda: None)
+
+
+def test_steps_that_begin_too_early_do_not_count() -> None:
+    def steps(*aheads: bool) -> dict[str, list[overhead.Taken]]:
+        late = [overhead.Taken(0.1, 1.0 if ahead else 9.0, 0.2, False, ahead) for ahead in aheads]
+        return {overhead.BUSY: late, overhead.TRAINING: late, overhead.HOST: late}
+
+    report = bandwidth.Report([])
+    found = {overhead.OURS: steps(False, True, False), overhead.TORCH: steps(False, False, False)}
+    overhead._tell(report, {"network": "LSTM", "bytes": 4}, found)
+    assert [(one["of"], one["contender"], one["median"]) for one in report.rows] == [
+        (overhead.BUSY, overhead.OURS, 1.0),
+        (overhead.BUSY, overhead.TORCH, 9.0),  # whose step() waits for the GPU
+        (overhead.TRAINING, overhead.OURS, 9.0),
+        (overhead.TRAINING, overhead.TORCH, 9.0),
+        (overhead.HOST, overhead.OURS, 0.2),
+        (overhead.HOST, overhead.TORCH, 0.2),
+    ]
+    assert [one.get("host_ahead") for one in report.rows[:3]] == [1 / 3, 0.0, None]
+    assert report.notes == []
+    overhead._tell(report, {"network": "LSTM", "bytes": 4}, dict.fromkeys(found, steps(False)))
+    assert report.notes == ["LSTM: the host was never ahead"]
 
 
 SERVICE = """
