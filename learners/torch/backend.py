@@ -16,10 +16,10 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import GadeiError, JobStopped, UsageError
 from gadei_ps.learners.attach import warn
-from gadei_ps.learners.client import DETACHED, NONE, UNTOUCHED, Client
-from gadei_ps.learners.torch import casts, products
+from gadei_ps.learners.client import DETACHED, NONE, UNTOUCHED, Client, Where
+from gadei_ps.learners.torch import casts
 from gadei_ps.learners.torch.model import Trained
-from gadei_ps.learners.torch.products import Products, gradient_at
+from gadei_ps.learners.torch.products import gradient_at
 
 LAST_GRADIENT_S = 10.0  # for the last gradient of a learner that closes its optimizer
 
@@ -49,7 +49,8 @@ class Backend(ABC):
         self._client, self._trained, self._wait = client, trained, wait
         self._absent = UNTOUCHED if skip_unused else NONE
         self._ordered = trained.in_order_of(client.model)
-        self._products: list[Products] = [[] for _ in self._ordered]
+        self._aside: list[list[Any]] = [[] for _ in self._ordered]
+        """Parts of each tensor's gradient that backward() has not put into `parameter.grad`."""
 
     def _addresses(self, kept: list[Any]) -> list[int]:
         """Return the gradients for push_from(). kept: takes the copies that are made.
@@ -58,16 +59,20 @@ class Backend(ABC):
         torch or NumPy takes microseconds, as long as it takes to copy thousands of values.
         """
         where: list[int] = []
-        for tensor, of_tensor in zip(self._ordered, self._products, strict=True):
+        for tensor, aside in zip(self._ordered, self._aside, strict=True):
             if tensor is None:
                 where += NONE
-            elif of_tensor:
-                where += products.product_of(tensor, of_tensor, kept)
+            elif aside:
+                where += self._address_aside(tensor, aside, kept)
             elif tensor.grad is not None:
                 where += gradient_at(tensor.grad, kept)
             else:
                 where += self._absent
         return where
+
+    @abstractmethod
+    def _address_aside(self, tensor: torch.Tensor, aside: list[Any], kept: list[Any]) -> Where:
+        """Return the gradient of a tensor for which backward() has left something aside."""
 
     @abstractmethod
     def loss(self, loss: torch.Tensor) -> float | torch.Tensor:
@@ -82,8 +87,8 @@ class Backend(ABC):
 
     def forget(self) -> None:
         """Drop what backward() has left outside of `parameter.grad`."""
-        for of_tensor in self._products:
-            of_tensor.clear()
+        for aside in self._aside:
+            aside.clear()
 
     @abstractmethod
     def refresh(self) -> None:

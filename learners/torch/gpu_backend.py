@@ -18,7 +18,7 @@ import torch
 
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError
-from gadei_ps.learners.client import Client
+from gadei_ps.learners.client import Client, Where
 from gadei_ps.learners.torch import casts, lookup
 from gadei_ps.learners.torch.backend import (
     Backend,
@@ -71,7 +71,9 @@ class GpuBackend(Backend):
                 self._undo.callback(delattr, layer, "flatten_parameters")
         self._untraced: Callable[[str, torch.Tensor], torch.Tensor] | None = None
         """_gather() as compiled code calls it; None until there is some."""
-        lookup.adapt(trained, self._read_rows, self._undo)
+        asides = zip(self._ordered, self._aside, strict=True)
+        given = {tensor: aside for tensor, aside in asides if tensor is not None}
+        lookup.adapt(trained, self._read_rows, given, self._undo)
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, parameter in trained.parameters.items():
             if casts.differs(parameter):
@@ -102,6 +104,9 @@ class GpuBackend(Backend):
         return found
 
     # -- push -----------------------------------------------------------------------------------
+
+    def _address_aside(self, tensor: torch.Tensor, aside: list[Any], kept: list[Any]) -> Where:
+        return lookup.rows_of(tensor, aside, kept)
 
     def loss(self, loss: torch.Tensor) -> float | torch.Tensor:
         if is_on_gpu(loss) and loss.numel() == 1 and loss.device == self._trained.device:
@@ -179,18 +184,16 @@ class GpuBackend(Backend):
         return self._untraced(name, indices)
 
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
-        """Read the job's current rows of a tensor, shape (n, width); indices: int64, flat.
+        """Read the job's current rows of a tensor. indices: int64, contiguous.
 
         From then on pulls leave the tensor out, unless it is found to be used as a whole as well.
         """
         if name not in self._gathered and name not in self._whole:
             self._gathered.add(name)
             self._link.leave_out(self._gathered)
-        whole = self._views[name]
-        rows = torch.empty(
-            len(indices), whole.size // len(whole), dtype=torch.float32, device=indices.device
-        )
-        self._link.gather(name, indices.data_ptr(), len(indices), rows.data_ptr())
+        shape = (*indices.shape, *self._views[name].shape[1:])
+        rows = torch.empty(shape, dtype=torch.float32, device=indices.device)
+        self._link.gather(name, indices.data_ptr(), indices.numel(), rows.data_ptr())
         return rows
 
     def close(self, *, keep: bool) -> None:

@@ -20,7 +20,7 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.attach import warn
-from gadei_ps.learners.client import UNTOUCHED, Client
+from gadei_ps.learners.client import UNTOUCHED, Client, Where
 from gadei_ps.learners.torch import casts, products
 from gadei_ps.learners.torch.backend import (
     Backend,
@@ -110,9 +110,9 @@ class HostBackend(Backend):
                 faulthandler.enable()
             _native.tell_of_stores(client.place.weights.address, client.place.weights.size)
             self._undo.callback(_native.tell_of_stores, client.place.weights.address, 0)
-        for tensor, of_tensor in zip(self._ordered, self._products, strict=True):
+        for tensor, aside in zip(self._ordered, self._aside, strict=True):
             if tensor is not None:
-                setattr(tensor, PRODUCTS, of_tensor)
+                setattr(tensor, PRODUCTS, aside)
         self._payload = 0  # where freed gradients are written; 0 before the first of a step
         self._written: set[int] = set()  # numbers of the freed gradients
         self._frees = free_gradients
@@ -156,6 +156,9 @@ class HostBackend(Backend):
             for parameter, view in self._views:
                 parameter.data = _tensor(view)
 
+    def _address_aside(self, tensor: torch.Tensor, aside: list[Any], kept: list[Any]) -> Where:
+        return products.product_of(tensor, aside, kept)
+
     def loss(self, loss: torch.Tensor) -> float:
         return float(loss.detach())
 
@@ -194,7 +197,7 @@ class HostBackend(Backend):
 
     def _write(self, number: int, parameter: torch.Tensor) -> None:
         """Write the gradient of parameter `number`, which is complete."""
-        if parameter.grad is None or self._products[number]:
+        if parameter.grad is None or self._aside[number]:
             return  # products are complete by now; step() adds the two
         if not self._payload:
             self._payload = self._client.claim() + layout.PAYLOAD_AT

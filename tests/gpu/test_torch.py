@@ -22,7 +22,7 @@ from torch_devices import gpu as gpu
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.torch import Optimizer, linear
+from gadei_ps.learners.torch import Optimizer, embedding, linear
 
 STEPS = 30
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -202,6 +202,56 @@ def test_free_gradients_and_products_are_for_the_cpu(gpu: str, job_name: str) ->
         optimizer.close()
 
 
+def captured(
+    optimizer: Optimizer, call: Callable[[], torch.Tensor]
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Return a graph of the call, and what it returns."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # outside of the graph: what the first call sets up
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = call()
+    return graph, loss
+
+
+@pytest.mark.gpu
+def test_cuda_graph_of_rows(job_name: str) -> None:
+    """A graph reads rows from the segment, and each step pushes the gradient of its replay."""
+    need_cuda()
+    torch.manual_seed(3)
+    model = nn.ParameterDict({"rows": torch.randn(20, 4)})
+    twin = copy.deepcopy(model)
+    model.cuda()
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
+        optimizer = Optimizer(model, job_name)
+        indices = torch.zeros(6, dtype=torch.int64).cuda()
+
+        def forward_and_backward() -> torch.Tensor:
+            loss = embedding(indices, model["rows"], 0).square().sum()
+            loss.backward()
+            return loss
+
+        graph, loss = captured(optimizer, forward_and_backward)
+        local = torch.optim.SGD(twin.parameters(), 0.1)
+        for _ in range(5):
+            given = torch.randint(20, (6,))
+            indices.copy_(given)
+            graph.replay()
+            optimizer.report(loss=loss)
+            optimizer.step()
+            local.zero_grad()
+            expected = nn.functional.embedding(given, twin["rows"], 0).square().sum()
+            expected.backward()
+            local.step()
+            torch.testing.assert_close(loss.cpu(), expected, rtol=1e-3, atol=1e-4)
+        optimizer.close()
+        same_state(model, twin)
+
+
 @pytest.mark.gpu
 def test_cuda_graph(job_name: str) -> None:
     """A graph that was captured once reads each step's weights: their addresses stay."""
@@ -219,15 +269,7 @@ def test_cuda_graph(job_name: str) -> None:
             loss.backward()
             return loss
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # outside of the graph: what the first call sets up
-            forward_and_backward()
-        torch.cuda.current_stream().wait_stream(side)
-        optimizer.zero_grad()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = forward_and_backward()
+        graph, loss = captured(optimizer, forward_and_backward)
         local = torch.optim.SGD(twin.parameters(), 0.1)
         source = torch.Generator().manual_seed(11)
         for _ in range(STEPS):

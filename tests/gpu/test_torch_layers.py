@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -45,6 +46,116 @@ def test_rows_are_read_from_the_segment(gpu: str, job_name: str) -> None:
         optimizer.close()
         np.testing.assert_array_equal(model.own.detach().cpu().numpy(), own)
         client.detach()
+
+
+def looked_up(where: str, weight: torch.Tensor, look_up: Callable[..., torch.Tensor]) -> None:
+    """Use rows 0 to 5 of a weight of eight rows, several ways; backward()."""
+    device = weight.device
+    first = torch.tensor([[1, 0], [5, 1]], device=device)
+    second = torch.tensor([0, 3, 4, 3], dtype=torch.int32, device=device)
+    paddings = {"one": 0, "none": None, "two": 3}
+    scale = torch.arange(1.0, 13.0, device=device).view(2, 2, 3)
+    look_up(first, weight, 0, sparse=True).mul(scale).sum().backward()
+    if where in paddings:
+        rows = look_up(second, weight, paddings[where], sparse=True)
+        (rows.mul_(2) + look_up(second[:0], weight, 0, sparse=True).sum()).sum().backward()
+    elif where == "whole":
+        (weight * weight).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("where", ["alone", "one", "none", "two", "whole"])
+def test_a_gradient_of_rows_is_left_to_the_step(gpu: str, where: str, job_name: str) -> None:
+    torch.manual_seed(3)
+    model = nn.ParameterDict({"rows": torch.randn(8, 3)})
+    twin = copy.deepcopy(model)
+    weight = model.to(gpu)["rows"]
+    with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.5}):
+        optimizer, plain = Optimizer(model, job_name), torch.optim.SGD(twin.parameters(), 0.5)
+        looked_up(where, weight, embedding)
+        assert (weight.grad is not None) == (where == "whole")
+        optimizer.zero_grad()  # undoes that backward()
+        for _ in range(3):
+            optimizer.zero_grad()
+            looked_up(where, weight, embedding)
+            optimizer.step()
+            plain.zero_grad()
+            looked_up(where, twin["rows"], nn.functional.embedding)
+            plain.step()
+        optimizer.close()
+        same_state(model, twin)
+
+
+def _hooked(weight: torch.Tensor, indices: torch.Tensor) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    weight.register_hook(lambda gradient: seen.append(gradient))
+    embedding(indices, weight, 1).sum().backward()
+    return seen
+
+
+def _accumulated(weight: torch.Tensor, indices: torch.Tensor) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    embedding(indices, weight, 1).sum().backward()
+    return seen
+
+
+def _in_autocast(weight: torch.Tensor, indices: torch.Tensor) -> list[torch.Tensor]:
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast refuses it without a GPU
+    try:
+        rows = embedding(indices, weight, 1)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    rows.sum().backward()
+    return [weight.grad]
+
+
+def _twice(weight: torch.Tensor, indices: torch.Tensor) -> list[torch.Tensor]:
+    rows = embedding(indices, weight, 1)
+    rows.sum().backward(create_graph=True)
+    return [weight.grad]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # create_graph
+@pytest.mark.parametrize("use", [_hooked, _accumulated, _in_autocast, _twice])
+def test_a_gradient_of_rows_that_is_seen(
+    gpu: str, use: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]], job_name: str
+) -> None:
+    """Check that weight.grad is as torch's where something may read it before step()."""
+    model = nn.ParameterDict({"rows": torch.zeros(8, 3)}).to(gpu)
+    with daemon(job_name):
+        optimizer = Optimizer(model, job_name)
+        (gradient,) = use(model["rows"], torch.tensor([1, 2, 2], device=gpu))
+        expected = torch.zeros(8, 3)
+        expected[2] = 2
+        assert gradient.is_sparse
+        torch.testing.assert_close(gradient.detach().to_dense().cpu(), expected)
+        optimizer.step()
+        assert not status(job_name)["gradients_refused"]
+        optimizer.close()
+
+
+def test_the_gradient_of_a_sparse_layer_can_be_read(gpu: str, job_name: str) -> None:
+    layer = nn.Embedding(8, 3, padding_idx=-7, sparse=True).to(gpu)
+    with daemon(job_name):
+        optimizer = Optimizer(layer, job_name)
+        layer(torch.tensor([1, 2, 2], device=gpu)).sum().backward()
+        rows = layer.weight.grad.to_dense().sum(1)
+        assert rows.tolist() == [0, 0, 6, 0, 0, 0, 0, 0]
+        optimizer.close()
+
+
+def test_indices_that_are_changed_before_the_step(gpu: str, job_name: str) -> None:
+    model = nn.ParameterDict({"rows": torch.zeros(8, 3)}).to(gpu)
+    with daemon(job_name):
+        optimizer = Optimizer(model, job_name)
+        indices = torch.tensor([1, 2], device=gpu)
+        embedding(indices, model["rows"]).sum().backward()
+        indices += 1
+        with pytest.raises(UsageError, match="indices of an embedding were changed"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.close()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's tracer gives several
