@@ -9,9 +9,9 @@ each way:
 - limit: copies of as many bytes between pinned and device memory, on other streams, timed as the
   transfers are.
 
-Both ways: a push and a pull begin together; timed from the first begin to the last end. Before each
-transfer there is a kernel that only waits, so that the host has queued everything when the transfer
-begins. A transfer that begins earlier is repeated.
+Both ways: a push and a pull begin together; timed from the first begin to the last end. The streams
+of copies wait for a kernel that only waits, so that the host has queued everything when they begin.
+A transfer that begins earlier is repeated.
 """
 
 from __future__ import annotations
@@ -155,9 +155,12 @@ class OnGpu(_End):
 
     def __init__(self, target: Target, client: Client, timed: Timed) -> None:
         import cupy
+        import torch
 
-        self._cupy, self._timed = cupy, timed
-        self._head_start, self._wait_s = HeadStart(target), MOST_WAIT_S
+        self._cupy, self._torch, self._timed = cupy, torch, timed
+        self._head_start = HeadStart(target)
+        self._waiting = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._wait_s = MOST_WAIT_S
         self._bytes = 4 * client.model.elements
         gradient = cupy.full(client.model.elements, 1e-3, cupy.float32)
         super().__init__(target, client, target.learner_device().link(client), gradient)
@@ -181,7 +184,7 @@ class OnGpu(_End):
             if way != PUSH:  # there must be newer weights than those pulled last
                 self._push()
                 self._applied()
-            taken = self._timely(queue, 2 if way == BOTH else 1)
+            taken = self._timely(queue, way)
             if way != PUSH and not self._link.pulled():
                 raise RuntimeError("the pull has not arrived")
             self._applied()
@@ -191,13 +194,9 @@ class OnGpu(_End):
 
     def limit(self, way: str) -> float:
         """See Mover."""
-        cuda, runtime = self._cupy.cuda, self._timed
+        runtime = self._timed
 
         def queue() -> None:
-            queued = cuda.Event(disable_timing=True)
-            queued.record()
-            for stream in self._streams:
-                stream.wait_event(queued)
             if way != PULL:
                 to, source = self._pinned[0].ptr, self._device[0].data.ptr
                 kind = runtime.memcpyDeviceToHost
@@ -209,21 +208,22 @@ class OnGpu(_End):
 
         kept, self._timed.streams = self._timed.streams, {one.ptr for one in self._streams}
         try:
-            return _first(lambda: self._timely(queue, 2 if way == BOTH else 1))
+            return _first(lambda: self._timely(queue, way))
         finally:
             self._timed.streams = kept
 
-    def _timely(self, queue: Callable[[], None], copies: int) -> float | None:
+    def _timely(self, queue: Callable[[], None], way: str) -> float | None:
         """Return the time (s) of the copies that `queue` queues; None if they begin earlier."""
         self._timed.spans.clear()
-        self._head_start.begin(self._wait_s)
+        with self._torch.cuda.stream(self._waiting):
+            self._head_start.begin(self._wait_s, list(self._timed.streams))
         begin = time.perf_counter()
         queue()
         suffices = self._head_start.suffices()
         queued_s = time.perf_counter() - begin
         self._wait_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, WAIT * queued_s))
         self._cupy.cuda.runtime.deviceSynchronize()
-        return self._taken(copies) if suffices else None
+        return self._taken(2 if way == BOTH else 1) if suffices else None
 
     def _taken(self, copies: int) -> float:
         """Return the time (s) from the first start to the last end of the last copies."""

@@ -10,7 +10,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
@@ -102,10 +102,15 @@ class HeadStart:
         self._target = target
         self._end: Any = None
 
-    def begin(self, seconds: float) -> None:
-        """Launch the kernel, which takes about `seconds`."""
+    def begin(self, seconds: float, streams: Sequence[int] = ()) -> None:
+        """Launch the kernel, which takes about `seconds`, on torch's stream.
+
+        streams: CUDA's handles of others that wait for it.
+        """
         self._target.spin(seconds)
         self._end = self._target.mark()
+        for handle in streams:
+            torch.cuda.ExternalStream(handle).wait_event(self._end)  # type: ignore[no-untyped-call]
 
     def suffices(self) -> bool:
         """Return whether the kernel still waits: what the host has queued has not begun."""
