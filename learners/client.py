@@ -599,10 +599,7 @@ class Client:
         all, the address of a flat gradient. The caller answers for the shapes. Raises what push()
         raises, and ModelMismatch for a row that the tensor does not have.
         """
-        self.check_process()
-        self._check_not_exclusive()
-        self._check_stopping()
-        self._flush_publisher()
+        self._begin_push()
         learner = self._learner
         if not learner.wanted():
             return self.publish_nothing(batch, timeout_s, computed=True)
@@ -684,6 +681,13 @@ class Client:
         at = int(ring["slots_at"]) + slot * int(ring["slot_bytes"])
         return self.place.ring.array(layout.FRAME, 1, at)
 
+    def _begin_push(self) -> None:
+        """Check that this learner may push, and publish what is in flight."""
+        self.check_process()
+        self._check_not_exclusive()
+        self._check_stopping()
+        self._flush_publisher()
+
     def _check_stopping(self) -> None:
         """Raise JobStopped at the second push of a learner without batches() after a stop.
 
@@ -731,10 +735,7 @@ class Client:
         PAYLOAD_AT, then publish(). The slot is this thread's until then; claiming again starts the
         same slot again.
         """
-        self.check_process()
-        self._check_not_exclusive()
-        self._check_stopping()
-        self._flush_publisher()
+        self._begin_push()
         return self._claim(timeout_s, deadline(timeout_s))
 
     def _claim(self, timeout_s: float | None, until: float | None) -> int:
@@ -851,28 +852,21 @@ class Client:
             raise self._converted(error) from None
         return facts
 
-    def publish_landed(
-        self,
-        landing: int,
-        landed: _native.Landed,
-        launch: Callable[[], None],
-        facts: _native.Facts,
-    ) -> None:
-        """Let a device's driver publish the claimed slot, once transfers into it are through.
+    def publish_landed(self, cuda: int, facts: _native.Facts) -> int:
+        """Let a device transfer what it has staged into the next slot, and its driver publish that.
 
-        Prepares `landing`, _native.LANDING_BYTES of memory. landed: address of the sums that are
-        transferred beside the payload (native/ps_land.h), parts of the sum of squares in them,
-        whether the loss is among them, and kind, blocks and bytes of the payload. launch: has the
-        driver call _native.LAND with `landing`; the gradient counts as published from then on.
-        facts: of check_facts().
+        Waits for the grant and for a free slot. cuda: address of a struct ps_cuda. facts: of
+        check_facts(). Returns 0, or the driver's error: then nothing is published.
         """
+        self._begin_push()
         try:
-            self._learner.land(landing, landed, facts)
+            while (result := self._learner.land(cuda, facts)) < 0:
+                self._claim(None, None)
         except ValueError as error:
             raise self._converted(error) from None
-        launch()
-        self._learner.counted()
-        self._record_push(facts[1])
+        if not result:
+            self._record_push(facts[1])
+        return result
 
     # -- waits ----------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@
 #include <sys/prctl.h>
 
 #include "ps_build.h"
+#include "ps_cuda.h"
 #include "ps_guard.h"
-#include "ps_land.h"
 #include "ps_learner.h"
 #include "ps_lease.h"
 #include "ps_process.h"
@@ -255,16 +255,13 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *made = PyModule_Create(&module);
     if (!made)
         return NULL;
-    /* The address that a device's driver calls, and the size of its argument. */
-    PyObject *land = PyLong_FromVoidPtr((void *)(uintptr_t)ps_land);
-    int failed = PyModule_AddObjectRef(made, "LAND", land) < 0 ||
-                 PyModule_AddIntConstant(made, "LANDING_BYTES", sizeof(struct ps_landing)) < 0;
-    Py_XDECREF(land);
     PyObject *build = PyLong_FromUnsignedLongLong(PS_BUILD);
-    failed = failed || PyModule_AddObjectRef(made, "BUILD", build) < 0;
+    int failed = PyModule_AddObjectRef(made, "BUILD", build) < 0;
     Py_XDECREF(build);
     if (failed || PyModule_AddFunctions(made, ps_layout_methods) < 0 ||
-        PyModule_AddType(made, &ps_learner_type) < 0 ||
+        PyModule_AddType(made, &ps_learner_type) < 0 || PyModule_AddType(made, &ps_cuda_type) < 0 ||
+        PyModule_AddIntMacro(made, PS_NOT_READY) < 0 ||
+        PyModule_AddIntMacro(made, PS_CROWDED) < 0 ||
         PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 ||
         PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||
         PyModule_AddIntMacro(made, PS_EVICTED) < 0 ||

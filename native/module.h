@@ -4,6 +4,7 @@
  *
  *   module.c         the module itself: waits, leases, single words, parts of frames
  *   module_learner.c the type Learner: a client's frames and consistent pulls
+ *   module_cuda.c    the type Cuda: the calls of a step on a GPU
  *   module_layout.c  the layout of the shared memory as the compiler made it
  */
 #ifndef MODULE_H
@@ -56,6 +57,10 @@ static inline int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wa
 #define ENTRY(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
 
 extern PyMethodDef ps_layout_methods[];
-extern PyTypeObject ps_learner_type;
+extern PyTypeObject ps_learner_type, ps_cuda_type;
+
+/* A gradient for each tensor. where: PySequence_Fast's, four numbers for each, or one address. -1 with
+ * an exception set. */
+int ps_take_gradients(const struct ps_weights *weights, PyObject *where, struct ps_gradient *gradients);
 
 #endif

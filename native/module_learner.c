@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <structmember.h>
 
+#include "ps_cuda.h"
 #include "ps_learner.h"
 
 #define WRITE_WITH_GIL (1u << 14) /* values; below, handing the GIL over costs more than the copy */
@@ -155,9 +156,7 @@ static int take_gradient(PyObject *const *args, struct ps_gradient *gradient)
     return 0;
 }
 
-/* A gradient for each tensor. where: PySequence_Fast's, four numbers for each, or one address. */
-static int take_gradients(const struct ps_weights *weights, PyObject *where,
-                          struct ps_gradient *gradients)
+int ps_take_gradients(const struct ps_weights *weights, PyObject *where, struct ps_gradient *gradients)
 {
     const struct ps_tensor *table =
         (const struct ps_tensor *)((const char *)weights + weights->table_at);
@@ -192,7 +191,7 @@ static int write_whole(struct ps_learner *learner, char *payload, PyObject *give
         return -1;
     }
     PyObject *where = PySequence_Fast(given, "takes a sequence of addresses");
-    int result = 0, taken = where ? take_gradients(weights, where, gradients) : -1;
+    int result = 0, taken = where ? ps_take_gradients(weights, where, gradients) : -1;
     Py_XDECREF(where);
     uint64_t work = weights->elements;
     for (uint64_t i = 0; i < weights->tensors && !taken; i++)
@@ -308,14 +307,21 @@ METHOD(claim)
     return slot ? PyLong_FromUnsignedLongLong((uint64_t)slot) : PyLong_FromLong(result);
 }
 
+/* Claims a slot where nothing need be waited for. */
+static struct ps_frame *try_claim(struct ps_learner *learner, int *result)
+{
+    *result = ps_try_grant(learner->ring, learner->control, learner->published);
+    return *result ? NULL : ps_frame_claim(learner, 0, result);
+}
+
 METHOD_OF_ONE(push)
 {
     struct ps_learner *learner = LEARNER;
     struct ps_facts facts;
     if (takes(count, 2) < 0 || take_facts(LEARNER, args[0], &facts) < 0)
         return NULL;
-    int result = ps_try_grant(learner->ring, learner->control, learner->published);
-    struct ps_frame *slot = result ? NULL : ps_frame_claim(learner, 0, &result);
+    int result;
+    struct ps_frame *slot = try_claim(learner, &result);
     if (refuses(result))
         return refuse(result);
     if (!slot)
@@ -386,7 +392,7 @@ METHOD_OF_ONE(assign)
     const struct ps_weights *weights = LEARNER->weights;
     struct ps_gradient *values = malloc((weights->tensors + 1) * sizeof *values);
     PyObject *where = values ? PySequence_Fast(args[1], "takes a sequence of addresses") : NULL;
-    int taken = where ? take_gradients(weights, where, values) : -1;
+    int taken = where ? ps_take_gradients(weights, where, values) : -1;
     if (!values)
         PyErr_NoMemory();
     Py_XDECREF(where);
@@ -421,32 +427,22 @@ METHOD_OF_ONE(publish)
 
 METHOD_OF_ONE(land)
 {
-    uint64_t landing, given[6];
+    uint64_t cuda;
     struct ps_facts facts;
-    if (takes(count, 3) < 0 || numbers(args, 1, 1, &landing) < 0 ||
-        take_facts(LEARNER, args[2], &facts) < 0)
+    int result;
+    if (takes(count, 2) < 0 || numbers(args, 1, 1, &cuda) < 0 ||
+        take_facts(LEARNER, args[1], &facts) < 0)
         return NULL;
-    if (!PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "takes a tuple");
-        return NULL;
+    struct ps_frame *slot = try_claim(LEARNER, &result);
+    if (slot) {
+        Py_BEGIN_ALLOW_THREADS
+        result = ps_cuda_publish((struct ps_cuda *)cuda, LEARNER, &facts,
+                                 (char *)slot + PS_PAYLOAD_AT);
+        Py_END_ALLOW_THREADS
     }
-    if (numbers(((PyTupleObject *)args[1])->ob_item, PyTuple_GET_SIZE(args[1]), 6, given) < 0)
-        return NULL;
-    struct ps_landed landed = {
-        .sums = (const uint64_t *)given[0],
-        .parts = given[1],
-        .loss_there = given[2],
-        .kind = (uint32_t)given[3],
-        .blocks = (uint32_t)given[4],
-        .bytes = given[5],
-    };
-    int refused = ps_frame_land(LEARNER, (struct ps_landing *)landing, &landed, &facts);
-    if (refused)
-        return refuse(refused);
-    Py_RETURN_NONE;
+    return refuses(result) ? refuse(result) : PyLong_FromLong(result);
 }
 
-DOES(counted, 0, ps_frame_counted(LEARNER))
 RETURNS(wanted, 0, PyBool_FromLong(ps_wanted(LEARNER)))
 RETURNS(turn, 1, PyLong_FromUnsignedLongLong(ps_turn(LEARNER, arg[0])))
 DOES(copy_begin, 1, ps_copy_begin(LEARNER, (float *)arg[0]))
@@ -494,8 +490,8 @@ static PyMethodDef methods[] = {
     ENTRY(assign, "assign(payload, values, stream, flags, steps): an assignment of whole tensors"),
     ENTRY(check, "check(facts): raises what publish() and land() would raise for them"),
     ENTRY(publish, "publish(facts) -> sequence number of the frame that is written"),
-    ENTRY(land, "land(landing, (sums, parts, loss_there, kind, blocks, bytes), facts)"),
-    ENTRY(counted, "counted(): LAND will publish the frame that was prepared"),
+    ENTRY(land, "land(cuda, facts) -> 0, CUDA's error, or a result < 0: claims, has the device transfer "
+                "what is staged and publish it, where nothing need be waited for"),
     ENTRY(wanted, "wanted() -> whether the gradient in flight may still be applied"),
     ENTRY(turn, "turn(number) -> the iteration whose grant that mini-batch of the wave needs"),
     ENTRY(copy_begin, "copy_begin(to): a consistent copy of the weights"),

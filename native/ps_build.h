@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x1299df1824087fcbull
+#define PS_BUILD 0x418561e5620b8b11ull
 
 #endif

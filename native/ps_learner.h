@@ -101,6 +101,9 @@ struct ps_frame *ps_frame_claim(struct ps_learner *learner, uint64_t timeout_ns,
 /* Releases the slot that this thread has claimed. */
 void ps_frame_drop(struct ps_learner *learner);
 
+/* The rows of a tensor. residue: of all weights, or NULL. */
+struct ps_shape ps_shape_of(const struct ps_tensor *tensor, float *residue);
+
 /* Writes a whole payload, at the slot's PS_PAYLOAD_AT. gradients: one for each of the model's
  * tensors, in the order of its table. It becomes a frame of rows if one of them lists rows or is a
  * product, or if zeros are skipped and many values are zero. Returns 0, PS_NO_MEMORY, or PS_BAD_ROW

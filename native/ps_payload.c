@@ -234,7 +234,7 @@ uint64_t ps_first_block(const struct ps_weights *weights)
     return rounded(weights->tensors * sizeof(struct ps_block));
 }
 
-static struct ps_shape shape_of(const struct ps_tensor *tensor, float *residue)
+struct ps_shape ps_shape_of(const struct ps_tensor *tensor, float *residue)
 {
     /* A tensor without values counts as one row without values, and so does one whose values are
      * not float32 count as one row. */
@@ -248,7 +248,7 @@ static int looks_sparse(const struct ps_learner *learner, const struct ps_gradie
     const struct ps_weights *weights = learner->weights;
     uint64_t zeros = 0;
     for (uint64_t i = 0; i < weights->trained; i++) {
-        struct ps_shape shape = shape_of(table_of(weights) + i, NULL);
+        struct ps_shape shape = ps_shape_of(table_of(weights) + i, NULL);
         uint64_t size = shape.width * width_of(learner->dtype);
         if (!gradients[i].values || shape.rows < 4 || size < PS_LEAST_ROW)
             continue;
@@ -295,7 +295,7 @@ int ps_frame_append(struct ps_learner *learner, uint64_t number,
     struct ps_writing *writing = &learner->writing;
     struct ps_payload payload = writing->payload;
     const struct ps_tensor *tensor = table_of(learner->weights) + number;
-    struct ps_shape shape = shape_of(tensor, payload.residue);
+    struct ps_shape shape = ps_shape_of(tensor, payload.residue);
     struct ps_block block = {.tensor = (uint32_t)number};
     payload.squares = 0.0;
     int result = write_block(&payload, &block, gradient, &shape, bad);
@@ -347,7 +347,7 @@ int ps_frame_whole(struct ps_learner *learner, char *payload, const struct ps_gr
         /* Checked before anything is written, because writing uses up the residue. */
         *number = i;
         if (gradients[i].indices && !gradients[i].factors &&
-            is_bad(&gradients[i], shape_of(&table[i], NULL).rows, bad))
+            is_bad(&gradients[i], ps_shape_of(&table[i], NULL).rows, bad))
             return PS_BAD_ROW;
     }
     int in_blocks = rows || products || (learner->skips_zeros && looks_sparse(learner, gradients));

@@ -16,6 +16,7 @@ A transfer that begins earlier is repeated.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import time
@@ -42,6 +43,9 @@ LEAST_TIMES = 3
 PUSH, PULL, BOTH = "push", "pull", "both ways"
 WAYS = (PUSH, PULL, BOTH)
 LIMIT = "cudaMemcpyAsync"
+TO_HOST, TO_DEVICE = "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2"
+CALL = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
+RECORD = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 2)
 TRANSFER, END_TO_END = "gadei-ps", "gadei-ps, end to end"
 REACH = {PUSH: 0.95, PULL: 0.95, BOTH: 0.9}
 
@@ -122,32 +126,34 @@ class OnHost(_End):
 
 
 class Timed:
-    """CuPy's runtime, with an event before and after each copy on some streams.
+    """CUDA's driver, with an event before and after each copy on some streams.
 
-    It replaces the runtime in the module of the link, whose code does not change.
+    It replaces the driver in the module of the link, whose code does not change.
     """
 
-    def __init__(self, runtime: Any, event: Callable[[], Any]) -> None:
-        self._runtime, self._event = runtime, event
+    def __init__(self, libcuda: Any, event: Callable[[], Any]) -> None:
+        self._libcuda, self._event = libcuda, event
         self.streams: set[int] = set()
         """Handles of the streams to look at."""
         self.least = 1
         """Bytes of a copy that counts."""
         self.spans: list[tuple[Any, Any]] = []
+        for name in (TO_HOST, TO_DEVICE):
+            setattr(self, name, CALL(functools.partial(self.copy, name)))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
+        return getattr(self._libcuda, name)
 
-    def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
-        """Copy, as the runtime does."""
+    def copy(self, name: str, to: int, source: int, size: int, stream: int) -> int:
+        """Copy, as the driver's function of this name does; return its result."""
+        copy = ctypes.cast(getattr(self._libcuda, name), CALL)
         if stream not in self.streams or size < self.least:
-            self._runtime.memcpyAsync(to, source, size, kind, stream)
-            return
+            return int(copy(to, source, size, stream))
+        record = ctypes.cast(self._libcuda.cuEventRecord, RECORD)
         begin, end = self._event(), self._event()
-        self._runtime.eventRecord(begin.ptr, stream)
-        self._runtime.memcpyAsync(to, source, size, kind, stream)
-        self._runtime.eventRecord(end.ptr, stream)
+        result = record(begin.ptr, stream) or copy(to, source, size, stream)
         self.spans.append((begin, end))
+        return int(result or record(end.ptr, stream))
 
 
 class OnGpu(_End):
@@ -194,17 +200,14 @@ class OnGpu(_End):
 
     def limit(self, way: str) -> float:
         """See Mover."""
-        runtime = self._timed
 
         def queue() -> None:
             if way != PULL:
                 to, source = self._pinned[0].ptr, self._device[0].data.ptr
-                kind = runtime.memcpyDeviceToHost
-                runtime.memcpyAsync(to, source, self._bytes, kind, self._streams[0].ptr)
+                self._timed.copy(TO_HOST, to, source, self._bytes, self._streams[0].ptr)
             if way != PUSH:
                 to, source = self._device[1].data.ptr, self._pinned[1].ptr
-                kind = runtime.memcpyHostToDevice
-                runtime.memcpyAsync(to, source, self._bytes, kind, self._streams[1].ptr)
+                self._timed.copy(TO_DEVICE, to, source, self._bytes, self._streams[1].ptr)
 
         kept, self._timed.streams = self._timed.streams, {one.ptr for one in self._streams}
         try:
@@ -253,15 +256,15 @@ def mover(target: Target, client: Client) -> Iterator[Mover]:
     import cupy
 
     link: Any = importlib.import_module("gadei_ps.learners.cuda.link")
-    runtime = link.runtime
-    timed = Timed(runtime, cupy.cuda.Event)
-    link.runtime = timed
+    libcuda = link.libcuda
+    timed = Timed(libcuda(), cupy.cuda.Event)
+    link.libcuda = lambda: timed
     try:
         on_gpu = OnGpu(target, client, timed)
         yield on_gpu
         on_gpu.close()
     finally:
-        link.runtime = runtime
+        link.libcuda = libcuda
 
 
 def measure(target: Target) -> Iterator[Report]:

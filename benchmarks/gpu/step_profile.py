@@ -77,7 +77,6 @@ class StepParts:
             return found
         backend, client = optimizer.backend, optimizer.client
         link = getattr(backend, "_link", None)
-        staging = getattr(link, "_staging", None)
         found += [
             (optimizer, "report", "report()"),
             (getattr(optimizer, "_job", None), "follow", "settings of the groups"),
@@ -86,15 +85,13 @@ class StepParts:
             (backend, "push", "push, the rest"),
             (backend, "refresh", "pull, the rest"),
             (client, "check_facts", "check of the facts"),
-            (client, "claim", "claim of a slot"),
-            (client, "publish_landed", "publish"),
+            (client, "publish_landed", "copies of the push, publish"),
             (link, "push_from", "push of the link, the rest"),
-            (staging, "stage", "launch of stage"),
+            (link, "_stage", "launch of stage"),
             (link, "flush", "wait for the push before"),
-            (link, "_transfer", "copies of the push"),
             (link, "gather", "launch of gather"),
             (link, "pulled", "look for pulled weights"),
-            (link, "copy", "copy of pulled weights"),
+            (link, "refresh", "copy of pulled weights"),
             (link, "pull", "begin of a pull"),
         ]
         return [one for one in found if hasattr(one[0], one[1])]

@@ -16,9 +16,11 @@ That needs no thread of Python, and nothing waits for the interpreter's lock.
 The host waits in push() only: for the push before, so that it is at most one step ahead of the
 device, and for a free slot. The compute stream never waits for the host.
 
-    staging.py    the gradient of whole tensors before it is transferred; rows.py: that of rows
-    kernels.cu    what computes on the device; kernels.py launches it
     link.py       registers the segments with the driver; push and pull, in the order of the streams
+    staging.py    memory of the gradients in flight
+    kernels.cu    what computes on the device; kernels.py compiles it
+
+native/ps_cuda.c lays frames out and calls CUDA's driver in each step.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Guard:
         try:
             self._device.__enter__()
         except FAILURES as error:
-            raise self._failure(error) from None
+            raise self.failure(error) from None
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         try:
@@ -41,9 +41,10 @@ class Guard:
         except FAILURES as failure:  # CUDA cannot leave a device that has failed
             error = error or failure
         if error is not None and (is_full(error) or isinstance(error, FAILURES)):
-            raise self._failure(error) from None
+            raise self.failure(error) from None
 
-    def _failure(self, error: Exception) -> DeviceError:
+    def failure(self, error: Exception) -> DeviceError:
+        """Return what an error of CUDA means."""
         if is_full(error):
             return self._too_small(error)
         return DeviceError(f"GPU {self._index} has failed ({first_line(error)})")

@@ -13,7 +13,7 @@
  *
  * gather: rows of the weights, read over the bus from the registered segment.
  *
- * Each kernel takes one struct by value; kernels.py has the same structs. Apart from the qualifiers
+ * Each kernel takes one struct by value; native/ps_cuda.c has the same structs. Apart from the qualifiers
  * and two instructions this is plain C++: the tests also compile it for the host.
  */
 typedef unsigned short u16;

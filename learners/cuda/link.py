@@ -5,21 +5,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
+from cupy.cuda import driver, runtime
 
 from gadei_ps import _native
 from gadei_ps.errors import DeviceError, ModelMismatch, UsageError
 from gadei_ps.learners.client import NONE, Client, Rows, Where, rows_at, whole_at
 from gadei_ps.learners.cuda.device_errors import Guard, is_full, mib
-from gadei_ps.learners.cuda.kernels import BAD, Kernels, blocks_for
-from gadei_ps.learners.cuda.staging import Outgoing, Staged, Staging
+from gadei_ps.learners.cuda.kernels import Kernels
+from gadei_ps.learners.cuda.staging import Staging
 from gadei_ps.learners.gradients import (
     check_integers,
     check_names,
@@ -33,9 +32,24 @@ from gadei_ps.memory.layout import Role, SegmentKind
 from gadei_ps.memory.segment import Segment
 from gadei_ps.memory.weights import Tensor
 
-NOT_READY = 600  # cudaErrorNotReady
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # flags of cudaHostRegister
 LINE = 64
+FUNCTIONS = (
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuLaunchKernel",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemsetD8Async",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuLaunchHostFunc",
+)
+"""Functions of libcuda.so.1, in the order of struct ps_driver (native/ps_cuda.h)."""
 
 Stream = Callable[[], int]
 """Returns the stream that is computed on, as CUDA's handle."""
@@ -58,6 +72,8 @@ class CudaLink:
         self._guard = Guard(index, 4 * client.model.elements)
         self._compute = compute
         self._tensors = {tensor.name: tensor for tensor in client.model.tensors}
+        self.numbers = {name: number for number, name in enumerate(self._tensors)}
+        """Numbers of the tensors by name."""
         self.version = client.base_version
         self._writes = -1  # client.writes before the last pull
         self._cleanup = contextlib.ExitStack()
@@ -66,20 +82,27 @@ class CudaLink:
             runtime.memGetInfo()
             self._source = _register_weights(client, index, undo)
             _register_slots(client, index, undo)
-            compiled = Kernels(index)
-            self._gather = compiled.launch("gather")
-            self._staging = Staging(client, compiled)
+            self._kernels = Kernels(index)
+            self._staging = Staging(client)
             self._push = cupy.cuda.Stream(non_blocking=True)
             self._pull = cupy.cuda.Stream(non_blocking=True)
-            # The host sleeps while it waits for one: it may have work for other learners.
-            self._staged, self._published, self._read, self._arrived = (
-                cupy.cuda.Event(block=True, disable_timing=True) for _ in range(4)
+            # staged, published, read, arrived. The host sleeps while it waits for one: it may have
+            # work for other learners.
+            self._events = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(4)]
+            self._cuda = _native.Cuda(
+                *_functions(),
+                *self._kernels.addresses,
+                *self.streams,
+                *(event.ptr for event in self._events),
+                client.place.weights.address,
+                int(client.wire),
+                self._source,
+                *self._staging.addresses,
             )
             # CuPy's stream, not always the one computed on, has cleared what was made above.
             runtime.deviceSynchronize()
             self._cleanup.push(undo.pop_all())
-        self._ranges = [(0, 4 * client.model.elements)]
-        """Byte ranges of the weights that pulls copy."""
+        self._cuda.set_ranges(0, 4 * client.model.elements)
         self._wanted: cupy.ndarray | None = None
         """The buffer of a pull that waits for newer weights."""
         self._coming = False  # whether a pull is in flight
@@ -109,83 +132,75 @@ class CudaLink:
         """Leave these tensors out of pulls; gather() reads their rows."""
         self._coming = False  # a pull that began before copies other tensors
         self._writes = -1  # the next pull copies weights even if none is newer
-        self._ranges = []
+        ranges: list[int] = []
         for tensor in self._client.model.tensors:
             begin, end = 4 * tensor.start, 4 * (tensor.start + tensor.count)
             if tensor.name in names or not tensor.count:
                 continue
-            if self._ranges and begin - self._ranges[-1][1] < LINE:
-                begin = self._ranges.pop()[0]
-            self._ranges.append((begin, end))
+            if ranges and begin - ranges[-1] < LINE:
+                ranges.pop()
+            else:
+                ranges.append(begin)
+            ranges.append(end)
+        self._cuda.set_ranges(*ranges)
 
     def fill(self, buffer: cupy.ndarray) -> None:
         self._look()
         self._coming = False  # a pull that began before is out of date
-        with self._guard:
-            self._transfer_weights(buffer, self._compute())
+        self._check(self._cuda.fill(buffer.data.ptr, self._compute()))
 
     def _look(self) -> None:
         self._writes = self._client.writes
         self.version = self._client.base_version
 
-    def _transfer_weights(self, buffer: cupy.ndarray, stream: int) -> None:
-        self._copy_ranges(buffer, self._source, runtime.memcpyHostToDevice, stream)
+    def pull(self, buffer: cupy.ndarray, stream: int | None = None) -> None:
+        """See devices.Link. stream: the one computed on, if the caller knows it."""
+        if not self._coming:
+            self._wanted = buffer
+            self._pull_if_newer(stream)
 
-    def _copy_ranges(self, buffer: cupy.ndarray, source: int, kind: int, stream: int) -> None:
-        to = buffer.data.ptr
-        for begin, end in self._ranges:
-            runtime.memcpyAsync(to + begin, source + begin, end - begin, kind, stream)
-
-    def pull(self, buffer: cupy.ndarray) -> None:
-        if self._coming:
-            return
-        self._wanted = buffer
-        with self._guard:
-            self._pull_if_newer()
-
-    def _pull_if_newer(self) -> None:
+    def _pull_if_newer(self, stream: int | None) -> None:
         if self._wanted is None or self._client.writes == self._writes:
             return
-        # Computation that was asked for before may still read the buffer.
-        runtime.eventRecord(self._read.ptr, self._compute())
-        runtime.streamWaitEvent(self._pull.ptr, self._read.ptr)
         self._look()
-        self._transfer_weights(self._wanted, self._pull.ptr)
-        runtime.eventRecord(self._arrived.ptr, self._pull.ptr)
+        # Behind what was asked for before: that may still read the buffer.
+        stream = self._compute() if stream is None else stream
+        self._check(self._cuda.pull(self._wanted.data.ptr, stream))
         self._wanted = None
         self._coming = True
 
-    def pulled(self) -> bool:
-        with self._guard:
-            self._pull_if_newer()
-            if not self._coming or not self._is_done(self._arrived):
-                return False
+    def pulled(self, stream: int | None = None) -> bool:
+        self._pull_if_newer(stream)
+        if not self._is_done(self._cuda.arrived()) or not self._coming:
+            return False
         self._coming = False
         return True
 
-    def copy(self, source: cupy.ndarray, to: cupy.ndarray) -> None:
-        """Copy pulled weights on the device, in the order of the compute stream."""
-        with self._guard:
-            self._copy_ranges(to, source.data.ptr, runtime.memcpyDeviceToDevice, self._compute())
+    def refresh(self, buffer: cupy.ndarray, to: cupy.ndarray) -> int | None:
+        """Copy weights from the buffer of a pull that has arrived, and begin the next pull.
+
+        On the device, in the order of the compute stream. Returns their version; None if no pull
+        has arrived.
+        """
+        stream, version = self._compute(), None
+        if self.pulled(stream):
+            self._check(self._cuda.copy(to.data.ptr, buffer.data.ptr, stream))
+            version = self.version
+        self.pull(buffer, stream)
+        return version
 
     def gather(self, tensor: str, indices: int, count: int, to: int) -> None:
         """Read the current rows of a tensor straight from the segment, over the bus.
 
         indices: address of `count` int64 on the device; to: of float32, (count, width).
         """
-        found = self._tensors[tensor]
-        if not count or not found.count:
-            return
-        width = found.count // found.rows
-        where = (self._source + 4 * found.start, indices, to, found.rows, width, count)
-        self._gather.set(*where)
-        with self._guard:
-            self._gather(self._compute(), blocks_for(count * width))
+        number = self.numbers[tensor]
+        self._check(self._cuda.gather(number, indices, count, to, self._compute()))
 
     # -- push -----------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, cupy.ndarray]:
-        room = self._staging.room()
+        room = self._staging.room(self._cuda.now)
         if room is None:
             if not self._room:
                 self._room = [self.buffer()]
@@ -223,7 +238,7 @@ class CudaLink:
         freed until the gradient is published. The next call raises ModelMismatch for a row that
         the tensor does not have.
         """
-        client, staging = self._client, self._staging
+        client = self._client
         if not client.wanted:
             client.publish_nothing(batch, computed=True)
             return
@@ -234,51 +249,28 @@ class CudaLink:
             rate_scale=rate_scale,
             batch=batch,
         )
-        with self._guard:
-            stream, outgoing = self._compute(), staging.next
-            frame = staging.stage(where, stream, loss_at)
-            runtime.eventRecord(self._staged.ptr, stream)
-            payload = client.claim() + layout.PAYLOAD_AT  # once the push before is published
-            self._transfer(frame, payload, outgoing)
-            client.publish_landed(
-                outgoing.landing,
-                (
-                    outgoing.landed,
-                    staging.squares,
-                    int(bool(loss_at)),
-                    int(frame.kind),
-                    len(frame.blocks),
-                    frame.size,
-                ),
-                functools.partial(
-                    _launch_host_function, self._push.ptr, _native.LAND, outgoing.landing
-                ),
-                facts,
-            )
-            runtime.eventRecord(self._published.ptr, self._push.ptr)
-            self._kept = kept or []
-            staging.swap()
+        self._stage(where, self._compute(), loss_at)
+        self._check(client.publish_landed(self._cuda.address, facts))
+        self._kept = kept or []
 
-    def _transfer(self, frame: Staged, payload: int, outgoing: Outgoing) -> None:
-        """Copy a frame into a claimed slot, and the sums beside it, once it is staged."""
-        if len(frame.blocks):
-            ctypes.memmove(payload, frame.blocks.ctypes.data, frame.blocks.nbytes)
-        push, kind = self._push.ptr, runtime.memcpyDeviceToHost
-        runtime.streamWaitEvent(push, self._staged.ptr)
-        source, size = outgoing.buffer.data.ptr + frame.begin, frame.size - frame.begin
-        runtime.memcpyAsync(payload + frame.begin, source, size, kind, push)
-        sums = outgoing.sums
-        runtime.memcpyAsync(outgoing.landed, sums.data.ptr, sums.nbytes, kind, push)
+    def _stage(self, where: Sequence[int], stream: int, loss_at: int) -> None:
+        """Launch the kernels that put a gradient into the staging buffer."""
+        try:
+            status = self._cuda.stage(where, stream, loss_at)
+            if status == _native.PS_CROWDED:
+                with self._guard:
+                    self._cuda.set_lists(*self._staging.grow(max(where[2::4]), stream))
+                status = self._cuda.stage(where, stream, loss_at)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        self._check(status)
 
     def flush(self) -> None:
-        last = self._staging.last
-        with self._guard:
-            runtime.eventSynchronize(self._published.ptr)
-            bad = ctypes.c_uint64.from_address(last.landed + 8 * BAD)
-            if not bad.value:
-                return
-            tensor = self._client.model.tensors[bad.value - 1]
-            bad.value = 0
+        self._check(self._cuda.flush())
+        bad = self._cuda.bad()
+        if not bad:
+            return
+        tensor = self._client.model.tensors[bad - 1]
         raise ModelMismatch(
             f"a gradient named a row that {tensor.name!r} does not have (it has {tensor.rows}); "
             "it was not applied"
@@ -286,14 +278,18 @@ class CudaLink:
 
     def check(self) -> None:
         """Raise DeviceError if the GPU has failed, so that what is in flight never arrives."""
-        with self._guard:
-            self._is_done(self._published)
+        self._is_done(self._cuda.published())
 
-    def _is_done(self, event: cupy.cuda.Event) -> bool:
-        status = runtime.eventQuery(event.ptr)
-        if status not in (0, NOT_READY):
-            raise DeviceError(f"GPU {self._index} has failed (CUDA error {status})")
-        return bool(status == 0)
+    def _is_done(self, status: int) -> bool:
+        if status == _native.PS_NOT_READY:
+            return False
+        self._check(status)
+        return True
+
+    def _check(self, status: int) -> None:
+        """Raise DeviceError for an error of the driver."""
+        if status:
+            raise self._guard.failure(driver.CUDADriverError(status=status))
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -373,21 +369,16 @@ def _register(
     undo.callback(runtime.hostUnregister, at)
 
 
-def _launch_host_function(stream: int, function: int, argument: int) -> None:
-    """Call a function of C behind all that the stream was given. Raises DeviceError.
-
-    CuPy's own launchHostFunc calls Python, and so waits for the interpreter's lock.
-    """
-    status = _libcuda().cuLaunchHostFunc(stream, function, argument)
-    if status:
-        raise DeviceError(f"the driver refuses to publish a gradient (CUDA error {status})")
+def _functions() -> list[int]:
+    """Return the addresses of FUNCTIONS."""
+    library = libcuda()
+    found = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in FUNCTIONS)
+    return [address or 0 for address in found]
 
 
-@functools.cache
-def _libcuda() -> Any:
-    library = ctypes.CDLL("libcuda.so.1")
-    library.cuLaunchHostFunc.argtypes = [ctypes.c_void_p] * 3
-    return library
+def libcuda() -> Any:
+    """Return CUDA's driver. It is loaded: CuPy has been used."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 # -- gradients as addresses: arrays of CuPy, and of other libraries by DLPack --------------------

@@ -109,7 +109,7 @@ class GpuBackend(Backend):
         return lookup.rows_of(tensor, aside, kept)
 
     def loss(self, loss: torch.Tensor) -> float | torch.Tensor:
-        if is_on_gpu(loss) and loss.numel() == 1 and loss.device == self._trained.device:
+        if loss.device == self._trained.device and loss.numel() == 1:
             return loss.detach()
         return float(loss.detach())
 
@@ -119,7 +119,7 @@ class GpuBackend(Backend):
         facts: dict[str, Any] = {"samples": samples, "rate_scale": rate_scale}
         if isinstance(loss, torch.Tensor):
             # Read behind the gradient, in the order of the stream: nothing waits for it.
-            value = loss.to(torch.float32)
+            value = loss if loss.dtype is torch.float32 else loss.to(torch.float32)
             kept.append(value)
             facts["loss_at"] = value.data_ptr()
         else:
@@ -132,11 +132,12 @@ class GpuBackend(Backend):
 
     def _find_whole(self, where: Sequence[int]) -> None:
         """Include tied weights in pulls: gathered tensors whose gradient is not one of rows."""
-        for number, tensor in enumerate(self._client.model.tensors):
+        for name in tuple(self._gathered):
+            number = self._link.numbers[name]
             values, indices = where[4 * number : 4 * number + 2]
-            if values and not indices and tensor.name in self._gathered:
-                self._gathered.remove(tensor.name)
-                self._whole.add(tensor.name)
+            if values and not indices:
+                self._gathered.remove(name)
+                self._whole.add(name)
                 self._link.leave_out(self._gathered)
 
     # -- pull -----------------------------------------------------------------------------------
@@ -149,11 +150,8 @@ class GpuBackend(Backend):
         if self._client.waits_for_others or self._wait:
             self._link.fill(self._front)
             self.version = self._link.version
-        else:
-            if self._link.pulled():
-                self._link.copy(self._back, self._front)
-                self.version = self._link.version
-            self._link.pull(self._back)
+        elif (version := self._link.refresh(self._back, self._front)) is not None:
+            self.version = version
         casts.copy_to_parameters(self._casts)
 
     def assigned(self) -> None:

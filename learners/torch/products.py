@@ -115,6 +115,8 @@ def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
 
     kept: takes the copies that are made. Raises ModelMismatch for complex numbers.
     """
+    if gradient.dtype is torch.float32 and not gradient.is_sparse and gradient.is_contiguous():
+        return gradient.data_ptr(), 0, 0, 0
     if gradient.dtype is not torch.float32:
         if not gradient.is_floating_point():
             raise ModelMismatch(f"a gradient is {gradient.dtype}, not of real numbers")

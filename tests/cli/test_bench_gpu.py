@@ -286,34 +286,37 @@ def test_notes_are_sentences() -> None:
 # -- what is around the measured code ------------------------------------------------------------
 
 
-class Runtime:
-    """Records calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def eventRecord(self, *arguments: int) -> None:
-        self.calls.append(("record", *arguments))
-
-    def memcpyAsync(self, *arguments: int) -> None:
-        self.calls.append(("copy", *arguments))
-
-
 class Event:
     ptr = 5
 
 
+class Libcuda:
+    """Records calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.cuEventRecord = bandwidth.RECORD(lambda *given: self._note("record", *given))
+        self.cuMemcpyDtoHAsync_v2 = bandwidth.CALL(lambda *given: self._note("copy", *given))
+        self.cuMemcpyHtoDAsync_v2 = bandwidth.CALL(lambda *given: 700)
+
+    def _note(self, *call: Any) -> int:
+        self.calls.append(call)
+        return 0
+
+
 def test_copies_of_a_link_are_timed() -> None:
-    runtime = Runtime()
-    timed = bandwidth.Timed(runtime, Event)
+    libcuda = Libcuda()
+    timed = bandwidth.Timed(libcuda, Event)
     timed.streams, timed.least = {8}, 100
-    timed.memcpyAsync(1, 2, 100, 2, 8)
-    timed.memcpyAsync(1, 2, 99, 2, 8)  # not a gradient
-    timed.memcpyAsync(1, 2, 100, 2, 9)  # on another stream
-    copy = ("copy", 1, 2, 100, 2, 8)
-    others = [("copy", 1, 2, 99, 2, 8), ("copy", 1, 2, 100, 2, 9)]
-    assert runtime.calls == [("record", 5, 8), copy, ("record", 5, 8), *others]
+    assert timed.cuEventRecord is libcuda.cuEventRecord
+    copy = timed.cuMemcpyDtoHAsync_v2  # as C calls it
+    assert copy(1, 2, 100, 8) == 0
+    assert copy(1, 2, 99, 8) == 0  # not a gradient
+    assert copy(1, 2, 100, 9) == 0  # on another stream
+    timed_copy = [("record", 5, 8), ("copy", 1, 2, 100, 8), ("record", 5, 8)]
+    assert libcuda.calls == [*timed_copy, ("copy", 1, 2, 99, 8), ("copy", 1, 2, 100, 9)]
     assert len(timed.spans) == 1
+    assert timed.cuMemcpyHtoDAsync_v2(1, 2, 100, 8) == 700
 
 
 def test_a_transfer_that_begins_too_early_is_repeated() -> None:

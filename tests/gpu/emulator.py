@@ -16,6 +16,7 @@ from types import ModuleType
 
 import emulator_cupy
 from emulator_device import OUT_OF_MEMORY as OUT_OF_MEMORY
+from emulator_device import UNKNOWN as UNKNOWN
 from emulator_device import CudaError as CudaError
 from emulator_device import Device as Device
 from emulator_device import Stream
@@ -39,7 +40,8 @@ def installed(*, inline: bool = False) -> Iterator[Device]:
     try:
         from gadei_ps.learners.cuda import link
 
-        link._libcuda = lambda: emulator_cupy.Libcuda(device)
+        libcuda = emulator_cupy.Libcuda(device)
+        link.libcuda = lambda: libcuda
         yield device
         device.check()
         assert not any(flags for _, flags in device.registered.values()), "memory left registered"

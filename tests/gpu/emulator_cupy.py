@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.machinery
 import threading
 import types
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 from emulator_device import (
+    CONTEXT,
     READ_ONLY,
+    UNKNOWN,
     CudaError,
     Device,
     DriverError,
@@ -27,6 +30,7 @@ from emulator_kernels import compiled
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 NOT_READY = 600
+TYPES = {"p": ctypes.c_uint64, "i": ctypes.c_uint32, "c": ctypes.c_uint8}
 
 
 class CompileError(Exception):
@@ -48,9 +52,6 @@ def _is_writable(at: int) -> bool:
 
 def _runtime(device: Device) -> types.ModuleType:
     module = types.ModuleType("cupy.cuda.runtime")
-
-    def stream(handle: int) -> Any:
-        return device.handles[handle]
 
     def mem_get_info() -> tuple[int, int]:
         device.need_context()
@@ -74,7 +75,89 @@ def _runtime(device: Device) -> types.ModuleType:
             raise CudaError("cudaErrorHostMemoryNotRegistered")
         del device.registered[at]
 
-    def memcpy_async(to: int, source: int, size: int, kind: int, handle: int) -> None:
+    def device_synchronize() -> None:
+        for one in list(device.handles.values()):
+            if isinstance(one, Stream):
+                one.synchronize()
+
+    module.__dict__.update(
+        CUDARuntimeError=CudaError,
+        cudaDevAttrHostRegisterReadOnlySupported=113,
+        getDeviceCount=lambda: 1,
+        getDevice=lambda: 0,
+        deviceGetAttribute=lambda attribute, index: int(device.read_only_supported),
+        deviceSynchronize=device_synchronize,
+        memGetInfo=mem_get_info,
+        hostRegister=host_register,
+        hostUnregister=host_unregister,
+        pointerGetAttributes=lambda at: types.SimpleNamespace(devicePointer=at),
+        streamSynchronize=lambda handle: device.handles[handle].synchronize(),
+    )
+    return module
+
+
+class Libcuda:
+    """The functions of libcuda.so.1 that C calls in a step.
+
+    They return CUDA's numbers of errors, and want the device's context to be the current one.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._add("cuCtxGetCurrent", self._get_context, "p", any_context=True)
+        self._add("cuCtxPushCurrent_v2", device.contexts.push, "p", any_context=True)
+        self._add("cuCtxPopCurrent_v2", lambda to: device.contexts.pop(), "p")
+        self._add("cuLaunchKernel", self._launch, "piiiiiiippp")
+        for name, kind in (
+            ("cuMemcpyHtoDAsync_v2", HOST_TO_DEVICE),
+            ("cuMemcpyDtoHAsync_v2", DEVICE_TO_HOST),
+            ("cuMemcpyDtoDAsync_v2", DEVICE_TO_DEVICE),
+        ):
+            self._add(name, functools.partial(self._copy, kind), "pppp")
+        self._add("cuMemsetD8Async", self._set, "pcpp")
+        self._add("cuEventRecord", self._record, "pp")
+        self._add("cuStreamWaitEvent", self._wait_event, "ppi")
+        self._add("cuEventQuery", self._query, "p")
+        self._add("cuEventSynchronize", self._synchronize, "p")
+        self._add("cuLaunchHostFunc", self._call, "ppp")
+
+    def _add(
+        self, name: str, call: Callable[..., int | None], types: str, *, any_context: bool = False
+    ) -> None:
+        device = self._device
+
+        def called(*arguments: int) -> int:
+            if status := device.fails(name):
+                return status
+            try:
+                assert any_context or device.contexts.current == CONTEXT, "of another device"
+                return call(*arguments) or 0
+            except BaseException as error:  # ctypes would drop it
+                device.failure = device.failure or error
+                return UNKNOWN
+
+        made = ctypes.CFUNCTYPE(ctypes.c_int, *(TYPES[one] for one in types))(called)
+        setattr(self, name, made)
+
+    def _get_context(self, to: int) -> None:
+        ctypes.c_uint64.from_address(to).value = self._device.contexts.current
+
+    def _stream(self, handle: int) -> Any:
+        return self._device.handles[handle]
+
+    def _launch(self, function: int, blocks: int, *rest: int) -> None:
+        _, _, threads, _, _, _, handle, parameters, _ = rest
+        assert blocks, "CUDA_ERROR_INVALID_VALUE"
+        name, library = self._device.functions[function]
+        at = ctypes.c_uint64.from_address(parameters).value
+        size = getattr(library, f"size_{name}")()
+        argument = ctypes.create_string_buffer(ctypes.string_at(at, size), size)
+        launch = getattr(library, f"launch_{name}")
+        self._stream(handle).add(lambda: launch(blocks, threads, argument))
+
+    def _copy(self, kind: int, to: int, source: int, size: int, handle: int) -> None:
+        device = self._device
+
         def copy() -> None:
             ours = device.on_device
             there = device.pinned(to, size, to_write=True)
@@ -83,20 +166,21 @@ def _runtime(device: Device) -> types.ModuleType:
             assert here if kind == HOST_TO_DEVICE else ours(source, size), "transfer from where"
             ctypes.memmove(to, source, size)
 
-        stream(handle).add(copy)
+        self._stream(handle).add(copy)
 
-    def memset_async(to: int, value: int, size: int, handle: int) -> None:
+    def _set(self, to: int, value: int, size: int, handle: int) -> None:
         def clear() -> None:
-            assert device.on_device(to, size)
+            assert self._device.on_device(to, size)
             ctypes.memset(to, value, size)
 
-        stream(handle).add(clear)
+        self._stream(handle).add(clear)
 
-    def event_record(event: int, handle: int) -> None:
-        reached = device.handles[event].reached = threading.Event()
-        stream(handle).add(reached.set)
+    def _record(self, event: int, handle: int) -> None:
+        reached = self._device.handles[event].reached = threading.Event()
+        self._stream(handle).add(reached.set)
 
-    def stream_wait_event(handle: int, event: int) -> None:
+    def _wait_event(self, handle: int, event: int, flags: int) -> None:
+        device = self._device
         reached = device.handles[event].reached
         if reached is None:
             return
@@ -106,46 +190,21 @@ def _runtime(device: Device) -> types.ModuleType:
             _wait(device, reached)
             device.waiting.remove(handle)
 
-        stream(handle).add(wait)
+        self._stream(handle).add(wait)
 
-    def event_query(event: int) -> int:
-        device.check()
-        reached = device.handles[event].reached
+    def _query(self, event: int) -> int:
+        self._device.check()
+        reached = self._device.handles[event].reached
         return 0 if reached is None or reached.is_set() else NOT_READY
 
-    def event_synchronize(event: int) -> None:
-        reached = device.handles[event].reached
+    def _synchronize(self, event: int) -> None:
+        reached = self._device.handles[event].reached
         if reached is not None:
-            _wait(device, reached)
+            _wait(self._device, reached)
 
-    def device_synchronize() -> None:
-        for one in list(device.handles.values()):
-            if isinstance(one, Stream):
-                one.synchronize()
-
-    module.__dict__.update(
-        CUDARuntimeError=CudaError,
-        cudaDevAttrHostRegisterReadOnlySupported=113,
-        memcpyHostToDevice=HOST_TO_DEVICE,
-        memcpyDeviceToHost=DEVICE_TO_HOST,
-        memcpyDeviceToDevice=DEVICE_TO_DEVICE,
-        getDeviceCount=lambda: 1,
-        getDevice=lambda: 0,
-        deviceGetAttribute=lambda attribute, index: int(device.read_only_supported),
-        deviceSynchronize=device_synchronize,
-        memGetInfo=mem_get_info,
-        hostRegister=host_register,
-        hostUnregister=host_unregister,
-        pointerGetAttributes=lambda at: types.SimpleNamespace(devicePointer=at),
-        memcpyAsync=memcpy_async,
-        memsetAsync=memset_async,
-        eventRecord=event_record,
-        eventQuery=event_query,
-        eventSynchronize=event_synchronize,
-        streamWaitEvent=stream_wait_event,
-        streamSynchronize=lambda handle: stream(handle).synchronize(),
-    )
-    return module
+    def _call(self, handle: int, function: int, argument: int) -> None:
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+        self._stream(handle).add(lambda: call(argument))
 
 
 def _wait(device: Device, reached: threading.Event) -> None:
@@ -153,42 +212,12 @@ def _wait(device: Device, reached: threading.Event) -> None:
         device.check()
 
 
-def _driver(device: Device, library: Callable[[], ctypes.CDLL]) -> types.ModuleType:
-    def launch_kernel(name: str, *rest: int) -> None:
-        blocks, _, _, threads, _, _, _, handle, parameters, _ = rest
-        if not blocks:
-            raise DriverError("CUDA_ERROR_INVALID_VALUE: no blocks")
-        at = ctypes.c_uint64.from_address(parameters).value
-        size = getattr(library(), f"size_{name}")()
-        argument = ctypes.create_string_buffer(ctypes.string_at(at, size), size)
-        launch = getattr(library(), f"launch_{name}")
-        try:
-            device.handles[handle].add(lambda: launch(blocks, threads, argument))
-        except CudaError as error:
-            raise DriverError(str(error)) from None
-
-    module = types.ModuleType("cupy.cuda.driver")
-    module.__dict__.update(CUDADriverError=DriverError, launchKernel=launch_kernel)
-    return module
-
-
-class Libcuda:
-    """libcuda.so.1."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def cuLaunchHostFunc(self, handle: int, function: int, argument: int) -> int:
-        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-        self._device.handles[handle].add(lambda: call(argument))
-        return 0
-
-
 def modules(device: Device) -> dict[str, types.ModuleType]:
     """CuPy's, by name."""
     cupy, cuda = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
     cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
-    library: list[ctypes.CDLL] = []
+    driver = types.ModuleType("cupy.cuda.driver")
+    driver.CUDADriverError = DriverError  # type: ignore[attr-defined]
 
     class ndarray(np.ndarray):  # CuPy's name
         """Memory of the device; here the host can read it as well."""
@@ -204,13 +233,14 @@ def modules(device: Device) -> dict[str, types.ModuleType]:
 
     class RawModule:
         def __init__(self, code: str, options: tuple[str, ...]) -> None:
-            library[:] = [compiled(code)]
+            self._library = compiled(code)
 
         def compile(self) -> None:
             pass
 
         def get_function(self, name: str) -> Any:
-            return types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=name))
+            device.functions.append((name, self._library))
+            return types.SimpleNamespace(kernel=Pointer(len(device.functions) - 1))
 
     def cupy_zeros(shape: int | tuple[int, ...], dtype: Any) -> ndarray:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -244,14 +274,18 @@ def modules(device: Device) -> dict[str, types.ModuleType]:
         def __init__(self, index: int = 0) -> None:
             self.id = index
 
+        def __enter__(self) -> None:
+            device.contexts.push(CONTEXT)
+
         def __exit__(self, *exc: object) -> None:
+            device.contexts.pop()
             device.check()  # it makes another device the current one
 
     cuda.__dict__.update(
         nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),
         compiler=types.SimpleNamespace(CompileException=CompileError),
         runtime=_runtime(device),
-        driver=_driver(device, lambda: library[0]),
+        driver=driver,
         Stream=lambda non_blocking: Stream(device),
         Event=lambda block, disable_timing: Event(device),
         Device=Here,

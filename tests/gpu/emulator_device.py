@@ -17,6 +17,7 @@ READ_ONLY = 8
 DAWDLE_S = 0.002
 CONTEXT_BYTES = 1 << 16  # a GPU's are some hundred MiB
 OUT_OF_MEMORY, UNKNOWN = 2, 999
+CONTEXT = 7  # a handle
 
 
 class CudaError(RuntimeError):
@@ -30,11 +31,30 @@ class CudaError(RuntimeError):
 class DriverError(RuntimeError):
     """An error of CUDA's driver, another class, as with CuPy."""
 
-    status = UNKNOWN
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA_ERROR_UNKNOWN: error {status}")
+        self.status = status
 
 
 class OutOfMemory(MemoryError):
     pass
+
+
+class Contexts(threading.local):
+    """The contexts of a thread, as CUDA's driver keeps them; a thread begins without one."""
+
+    def __init__(self) -> None:
+        self._stack = [0]
+
+    @property
+    def current(self) -> int:
+        return self._stack[-1]
+
+    def push(self, context: int) -> None:
+        self._stack.append(context)
+
+    def pop(self) -> None:
+        self._stack.pop()
 
 
 class Device:
@@ -50,6 +70,11 @@ class Device:
         self.registered: dict[int, tuple[int, int]] = {}
         self.failure: BaseException | None = None
         self.has_context = False
+        self.contexts = Contexts()
+        self.fails: Callable[[str], int] = lambda name: 0
+        """Returns the error of a function of the driver, or 0 if it works."""
+        self.functions: list[tuple[str, Any]] = []
+        """Kernels, by their handles."""
         self.waiting: set[int] = set()
         """Make handles of the streams that wait for an event."""
         self.handles: dict[int, Any] = {}

@@ -364,7 +364,7 @@ def test_a_gpu_that_fails_ends_waits(device: emulator.Device, job_name: str) -> 
         link.push(ones(), 0)
         link.flush()
         device.failure = RuntimeError("an illegal address")
-        with pytest.raises(DeviceError, match=r"GPU 0 has failed \(cudaErrorUnknown.*illegal"):
+        with pytest.raises(DeviceError, match=r"GPU 0 has failed \(CUDA_ERROR_UNKNOWN"):
             client.wait_turn()
         with pytest.raises(DeviceError, match="GPU 0 has failed"):
             link.push(ones(), 0)
@@ -373,6 +373,96 @@ def test_a_gpu_that_fails_ends_waits(device: emulator.Device, job_name: str) -> 
         link.abandon()
         device.failure = None
         device.registered.clear()  # a context that has failed takes them with it
+
+
+def fail(device: emulator.Device, function: str = "", status: int = emulator.UNKNOWN) -> None:
+    """Let a function of the driver fail, and the others work."""
+    device.fails = lambda name: status if name == function else 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["cuLaunchKernel", "cuStreamWaitEvent", "cuMemcpyDtoHAsync_v2", "cuLaunchHostFunc"],
+)
+def test_a_driver_that_refuses_a_push(
+    device: emulator.Device, job_name: str, function: str
+) -> None:
+    """Nothing is published, and the next push takes the same slot."""
+    with (
+        daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}, slots=1),
+        Client(job_name, tensors=tensors()) as client,
+    ):
+        link = devices.choose("cuda").link(client)
+        link.push(ones(), 0)
+        link.flush()
+        client.wait_applied()
+        fail(device, function)
+        with pytest.raises(DeviceError, match=r"GPU 0 has failed \(CUDA_ERROR_UNKNOWN"):
+            link.push(ones(), 0)
+        fail(device, function, emulator.OUT_OF_MEMORY)
+        with pytest.raises(DeviceError, match="GPU 0 is out of memory"):
+            link.push(ones(), 0)
+        assert client.published == 1
+        fail(device)
+        link.push(ones(), 0)
+        link.close()
+        client.wait_applied()
+        np.testing.assert_array_equal(client.weights["w"], -2)
+
+
+def test_a_push_whose_end_cannot_be_recorded(device: emulator.Device, job_name: str) -> None:
+    """It is published, and counts; the next call raises."""
+    launched: list[str] = []
+
+    def fails(name: str) -> int:
+        launched.extend([name] if name == "cuLaunchHostFunc" else [])
+        return emulator.UNKNOWN if launched and name == "cuEventRecord" else 0
+
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        device.fails = fails
+        link.push(ones(), 0)
+        assert client.published == 1
+        for call in (link.flush, link.check, link.close):
+            with pytest.raises(DeviceError, match="GPU 0 has failed"):
+                call()
+        eventually(lambda: client.current_version == 1)
+
+
+def test_a_driver_that_refuses_a_pull(device: emulator.Device, job_name: str) -> None:
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        front, back = link.buffer(), link.buffer()
+        fail(device, "cuMemcpyHtoDAsync_v2")
+        for call in (link.fill, link.pull):
+            client.push({"w": np.ones(VALUES, np.float32)})
+            client.wait_applied()
+            with pytest.raises(DeviceError, match="GPU 0 has failed"):
+                call(back)
+        fail(device, "cuMemcpyDtoDAsync_v2")
+        client.push({"w": np.ones(VALUES, np.float32)})
+        client.wait_applied()
+        with pytest.raises(DeviceError, match="GPU 0 has failed"):
+            eventually(lambda: link.refresh(back, front) is not None)
+        fail(device)
+
+
+def test_a_thread_in_which_another_device_is_current(
+    device: emulator.Device, job_name: str
+) -> None:
+    """The calls of a step have the link's device, and leave the thread with its own."""
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        buffer = link.buffer()
+        device.contexts.push(9)
+        link.fill(buffer)
+        link.push_from([buffer.data.ptr, 0, 0, 0], version=0, kept=[buffer])
+        link.flush()
+        client.wait_applied()
+        link.pull(buffer)
+        eventually(link.pulled)
+        assert device.contexts.current == 9
+        device.contexts.pop()
 
 
 def test_a_job_that_ends_meanwhile(device: emulator.Device, job_name: str) -> None:

@@ -1,0 +1,356 @@
+/* See ps_cuda.h. */
+#include "ps_cuda.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* As in learners/cuda/kernels.cu. */
+enum { THREADS = 256, ITEMS = 224, LINE = 64, CHUNK_BYTES = 32 };
+enum { FEW = 2048 };          /* rows named, which each block of add_rows lists in its own memory */
+enum { MANY_THREADS = 1024 }; /* of the one block that lists more */
+enum { FEW_BLOCKS = 256 };    /* that list them: about two for each multiprocessor */
+enum { MOST_BLOCKS = 1024 };  /* of kernels that go over any number of values */
+#define SKIPPED (~0ull)
+
+struct item {
+    uint64_t from, to;
+};
+
+struct stage_args {
+    uint64_t chunks, residue, staging, parts, sums, loss, tensors, dense;
+    uint32_t wire, first;
+    struct item items[ITEMS];
+};
+
+struct rows_args {
+    uint64_t indices, values, count, rows, width, padding, keys, heads, listed, sums, parts, to,
+        residue, tensor;
+    uint32_t wire, whole;
+};
+
+struct gather_args {
+    uint64_t table, indices, to, rows, width, count;
+};
+
+static_assert(sizeof(struct stage_args) <= 4096, "the most that a kernel takes");
+
+static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+static const struct ps_tensor *tensor_of(const struct ps_cuda *cuda, uint64_t number)
+{
+    const struct ps_weights *weights = cuda->of.weights;
+    return (const struct ps_tensor *)((const char *)weights + weights->table_at) + number;
+}
+
+static uint64_t width_of(const struct ps_cuda *cuda) { return ps_width_of((uint32_t)cuda->of.wire); }
+
+/* -- the context --------------------------------------------------------------------------------- */
+
+int ps_cuda_begin(struct ps_cuda *cuda)
+{
+    uint64_t tensors = cuda->of.weights->tensors + 1;
+    cuda->given = calloc(tensors, sizeof *cuda->given);
+    cuda->to = calloc(tensors, sizeof *cuda->to);
+    cuda->blocks = calloc(tensors, sizeof *cuda->blocks);
+    cuda->ranges = calloc(tensors, sizeof *cuda->ranges);
+    if (!cuda->given || !cuda->to || !cuda->blocks || !cuda->ranges)
+        return PS_NO_MEMORY;
+    return cuda->of.driver.get_context(&cuda->context);
+}
+
+void ps_cuda_end(struct ps_cuda *cuda)
+{
+    free(cuda->given);
+    free(cuda->to);
+    free(cuda->blocks);
+    free(cuda->ranges);
+}
+
+/* Makes the device's context the current one; *before: whether it was. */
+static int enter(const struct ps_cuda *cuda, int *before)
+{
+    void *current = NULL;
+    int failed = cuda->of.driver.get_context(&current);
+    *before = failed || current == cuda->context;
+    return failed || *before ? failed : cuda->of.driver.push_context(cuda->context);
+}
+
+static int leave(const struct ps_cuda *cuda, int before, int result)
+{
+    void *current;
+    if (!before)
+        cuda->of.driver.pop_context(&current);
+    return result;
+}
+
+/* A call in the device's context. */
+#define INSIDE(cuda, call)                                     \
+    do {                                                       \
+        int before, failed = enter(cuda, &before);             \
+        return failed ? failed : leave(cuda, before, (call));  \
+    } while (0)
+
+#define TRY(call)             \
+    do {                      \
+        int failed = (call);  \
+        if (failed)           \
+            return failed;    \
+    } while (0)
+
+/* -- push ---------------------------------------------------------------------------------------- */
+
+static int launch(const struct ps_cuda *cuda, void *kernel, uint64_t blocks, unsigned threads,
+                  void *stream, void *argument)
+{
+    return cuda->of.driver.launch(kernel, (unsigned)blocks, 1, 1, threads, 1, 1, 0, stream, &argument,
+                                  NULL);
+}
+
+static uint64_t blocks_for(uint64_t threads)
+{
+    return least((threads + THREADS - 1) / THREADS, MOST_BLOCKS);
+}
+
+/* The place of each tensor in a dense frame, and the frame's size. */
+static void lay_out_dense(struct ps_cuda *cuda)
+{
+    const struct ps_weights *weights = cuda->of.weights;
+    for (uint64_t i = 0; i < weights->trained; i++)
+        cuda->to[i] = tensor_of(cuda, i)->start * width_of(cuda);
+    cuda->begin = 0;
+    cuda->landed.kind = PS_DENSE;
+    cuda->landed.blocks = 0;
+    cuda->landed.bytes = weights->parameters * width_of(cuda);
+}
+
+/* The same of a frame of rows, and its blocks. A block has room for as many rows as may turn out to be
+ * named; how many is known only on the device. */
+static void lay_out_rows(struct ps_cuda *cuda)
+{
+    uint64_t at = cuda->begin = ps_first_block(cuda->of.weights), width = width_of(cuda);
+    uint32_t blocks = 0;
+    for (uint64_t i = 0; i < cuda->of.weights->trained; i++) {
+        const struct ps_gradient *one = &cuda->given[i];
+        cuda->to[i] = SKIPPED;
+        if (!one->values && !one->indices && !one->count && !one->factors)
+            continue;
+        const struct ps_shape shape = ps_shape_of(tensor_of(cuda, i), NULL);
+        uint64_t rows = least(one->count, shape.rows), listed = ps_rounded(8 * rows);
+        uint64_t values = ps_rounded(width * rows * shape.width);
+        struct ps_block *block = &cuda->blocks[blocks++];
+        *block = (struct ps_block){.tensor = (uint32_t)i, .indices_at = at, .values_at = at};
+        /* As ps_payload.c: a slot has no room for the numbers of rows of one value. */
+        if (one->indices && (shape.width > 1 || listed + values <= ps_rounded(4 * shape.rows) + LINE)) {
+            block->form = PS_ROWS;
+            block->rows = rows;
+            block->values_at += listed;
+            at += listed + values;
+            continue;
+        }
+        block->form = PS_DENSE;
+        if (!one->indices)
+            cuda->to[i] = at;
+        at += ps_rounded(width * shape.rows * shape.width);
+    }
+    cuda->landed.kind = PS_ROWS;
+    cuda->landed.blocks = blocks;
+    cuda->landed.bytes = at;
+}
+
+/* Where the parts of the sum of squares of a tensor begin among the sums on the device. */
+static uint64_t parts_at(const struct ps_cuda *cuda, uint64_t tensor)
+{
+    uint64_t before = PS_SUMS_ROWS + cuda->of.weights->tensors + cuda->of.first_chunk[tensor];
+    return cuda->of.outgoing[cuda->now].sums + 8 * before;
+}
+
+/* Whole tensors; in a dense frame, those that are not given are zero. */
+static int stage_whole(const struct ps_cuda *cuda, void *stream, uint64_t loss)
+{
+    const uint64_t trained = cuda->of.weights->trained, *chunk = cuda->of.first_chunk;
+    const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
+    for (uint64_t first = 0, end; first < trained; first = end) {
+        end = least(first + ITEMS, trained);
+        struct stage_args args = {
+            .chunks = cuda->of.chunks + chunk[first] * CHUNK_BYTES,
+            .residue = cuda->of.residue,
+            .staging = out->buffer,
+            .parts = parts_at(cuda, first),
+            .sums = first ? 0 : out->sums,
+            .loss = loss,
+            .tensors = cuda->of.weights->tensors,
+            .dense = cuda->landed.kind == PS_DENSE,
+            .wire = (uint32_t)cuda->of.wire,
+            .first = (uint32_t)first,
+        };
+        for (uint64_t i = first; i < end; i++) {
+            args.items[i - first].from = (uint64_t)cuda->given[i].values;
+            args.items[i - first].to = cuda->to[i];
+        }
+        TRY(launch(cuda, cuda->of.kernels.stage, chunk[end] - chunk[first], THREADS,
+                   stream, &args));
+    }
+    return 0;
+}
+
+/* Some rows of one tensor, at the place of its block in the frame. */
+static int stage_rows(const struct ps_cuda *cuda, const struct ps_block *block, void *stream)
+{
+    const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
+    const struct ps_gradient *given = &cuda->given[block->tensor];
+    const struct ps_tensor *tensor = tensor_of(cuda, block->tensor);
+    const struct ps_shape shape = ps_shape_of(tensor, NULL);
+    const uint64_t *chunk = &cuda->of.first_chunk[block->tensor], count = given->count;
+    int whole = block->form == PS_DENSE, many = count > FEW;
+    if (whole)
+        TRY(cuda->of.driver.set(out->buffer + block->values_at, 0, width_of(cuda) * tensor->count,
+                                stream));
+    if (!count)
+        return 0;
+    struct rows_args args = {
+        .indices = (uint64_t)given->indices,
+        .values = (uint64_t)given->values,
+        .count = count,
+        .rows = shape.rows,
+        .width = shape.width,
+        .padding = (uint64_t)given->factors, /* see CudaLink.push_from */
+        .keys = many ? cuda->lists : 0,
+        .heads = many ? cuda->lists + 8 * cuda->listable : 0,
+        .listed = whole ? 0 : out->buffer + block->indices_at,
+        .sums = out->sums,
+        .parts = parts_at(cuda, block->tensor),
+        .to = out->buffer + block->values_at,
+        .residue = cuda->of.residue ? cuda->of.residue + 4 * tensor->start : 0,
+        .tensor = block->tensor,
+        .wire = (uint32_t)cuda->of.wire,
+        .whole = (uint32_t)whole,
+    };
+    if (many)
+        TRY(launch(cuda, cuda->of.kernels.list_rows, 1, MANY_THREADS, stream, &args));
+    /* add_rows writes a sum of squares for each of its blocks; there is room for the chunks'. */
+    uint64_t pieces = least(count * ((shape.width + THREADS - 1) / THREADS), chunk[1] - chunk[0]);
+    pieces = least(pieces, many ? pieces : FEW_BLOCKS);
+    return launch(cuda, cuda->of.kernels.add_rows, pieces ? pieces : 1, THREADS, stream, &args);
+}
+
+static int stage(struct ps_cuda *cuda, void *stream, uint64_t loss)
+{
+    TRY(stage_whole(cuda, stream, loss));
+    for (uint32_t i = 0; i < cuda->landed.blocks; i++)
+        if (cuda->given[cuda->blocks[i].tensor].indices)
+            TRY(stage_rows(cuda, &cuda->blocks[i], stream));
+    return cuda->of.driver.record(cuda->of.staged, stream);
+}
+
+int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss)
+{
+    const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
+    uint64_t most = 0;
+    int rows = 0, mixed = 0;
+    for (uint64_t i = 0; i < cuda->of.weights->trained; i++) {
+        rows |= cuda->given[i].indices != NULL;
+        mixed |= (uint64_t)cuda->given[i].values - out->buffer < out->bytes;
+        most = cuda->given[i].count > most ? cuda->given[i].count : most;
+    }
+    if (rows && mixed) /* in a frame of rows no tensor lies where gradients() has it */
+        return PS_MIXED;
+    if (rows && most > FEW && most > cuda->listable)
+        return PS_CROWDED;
+    cuda->landed.loss_there = loss != 0;
+    if (rows)
+        lay_out_rows(cuda);
+    else
+        lay_out_dense(cuda);
+    INSIDE(cuda, stage(cuda, stream, loss));
+}
+
+static int publish(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
+                   char *payload)
+{
+    const struct ps_driver *driver = &cuda->of.driver;
+    const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
+    struct ps_landing *landing = &cuda->landing[cuda->now];
+    uint64_t chunks = cuda->of.first_chunk[cuda->of.weights->trained];
+    uint64_t sums = PS_SUMS_ROWS + cuda->of.weights->tensors + chunks;
+    void *push = cuda->of.push;
+    memcpy(payload, cuda->blocks, cuda->landed.blocks * sizeof *cuda->blocks);
+    TRY(driver->wait(push, cuda->of.staged, 0));
+    if (cuda->landed.bytes > cuda->begin)
+        TRY(driver->to_host((uint64_t)payload + cuda->begin, out->buffer + cuda->begin,
+                            cuda->landed.bytes - cuda->begin, push));
+    TRY(driver->to_host((uint64_t)out->landed, out->sums, 8 * sums, push));
+    cuda->landed.sums = out->landed;
+    cuda->landed.parts = chunks;
+    TRY(ps_frame_land(learner, landing, &cuda->landed, facts));
+    TRY(driver->call(push, ps_land, landing));
+    ps_frame_counted(learner);
+    cuda->now = !cuda->now;
+    cuda->failed = driver->record(cuda->of.published, push);
+    return 0;
+}
+
+int ps_cuda_publish(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
+                    char *payload)
+{
+    INSIDE(cuda, publish(cuda, learner, facts, payload));
+}
+
+int ps_cuda_query(struct ps_cuda *cuda, void *event)
+{
+    INSIDE(cuda, cuda->failed ? cuda->failed : cuda->of.driver.query(event));
+}
+
+int ps_cuda_synchronize(struct ps_cuda *cuda, void *event)
+{
+    INSIDE(cuda, cuda->of.driver.synchronize(event));
+}
+
+/* -- pull ---------------------------------------------------------------------------------------- */
+
+static int copy(const struct ps_cuda *cuda, ps_copy_call *call, uint64_t to, uint64_t from,
+                void *stream)
+{
+    for (uint64_t i = 0; i < cuda->range_count; i++) {
+        uint64_t begin = cuda->ranges[i][0], bytes = cuda->ranges[i][1] - begin;
+        if (bytes)
+            TRY(call(to + begin, from + begin, bytes, stream));
+    }
+    return 0;
+}
+
+static int pull(const struct ps_cuda *cuda, uint64_t to, void *stream)
+{
+    const struct ps_driver *driver = &cuda->of.driver;
+    TRY(driver->record(cuda->of.read, stream));
+    TRY(driver->wait(cuda->of.pull, cuda->of.read, 0));
+    TRY(copy(cuda, driver->to_device, to, cuda->of.source, cuda->of.pull));
+    return driver->record(cuda->of.arrived, cuda->of.pull);
+}
+
+int ps_cuda_pull(struct ps_cuda *cuda, uint64_t to, void *stream)
+{
+    INSIDE(cuda, pull(cuda, to, stream));
+}
+
+int ps_cuda_fill(struct ps_cuda *cuda, uint64_t to, void *stream)
+{
+    INSIDE(cuda, copy(cuda, cuda->of.driver.to_device, to, cuda->of.source, stream));
+}
+
+int ps_cuda_copy(struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
+{
+    INSIDE(cuda, copy(cuda, cuda->of.driver.on_device, to, from, stream));
+}
+
+int ps_cuda_gather(struct ps_cuda *cuda, uint64_t tensor, uint64_t indices, uint64_t count, uint64_t to,
+                   void *stream)
+{
+    const struct ps_tensor *found = tensor_of(cuda, tensor);
+    const struct ps_shape shape = ps_shape_of(found, NULL);
+    struct gather_args args = {cuda->of.source + 4 * found->start, indices, to, shape.rows,
+                               shape.width, count};
+    if (!count || !found->count)
+        return 0;
+    INSIDE(cuda, launch(cuda, cuda->of.kernels.gather, blocks_for(count * shape.width), THREADS, stream,
+                        &args));
+}

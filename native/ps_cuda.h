@@ -1,0 +1,105 @@
+/*
+ * A learner's step on a GPU, as calls of CUDA's driver. Python makes the streams, events, kernels and
+ * memory once (learners/cuda/); the calls of each step are here, because each of them takes a few
+ * microseconds more from Python.
+ *
+ *   stage     kernels that lay a gradient out as the slot will hold it; event `staged`
+ *   publish   behind that event: transfers into the claimed slot, ps_land, event `published`
+ *   pull      behind what is computed: a transfer of the weights, event `arrived`
+ *   copy      of pulled weights; gather: of some rows
+ *
+ * All functions are for the thread that computes. They make the device's context the current one if
+ * another one is. Unless noted they return 0 or CUDA's error.
+ */
+#ifndef PS_CUDA_H
+#define PS_CUDA_H
+
+#include "ps_learner.h"
+
+typedef int ps_copy_call(uint64_t to, uint64_t from, size_t bytes, void *stream);
+
+/* Functions of libcuda.so.1, in the order of FUNCTIONS in learners/cuda/link.py. */
+struct ps_driver {
+    int (*get_context)(void **context);
+    int (*push_context)(void *context);
+    int (*pop_context)(void **context);
+    int (*launch)(void *kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned y_threads,
+                  unsigned z_threads, unsigned shared, void *stream, void **arguments, void **extra);
+    ps_copy_call *to_device, *to_host, *on_device;
+    int (*set)(uint64_t to, unsigned char value, size_t bytes, void *stream);
+    int (*record)(void *event, void *stream);
+    int (*wait)(void *stream, void *event, unsigned flags);
+    int (*query)(void *event);
+    int (*synchronize)(void *event);
+    int (*call)(void *stream, void (*function)(void *), void *argument);
+};
+
+/* Words of 64 bits, as CudaLink gives them. */
+struct ps_cuda_setup {
+    struct ps_driver driver;
+    struct ps_cuda_kernels {
+        void *stage, *list_rows, *add_rows, *gather;
+    } kernels;
+    void *push, *pull;                         /* streams */
+    void *staged, *published, *read, *arrived; /* events */
+    const struct ps_weights *weights;
+    uint64_t wire;     /* enum ps_wire_type */
+    uint64_t source;   /* the registered weights, as the device addresses them */
+    uint64_t residue;  /* on the device, for each weight what rounding has not sent; or 0 */
+    uint64_t chunks;   /* there: struct chunk of kernels.cu, of all parameters */
+    const uint64_t *first_chunk; /* of each parameter; and the end */
+    struct ps_outgoing {         /* memory of a gradient in flight; two of them take turns */
+        uint64_t buffer;         /* on the device: the payload */
+        uint64_t bytes;          /* of the buffer */
+        uint64_t sums;           /* there: what travels beside it (enum in ps_land.h) */
+        uint64_t *landed;        /* pinned: where the sums arrive */
+    } outgoing[2];
+};
+
+struct ps_cuda {
+    struct ps_cuda_setup of;
+    void *context;
+    struct ps_gradient *given;   /* of each tensor: what is staged */
+    uint64_t *to;                /* of each parameter: where it lies in the frame, or SKIPPED */
+    struct ps_block *blocks;     /* of the frame that is staged */
+    uint64_t (*ranges)[2];       /* begin and end, bytes: the weights that pulls copy */
+    uint64_t range_count;
+    uint64_t lists, listable;    /* memory on the device, to list so many rows: 12 bytes each, and 4 */
+    uint64_t begin;              /* of the transfer, bytes from the payload's begin */
+    struct ps_landed landed;     /* the frame that is staged */
+    struct ps_landing landing[2];
+    uint32_t now;                /* the outgoing memory of the next gradient */
+    int failed;                  /* a gradient is on its way, and `published` will not come: why */
+};
+
+/* Takes over the calling thread's context; PS_NO_MEMORY. ps_cuda_end: frees memory of the host. */
+int ps_cuda_begin(struct ps_cuda *cuda);
+void ps_cuda_end(struct ps_cuda *cuda);
+
+/* Stages what is `given`. loss: address of a float on the device, or 0. PS_CROWDED: the lists lack
+ * room. PS_MIXED: arrays that lie in the staging buffer beside rows. Then nothing is launched. */
+int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss);
+enum { PS_CROWDED = -12, PS_MIXED = -13 };
+
+/* Publishes what is staged, in the slot that this thread has claimed. Also results of ps_frame_land.
+ * Unless it returns 0, nothing is published. */
+int ps_cuda_publish(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
+                    char *payload);
+
+/* Whether an event of the setup has come: 0, PS_NOT_READY or an error; ps_cuda_synchronize waits. */
+int ps_cuda_query(struct ps_cuda *cuda, void *event);
+int ps_cuda_synchronize(struct ps_cuda *cuda, void *event);
+#define PS_NOT_READY 600 /* CUDA_ERROR_NOT_READY */
+
+/* Copies the ranges from the registered weights, behind what `stream` computes, on the stream of
+ * pulls; then comes `arrived`. ps_cuda_fill: on `stream`; ps_cuda_copy: on it, from another buffer. */
+int ps_cuda_pull(struct ps_cuda *cuda, uint64_t to, void *stream);
+int ps_cuda_fill(struct ps_cuda *cuda, uint64_t to, void *stream);
+int ps_cuda_copy(struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream);
+
+/* Reads rows of a tensor from the registered weights. indices: address of `count` int64 on the device,
+ * to: of as many rows of floats. */
+int ps_cuda_gather(struct ps_cuda *cuda, uint64_t tensor, uint64_t indices, uint64_t count, uint64_t to,
+                   void *stream);
+
+#endif
