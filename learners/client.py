@@ -349,6 +349,10 @@ class Client:
         self._control_at = at = self.place.control.address
         self._version_at = at + layout.offset(CONTROL, "version")
         self._numbers_at = at + layout.offset(CONTROL, "numbers_done")
+        # Read in each step, by calls that take a quarter of the time that NumPy takes for a field.
+        self._report_at, self._stop_at, self._wave_at = (
+            at + layout.offset(CONTROL, name) for name in ("report", "stop", "wave")
+        )
         shard = at + layout.offset(CONTROL, "shard") + layout.offset(SHARD, "sequence")
         shards = int(self._control["shards"])
         self._writes_at = [shard + SHARD.itemsize * number for number in range(shards)]
@@ -413,7 +417,7 @@ class Client:
     @property
     def waits_for_others(self) -> bool:
         """Whether the job's synchronization model makes learners wait for one another."""
-        return bool(int(self._control["report"]))
+        return bool(_native.load32(self._report_at))
 
     @property
     def drops(self) -> bool:
@@ -423,12 +427,12 @@ class Client:
     @property
     def stopping(self) -> bool:
         """Whether the job wants its learners to end."""
-        return bool(int(self._control["stop"]))
+        return bool(_native.load32(self._stop_at))
 
     @property
     def wave(self) -> int:
         """Mini-batches whose gradients are to be added up and pushed as one; above 1 under WSP."""
-        return max(1, int(self._control["wave"]))
+        return max(1, _native.load(self._wave_at))
 
     def rows_with_buffers(self) -> list[int]:
         """Return the rows of the learners that may write the job's buffers; the first one does."""
