@@ -236,8 +236,10 @@ extern "C" __global__ void stage(const stage_args a)
             end = line;
         for (u64 i = done + threadIdx.x; i < end; i += THREADS)
             write(to, i, 0, a.wire);
+        add_up(&seen, a.parts + blockIdx.x);
+    } else if (!threadIdx.x) {
+        a.parts[blockIdx.x] = 0.0;
     }
-    add_up(&seen, a.parts + blockIdx.x);
 }
 
 struct rows_args {
