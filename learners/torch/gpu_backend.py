@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,8 +69,6 @@ class GpuBackend(Backend):
                 # Torch's own would move the weights to memory that no pull reaches.
                 layer.flatten_parameters = _do_nothing  # type: ignore[method-assign]
                 self._undo.callback(delattr, layer, "flatten_parameters")
-        self._untraced: Callable[[str, torch.Tensor], torch.Tensor] | None = None
-        """_gather() as compiled code calls it; None until there is some."""
         asides = zip(self._ordered, self._aside, strict=True)
         given = {tensor: aside for tensor, aside in asides if tensor is not None}
         lookup.adapt(trained, self._read_rows, given, self._undo)
@@ -176,10 +174,9 @@ class GpuBackend(Backend):
         """Call _gather(), which torch.compile does not trace."""
         if not torch.compiler.is_compiling():
             return self._gather(name, indices)
-        if self._untraced is None:
-            # Not before: this loads torch._dynamo, which takes seconds of a learner's start.
-            self._untraced = torch.compiler.disable(self._gather)  # type: ignore[no-untyped-call]
-        return self._untraced(name, indices)
+        # Not made before: this loads torch._dynamo, which takes seconds of a learner's start. Nor
+        # kept: torch's tracer would take the first model's for the next one's.
+        return torch.compiler.disable(self._gather)(name, indices)  # type: ignore[no-any-return, no-untyped-call]
 
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         """Read the job's current rows of a tensor. indices: int64, contiguous.

@@ -158,11 +158,24 @@ def test_indices_that_are_changed_before_the_step(gpu: str, job_name: str) -> No
         optimizer.close()
 
 
+class OwnWords(Words):
+    """Words that calls embedding()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(50, 8))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        tokens = (inputs.abs() * 7).long() % 50
+        return self.out(embedding(tokens, self.rows, 0).mean(1))
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's tracer gives several
-def test_compiled_code_reads_rows(gpu: str, job_name: str) -> None:
+@pytest.mark.parametrize("made", [Words, OwnWords])
+def test_compiled_code_reads_rows(gpu: str, made: Callable[[], nn.Module], job_name: str) -> None:
     """torch.compile does not trace how they are read."""
     torch.manual_seed(3)
-    model = Words()
+    model = made()
     twin = copy.deepcopy(model)
     model.to(gpu)
     with daemon(job_name, sync="bsp", optimizer={"kind": "sgd", "lr": 0.1}):
