@@ -5,7 +5,8 @@
 #
 # STEPs, in the order given: build, units (compile the server's kernels), probe (facts of the machine),
 # doctor, first (these three at once), tests, quick (the benchmarks with small sizes), together (these two
-# at once), faults, bench, bench:NAME:SECONDS. What fails or takes too long ends alone. DIR gets log.txt
+# at once), faults, bench, bench:NAME:SECONDS, mps (the test that kills learners under NVIDIA MPS: last,
+# because nothing may work on the GPU after it). What fails or takes too long ends alone. DIR gets log.txt
 # and the results as they are made; a summary ends the log.
 #
 # Exits with the number of steps that failed.
@@ -75,7 +76,12 @@ tests() {
 
 faults() {
     PATIENCE_S=30 step faults 150 "$python" -m pytest -m gpu -rs -n 3 -p no:cacheprovider -p no:benchmark \
-        --timeout 60 tests/gpu/test_faults.py
+        --timeout 60 -k "not mps" tests/gpu/test_faults.py
+}
+
+mps() {
+    PATIENCE_S=20 step mps 130 "$python" -m pytest -m gpu -rs -v -p no:cacheprovider -p no:benchmark \
+        -k mps tests/gpu/test_faults.py
 }
 
 bench() {  # NAME SECONDS FLAGS...: full results go to DIR at once, in case that all of this is cut off
@@ -95,7 +101,7 @@ for one in "$@"; do
         bench:*) IFS=: read -r _ name limit <<< "$one"; bench "$name" $((limit + 45)) --seconds "$limit" ;;
         first) units & probe & doctor; wait ;;
         together) tests & quick; wait ;;
-        probe | build | doctor | units | tests | faults | quick) "$one" ;;
+        probe | build | doctor | units | tests | faults | mps | quick) "$one" ;;
         *) echo "$0: unknown step $one" >&2; exit 2 ;;
     esac
 done

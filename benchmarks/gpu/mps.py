@@ -67,10 +67,10 @@ def started(variables: Mapping[str, str]) -> Iterator[None]:
     """
     if why := missing():
         raise DeviceError(why)
-    tool, env = _tool(), os.environ | dict(variables)
+    env = os.environ | dict(variables)
     # In the foreground, so that it is a child of this process and ends with it.
     child = process.spawn(
-        [tool, "-f"],
+        [_tool(), "-f"],
         env=env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -82,7 +82,7 @@ def started(variables: Mapping[str, str]) -> Iterator[None]:
             raise DeviceError(f"CUDA does not work with {CONTROL}: {why}")
         yield
     finally:
-        _end(tool, child, env)
+        _end(child, variables)
 
 
 def _wait_ready(child: subprocess.Popen[bytes], pipes: Path) -> None:
@@ -95,15 +95,26 @@ def _wait_ready(child: subprocess.Popen[bytes], pipes: Path) -> None:
         time.sleep(0.01)
 
 
-def _end(tool: str, child: subprocess.Popen[bytes], env: dict[str, str]) -> None:
+def ask(variables: Mapping[str, str], command: str) -> str:
+    """Return the answer of a service to a command. Raises OSError and SubprocessError."""
+    answer = subprocess.run(
+        [_tool()],
+        input=f"{command}\n",
+        env=os.environ | dict(variables),
+        capture_output=True,
+        timeout=END_S,
+        check=False,
+        text=True,
+    )
+    return answer.stdout
+
+
+def _end(child: subprocess.Popen[bytes], variables: Mapping[str, str]) -> None:
     """Ask it to quit, which ends its servers too; kill them if they have not ended."""
     with contextlib.suppress(psutil.Error):
         servers = psutil.Process(child.pid).children(recursive=True)
         with contextlib.suppress(subprocess.SubprocessError, OSError):
-            subprocess.run(
-                [tool], input=b"quit -t 1\n", env=env, capture_output=True, timeout=END_S,
-                check=False,
-            )  # fmt: skip
+            ask(variables, "quit -t 1")
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(END_S)
         for server in servers:

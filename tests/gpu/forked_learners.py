@@ -38,7 +38,6 @@ IS_EMULATED = KIND == "emulated"
 NODE = "/dev/nvidia0"
 CYCLES_PER_S = 1.8e9  # about; of an H100
 BUSY_S = 0.005  # longest kernel of a usual step
-LONG_S = 20.0
 PAUSE_S = 0.001  # between the gradients of a learner on the host
 CHUNKS = [1 << 30, 1 << 26, 1 << 21]  # of memory that is taken (bytes)
 LEAST_FREE = 32 << 20  # a learner needs twice as much
@@ -146,7 +145,7 @@ class Faults:
         is_long = step == options.long_after + 1
         if is_long and self._emulated is not None:  # PyTorch computes at once there
             print("long", flush=True)
-        self.spin(LONG_S if is_long else self._chance.random() * BUSY_S)
+        self.spin(options.long_s if is_long else self._chance.random() * BUSY_S)
         if is_long and self._emulated is None:
             print("long", flush=True)
 

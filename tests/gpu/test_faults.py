@@ -25,6 +25,7 @@ from shell import Cli
 from support import QuickDaemon, config, eventually, live_weights, ring_of, segments, spin, status
 
 from gadei_ps import _native
+from gadei_ps.benchmarks.gpu import mps
 from gadei_ps.job import faults
 from gadei_ps.job.faults import Processes
 from gadei_ps.machine.cuda import missing as cuda_missing
@@ -38,9 +39,11 @@ ROUNDS = 3  # of three kills; two more follow
 OTHERS_BYTES = 64 << 20  # device memory that other processes may take or free meanwhile
 COMMANDS_S = 90.0  # longest time of a training command
 EXAMPLE = HERE.parents[1] / "examples" / "intents.csv"
+PASSED = re.compile("GADEI|CUDA_MPS")  # variables of the environment
 OPTIONS = {  # of a learner
     "steps": 0,  # after which it ends
-    "long_after": -2,  # steps, after which it launches a kernel of seconds
+    "long_after": -2,  # steps, after which it launches a kernel of `long_s`
+    "long_s": 20.0,
     "fails_after": 0,  # steps, after which the device fails
     "how": "",
     "has_buffer": False,  # whether its model has one
@@ -82,7 +85,7 @@ class Forks:
         request = {
             "program": program,
             "output": str(output),
-            "environment": {name: one for name, one in os.environ.items() if "GADEI" in name},
+            "environment": {name: one for name, one in os.environ.items() if PASSED.search(name)},
             "options": OPTIONS | plain | options,
         }
         ends_after = options.get("steps") or options.get("fails_after") or 0
@@ -391,3 +394,97 @@ def test_commands_from_start_to_end(
         assert summary["device"] == device
         assert summary["gradients_applied"] > 0
         assert summary["gradients_refused"] == summary["gradients_dropped"] == 0
+
+
+# -- NVIDIA MPS ----------------------------------------------------------------------------------
+
+CONTINUES, HANGS = "continues", "hangs"
+FATE_S = 10.0  # in which a learner publishes FATE_GRADIENTS, or fails
+FATE_GRADIENTS = 50
+MPS_LONG_S = 5.0  # of a kernel: it cannot be interrupted, perhaps
+TERMINATED = "terminated by terminate_client"
+KILLED, KILLED_LONG = "killed in short kernels", "killed in a long kernel"
+BY_ERROR = re.compile(
+    r"ends with 1: \S*(DeviceError: GPU 0 has failed|(Runtime|Accelerator|CUDA\w+)Error: )"
+)
+
+
+def fate(learner: Fork) -> str:
+    """Return whether a learner continues, hangs, or how it ends."""
+    begin, until = learner.published, time.monotonic() + FATE_S
+    while time.monotonic() < until:
+        if learner.has_ended():
+            errors = re.findall(r"^[\w.]+Error: .*", learner.printed, re.MULTILINE)
+            return f"ends with {learner.code}: {errors[-1] if errors else learner.printed}"
+        if learner.published >= begin + FATE_GRADIENTS:
+            return CONTINUES
+        time.sleep(0.01)
+    return HANGS
+
+
+def kill_under_mps(job: Job, how: str, service: dict[str, str], seen: dict[str, str]) -> None:
+    """Kill one of three learners on a GPU; add to `seen` what becomes of all."""
+    target = job.start("torch", long_after=3 if how == KILLED_LONG else -2, long_s=MPS_LONG_S)
+    others = {program: job.start(program) for program in ("torch", "pipeline")}
+    for learner in (target, *others.values()):
+        learner.reaches(3)
+    server = mps.ask(service, "get_server_list").strip()
+    clients = mps.ask(service, f"get_client_list {server}").split()
+    seen[f"{how}: it uses the service"] = str(str(target.pid) in clients)
+    begin = time.monotonic()
+    if how == TERMINATED:
+        answer = mps.ask(service, f"terminate_client {server} {target.pid}")
+        seen[f"{how}: the service"] = answer.strip()
+        seen[f"{how}: it"] = fate(target)
+    elif how == KILLED_LONG:
+        eventually(lambda: target.has_printed("long"))
+    target.kill()
+    seen[f"{how}: it has ended"] = f"after {time.monotonic() - begin:.1f} s"
+    for program, other in others.items():
+        seen[f"{how}: another, {program}"] = fate(other)
+    late = job.start("torch")
+    seen[f"{how}: a new one"] = fate(late)
+    for program, other in others.items():
+        if other.code is None:
+            seen[f"{how}: another, {program}, later"] = fate(other)
+    for learner in (late, *others.values()):
+        learner.kill()
+
+
+@pytest.mark.timeout(120)
+def test_a_learner_killed_under_mps(
+    forks: Forks, job_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others continue, or end with an error and can be started again.
+
+    Their gradients count exactly once. NVIDIA promises nothing for the others after a kill, but
+    after terminate_client.
+    """
+    if forks.kind == "emulated":
+        pytest.skip("the emulated device has no MPS")
+    if why := mps.missing():
+        pytest.skip(why)
+    ran_before = mps.running()
+    seen: dict[str, str] = {}
+    try:
+        with Job(forks, job_name) as job:
+            host = job.start("host")
+            for how in (TERMINATED, KILLED, KILLED_LONG):
+                with mps.directories() as service, mps.started(service):
+                    for name, path in service.items():
+                        monkeypatch.setenv(name, path)
+                    kill_under_mps(job, how, service, seen)
+                host.goes_on()
+            with mps.directories() as service, mps.started(service):
+                for name, path in service.items():
+                    monkeypatch.setenv(name, path)
+                job.start("pipeline").reaches(3)
+                job.settle()
+    finally:
+        with capsys.disabled():
+            print("", *(f"{what}: {one}" for what, one in seen.items()), sep="\n")
+    assert BY_ERROR.match(seen[f"{TERMINATED}: it"])
+    fates = [one for what, one in seen.items() if "another" in what or "a new one" in what]
+    assert not [one for one in fates if one != CONTINUES and not BY_ERROR.match(one)]
+    assert {one for what, one in seen.items() if "uses" in what} == {"True"}
+    assert ran_before or not mps.running()
