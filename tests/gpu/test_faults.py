@@ -284,7 +284,7 @@ def test_a_gpu_that_another_process_has_filled(forks: Forks, job_name: str, tmp_
 FAILING = {
     "assert": ("torch", r"DeviceError: GPU 0 has failed \(.*"),
     "address": ("pipeline", r"DeviceError: GPU 0 has failed \(.*"),
-    "script": ("torch", r"(Runtime|Accelerator)Error: "),
+    "script": ("torch", r"(Runtime|Accelerator|Cuda)Error: "),
 }
 
 
