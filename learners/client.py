@@ -863,13 +863,15 @@ class Client:
         check_facts(). Returns 0, or the driver's error: then nothing is published.
         """
         self._begin_push()
+        before = self.published
         try:
             while (result := self._learner.land(cuda, facts)) < 0:
                 self._claim(None, None)
         except ValueError as error:
             raise self._converted(error) from None
-        if not result:
-            self._record_push(facts[1])
+        finally:
+            if self.published != before:  # even if an interrupt came then
+                self._record_push(facts[1])
         return result
 
     # -- waits ----------------------------------------------------------------------------------

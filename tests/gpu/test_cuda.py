@@ -429,6 +429,40 @@ def test_a_push_whose_end_cannot_be_recorded(device: emulator.Device, job_name: 
         eventually(lambda: client.current_version == 1)
 
 
+class Interrupted:
+    """A client's native half: Ctrl-C comes when it has given a gradient to the device."""
+
+    def __init__(self, learner: Any) -> None:
+        self._learner = learner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    def land(self, *arguments: Any) -> int:
+        assert self._learner.land(*arguments) == 0
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_behind_a_push(
+    device: emulator.Device, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient counts, and no other one answers its batch."""
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        batches = client.batches(samples=4, batch_size=2, epochs=1)
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "_learner", Interrupted(client._learner))
+            with pytest.raises(KeyboardInterrupt):
+                link.push(ones(), 0)
+        assert (client.published, client.unanswered) == (1, 0)
+        for _ in batches:
+            link.push(ones(), 0)
+        link.close()
+        client.wait_applied()
+        assert status(job_name)["gradients_applied"] == 2
+
+
 def test_a_driver_that_refuses_a_pull(device: emulator.Device, job_name: str) -> None:
     with daemon(job_name), Client(job_name, tensors=tensors()) as client:
         link = devices.choose("cuda").link(client)
