@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x418561e5620b8b11ull
+#define PS_BUILD 0x481fb795da025c57ull
 
 #endif

@@ -5,7 +5,7 @@
 #include <string.h>
 
 /* As in learners/cuda/kernels.cu. */
-enum { THREADS = 256, ITEMS = 224, LINE = 64, CHUNK_BYTES = 32 };
+enum { THREADS = 256, ITEMS = 224, AHEAD = 4, LINE = 64, CHUNK_BYTES = 32 };
 enum { FEW = 2048 };          /* rows named, which each block of add_rows lists in its own memory */
 enum { MANY_THREADS = 1024 }; /* of the one block that lists more */
 enum { FEW_BLOCKS = 256 };    /* that list them: about two for each multiprocessor */
@@ -26,6 +26,10 @@ struct rows_args {
     uint64_t indices, values, count, rows, width, padding, keys, heads, listed, sums, parts, to,
         residue, tensor;
     uint32_t wire, whole;
+};
+
+struct copy_args {
+    uint64_t from, to, count;
 };
 
 struct gather_args {
@@ -307,13 +311,24 @@ int ps_cuda_synchronize(struct ps_cuda *cuda, void *event)
 
 /* -- pull ---------------------------------------------------------------------------------------- */
 
-static int copy(const struct ps_cuda *cuda, ps_copy_call *call, uint64_t to, uint64_t from,
-                void *stream)
+static int fill(const struct ps_cuda *cuda, uint64_t to, void *stream)
 {
     for (uint64_t i = 0; i < cuda->range_count; i++) {
         uint64_t begin = cuda->ranges[i][0], bytes = cuda->ranges[i][1] - begin;
         if (bytes)
-            TRY(call(to + begin, from + begin, bytes, stream));
+            TRY(cuda->of.driver.to_device(to + begin, cuda->of.source + begin, bytes, stream));
+    }
+    return 0;
+}
+
+static int copy(const struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
+{
+    for (uint64_t i = 0; i < cuda->range_count; i++) {
+        uint64_t begin = cuda->ranges[i][0], count = (cuda->ranges[i][1] - begin) / 16;
+        struct copy_args args = {from + begin, to + begin, count};
+        if (count)
+            TRY(launch(cuda, cuda->of.kernels.copy, blocks_for((count + AHEAD - 1) / AHEAD), THREADS,
+                       stream, &args));
     }
     return 0;
 }
@@ -323,7 +338,7 @@ static int pull(const struct ps_cuda *cuda, uint64_t to, void *stream)
     const struct ps_driver *driver = &cuda->of.driver;
     TRY(driver->record(cuda->of.read, stream));
     TRY(driver->wait(cuda->of.pull, cuda->of.read, 0));
-    TRY(copy(cuda, driver->to_device, to, cuda->of.source, cuda->of.pull));
+    TRY(fill(cuda, to, cuda->of.pull));
     return driver->record(cuda->of.arrived, cuda->of.pull);
 }
 
@@ -334,12 +349,12 @@ int ps_cuda_pull(struct ps_cuda *cuda, uint64_t to, void *stream)
 
 int ps_cuda_fill(struct ps_cuda *cuda, uint64_t to, void *stream)
 {
-    INSIDE(cuda, copy(cuda, cuda->of.driver.to_device, to, cuda->of.source, stream));
+    INSIDE(cuda, fill(cuda, to, stream));
 }
 
 int ps_cuda_copy(struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
 {
-    INSIDE(cuda, copy(cuda, cuda->of.driver.on_device, to, from, stream));
+    INSIDE(cuda, copy(cuda, to, from, stream));
 }
 
 int ps_cuda_gather(struct ps_cuda *cuda, uint64_t tensor, uint64_t indices, uint64_t count, uint64_t to,

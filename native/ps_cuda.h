@@ -25,7 +25,7 @@ struct ps_driver {
     int (*pop_context)(void **context);
     int (*launch)(void *kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned y_threads,
                   unsigned z_threads, unsigned shared, void *stream, void **arguments, void **extra);
-    ps_copy_call *to_device, *to_host, *on_device;
+    ps_copy_call *to_device, *to_host;
     int (*set)(uint64_t to, unsigned char value, size_t bytes, void *stream);
     int (*record)(void *event, void *stream);
     int (*wait)(void *stream, void *event, unsigned flags);
@@ -38,7 +38,7 @@ struct ps_driver {
 struct ps_cuda_setup {
     struct ps_driver driver;
     struct ps_cuda_kernels {
-        void *stage, *list_rows, *add_rows, *gather;
+        void *stage, *list_rows, *add_rows, *copy, *gather;
     } kernels;
     void *push, *pull;                         /* streams */
     void *staged, *published, *read, *arrived; /* events */
@@ -62,7 +62,7 @@ struct ps_cuda {
     struct ps_gradient *given;   /* of each tensor: what is staged */
     uint64_t *to;                /* of each parameter: where it lies in the frame, or SKIPPED */
     struct ps_block *blocks;     /* of the frame that is staged */
-    uint64_t (*ranges)[2];       /* begin and end, bytes: the weights that pulls copy */
+    uint64_t (*ranges)[2];       /* begin and end, whole lines: the bytes that pulls copy */
     uint64_t range_count;
     uint64_t lists, listable;    /* memory on the device, to list so many rows: 12 bytes each, and 4 */
     uint64_t begin;              /* of the transfer, bytes from the payload's begin */

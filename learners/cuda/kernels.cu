@@ -13,6 +13,8 @@
  *
  * gather: rows of the weights, read over the bus from the registered segment.
  *
+ * copy: weights that were pulled, to where the model has them.
+ *
  * Each kernel takes one struct by value; native/ps_cuda.c has the same structs. Apart from the qualifiers
  * and two instructions this is plain C++: the tests also compile it for the host.
  */
@@ -381,6 +383,29 @@ extern "C" __global__ void add_rows(const rows_args a)
 
 #define EACH(i, count) \
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (u64)gridDim.x * blockDim.x)
+
+struct copy_args {
+    const float4 *from; /* whole lines of 64 bytes */
+    float4 *to;
+    u64 count;
+};
+
+/* Of a few megabytes, the driver's own copy takes twice as long. */
+extern "C" __global__ void copy(const copy_args a)
+{
+    const u64 apart = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < a.count; i += AHEAD * apart) {
+        float4 values[AHEAD];
+#pragma unroll
+        for (u32 k = 0; k < AHEAD; k++)
+            if (i + k * apart < a.count)
+                values[k] = a.from[i + k * apart];
+#pragma unroll
+        for (u32 k = 0; k < AHEAD; k++)
+            if (i + k * apart < a.count)
+                a.to[i + k * apart] = values[k];
+    }
+}
 
 struct gather_args {
     const float *table; /* `rows` times `width`, in the host's registered memory */

@@ -18,7 +18,7 @@ CHUNK = np.dtype(
     [("start", "u8"), ("begin", "u8"), ("padded", "u8"), ("count", "u4"), ("tensor", "u4")]
 )
 """A piece of a tensor: struct chunk of kernels.cu."""
-KERNELS = ("stage", "list_rows", "add_rows", "gather")
+KERNELS = ("stage", "list_rows", "add_rows", "copy", "gather")
 """Their names, in the order of struct ps_cuda_kernels (native/ps_cuda.h)."""
 
 

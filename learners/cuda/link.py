@@ -41,7 +41,6 @@ FUNCTIONS = (
     "cuLaunchKernel",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyDtoDAsync_v2",
     "cuMemsetD8Async",
     "cuEventRecord",
     "cuStreamWaitEvent",
@@ -86,9 +85,12 @@ class CudaLink:
             self._staging = Staging(client)
             self._push = cupy.cuda.Stream(non_blocking=True)
             self._pull = cupy.cuda.Stream(non_blocking=True)
-            # staged, published, read, arrived. The host sleeps while it waits for one: it may have
-            # work for other learners.
-            self._events = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(4)]
+            # staged, published, read, arrived. The host waits for the second only, and sleeps: it
+            # may have work for other learners.
+            self._events = [
+                cupy.cuda.Event(block=block, disable_timing=True)
+                for block in (False, True, False, False)
+            ]
             self._cuda = _native.Cuda(
                 *_functions(),
                 *self._kernels.addresses,
@@ -134,14 +136,14 @@ class CudaLink:
         self._writes = -1  # the next pull copies weights even if none is newer
         ranges: list[int] = []
         for tensor in self._client.model.tensors:
-            begin, end = 4 * tensor.start, 4 * (tensor.start + tensor.count)
             if tensor.name in names or not tensor.count:
                 continue
-            if ranges and begin - ranges[-1] < LINE:
+            begin = 4 * tensor.start
+            if ranges and begin == ranges[-1]:
                 ranges.pop()
             else:
                 ranges.append(begin)
-            ranges.append(end)
+            ranges.append(layout.rounded(begin + 4 * tensor.count, LINE))
         self._cuda.set_ranges(*ranges)
 
     def fill(self, buffer: cupy.ndarray) -> None:

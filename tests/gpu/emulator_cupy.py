@@ -28,7 +28,7 @@ from emulator_device import (
 )
 from emulator_kernels import compiled
 
-HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 NOT_READY = 600
 TYPES = {"p": ctypes.c_uint64, "i": ctypes.c_uint32, "c": ctypes.c_uint8}
 
@@ -111,7 +111,6 @@ class Libcuda:
         for name, kind in (
             ("cuMemcpyHtoDAsync_v2", HOST_TO_DEVICE),
             ("cuMemcpyDtoHAsync_v2", DEVICE_TO_HOST),
-            ("cuMemcpyDtoDAsync_v2", DEVICE_TO_DEVICE),
         ):
             self._add(name, functools.partial(self._copy, kind), "pppp")
         self._add("cuMemsetD8Async", self._set, "pcpp")

@@ -473,7 +473,7 @@ def test_a_driver_that_refuses_a_pull(device: emulator.Device, job_name: str) ->
             client.wait_applied()
             with pytest.raises(DeviceError, match="GPU 0 has failed"):
                 call(back)
-        fail(device, "cuMemcpyDtoDAsync_v2")
+        fail(device, "cuLaunchKernel")
         client.push({"w": np.ones(VALUES, np.float32)})
         client.wait_applied()
         with pytest.raises(DeviceError, match="GPU 0 has failed"):

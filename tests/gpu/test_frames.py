@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support import daemon
+from support import daemon, eventually
 
 from gadei_ps.errors import ModelMismatch
 from gadei_ps.learners import devices
@@ -43,6 +43,12 @@ def to_device(request: pytest.FixtureRequest) -> Iterator[Callable[[np.ndarray],
         return
     with emulator.installed():
         yield given()
+
+
+def to_host(array: Any) -> np.ndarray:
+    import cupy
+
+    return np.asarray(cupy.asnumpy(array))
 
 
 @dataclass
@@ -133,6 +139,29 @@ def repeated() -> dict[str, Any]:
     values = chance.standard_normal((700, 6), np.float32)
     wide = Rows(np.array([3, 1, 3]), chance.standard_normal((3, 700), np.float32))
     return {"table": Rows(named, values), "wide": wide, "s": np.float32(2).reshape(())}
+
+
+LONG = 4 * 1024 * 256 * 4 + 70_003
+"""Values, more than one pass of the largest grid of `copy` takes."""
+
+
+@pytest.mark.parametrize("counts", [(1,), (5, 0, 4_099), (3, 15, LONG)])
+def test_pulled_weights_are_copied_whole(
+    to_device: Callable[[np.ndarray], Any], counts: tuple[int, ...], job_name: str
+) -> None:
+    chance = np.random.default_rng(2)
+    tensors = {f"w{count}": chance.random(count, np.float32) for count in (*counts, 7)}
+    with daemon(job_name), Client(job_name, tensors=tensors) as client:
+        link = devices.choose("cuda").link(client)
+        front, back = link.buffer(), link.buffer()
+        for left_out in (["w5"], []):
+            link.leave_out(left_out)
+            eventually(lambda: link.refresh(back, front) is not None)
+            link.flush()
+            for one, view in link.views(front).items():
+                expected = tensors[one] * (one not in left_out)
+                np.testing.assert_array_equal(to_host(view), expected)
+        link.close()
 
 
 def on_device(gradient: Any, to_device: Callable[[np.ndarray], Any]) -> Any:
@@ -307,9 +336,9 @@ def test_kernels_are_those_of_c() -> None:
 
         names = kernels.KERNELS
     text, caller = KERNELS.read_text(), (NATIVE / "ps_cuda.c").read_text()
-    for struct in ("item", "stage_args", "rows_args", "gather_args"):
+    for struct in ("item", "stage_args", "rows_args", "copy_args", "gather_args"):
         assert fields(text, struct) == fields(caller, struct) != []
-    for number in ("THREADS", "ITEMS", "LINE", "FEW", "MANY_THREADS"):
+    for number in ("THREADS", "ITEMS", "AHEAD", "LINE", "FEW", "MANY_THREADS"):
         found = re.compile(rf"\b{number} = (\d+)").findall
         assert found(text) == found(caller) != []
     assert set(names) == set(re.findall(r"__global__ void (\w+)", text))
