@@ -85,10 +85,10 @@ mps() {
 }
 
 bench() {  # NAME SECONDS FLAGS...: full results go to DIR at once, in case that all of this is cut off
-    local name=$1 limit=$2 results=$out
+    local name=$1 limit=$2 results=$out label=$1
     shift 2
-    if [ "${1:-}" = --quick ]; then results=$work/results; fi
-    step "$name${1:-}" "$limit" "$python" -m gadei_ps.benchmarks.gpu "$@" --commit "$commit" --out "$results" "$name"
+    if [ "${1:-}" = --quick ]; then results=$work/results label=$label--quick; fi
+    step "$label" "$limit" "$python" -m gadei_ps.benchmarks.gpu "$@" --commit "$commit" --out "$results" "$name"
 }
 
 quick() {
