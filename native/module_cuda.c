@@ -67,15 +67,12 @@ METHOD(flush)
         result = ps_cuda_synchronize(CUDA, CUDA->of.published);
         Py_END_ALLOW_THREADS
     }
+    uint64_t *bad = CUDA->of.outgoing[!CUDA->now].landed + PS_SUMS_BAD;
+    if (!result && *bad) {
+        result = -(int)*bad;
+        *bad = 0;
+    }
     return PyLong_FromLong(result);
-}
-
-METHOD(bad)
-{
-    TAKES(0)
-    uint64_t *word = CUDA->of.outgoing[!CUDA->now].landed + PS_SUMS_BAD, found = *word;
-    *word = 0;
-    return PyLong_FromUnsignedLongLong(found);
 }
 
 METHOD(stage)
@@ -113,8 +110,8 @@ DOES(set_lists, 2, (CUDA->lists = arg[0], CUDA->listable = arg[1]))
 static PyMethodDef methods[] = {
     ENTRY(stage, "stage(gradients, stream, loss): launches the kernels of a push; -12: the lists lack "
                  "room"),
-    ENTRY(flush, "flush(): waits until the last gradient is published"),
-    ENTRY(bad, "bad() -> 0, or 1 + the number of a tensor that lacks a row that the last gradient named"),
+    ENTRY(flush, "flush(): waits until the last gradient is published; -n: it named a row that tensor "
+                 "n - 1 lacks"),
     ENTRY(published, "published(): whether it is"),
     ENTRY(pull, "pull(to, stream): begins, behind what the stream computes"),
     ENTRY(arrived, "arrived(): whether the pull has"),

@@ -226,15 +226,25 @@ static int refuses(int64_t result) { return result <= PS_BUSY; }
 
 typedef PyObject *method(PyObject *, PyObject *const *, Py_ssize_t);
 
-/* A call that pushes or writes, of the thread that may. */
+/* Enters a call that pushes or writes, if this is the thread that may: as ps_enter, or PS_OTHERS. */
+static int enter_as_only_one(struct ps_learner *learner)
+{
+    int others = ps_others(&learner->calls);
+    int entered = others ? others : ps_enter(&learner->calls, PS_PUSHING);
+    if (entered < 0)
+        return entered;
+    others = ps_others(&learner->calls);
+    if (others && !entered)
+        ps_leave(&learner->calls, PS_PUSHING);
+    return others ? others : entered;
+}
+
 static PyObject *as_only_one(method *call, PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    int others = ps_others(&LEARNER->calls);
-    int entered = others ? others : ps_enter(&LEARNER->calls, PS_PUSHING);
+    int entered = enter_as_only_one(LEARNER);
     if (entered < 0)
         return refuse(entered);
-    others = ps_others(&LEARNER->calls);
-    PyObject *result = others ? refuse(others) : call(self, args, count);
+    PyObject *result = call(self, args, count);
     if (!entered)
         ps_leave(&LEARNER->calls, PS_PUSHING);
     return result;
@@ -425,21 +435,25 @@ METHOD_OF_ONE(publish)
     return refuses(sequence) ? refuse((int)sequence) : PyLong_FromLongLong(sequence);
 }
 
-METHOD_OF_ONE(land)
+METHOD(land)
 {
     uint64_t cuda;
     struct ps_facts facts;
-    int result;
+    int result, entered;
     if (takes(count, 2) < 0 || numbers(args, 1, 1, &cuda) < 0 ||
         take_facts(LEARNER, args[1], &facts) < 0)
         return NULL;
-    struct ps_frame *slot = try_claim(LEARNER, &result);
-    if (slot) {
-        Py_BEGIN_ALLOW_THREADS
-        result = ps_cuda_publish((struct ps_cuda *)cuda, LEARNER, &facts,
-                                 (char *)slot + PS_PAYLOAD_AT);
-        Py_END_ALLOW_THREADS
+    Py_BEGIN_ALLOW_THREADS
+    result = entered = enter_as_only_one(LEARNER);
+    if (entered >= 0) {
+        struct ps_frame *slot = try_claim(LEARNER, &result);
+        if (slot)
+            result = ps_cuda_publish((struct ps_cuda *)cuda, LEARNER, &facts,
+                                     (char *)slot + PS_PAYLOAD_AT);
     }
+    if (!entered) /* before it waits for the GIL: ps_land waits for this */
+        ps_leave(&LEARNER->calls, PS_PUSHING);
+    Py_END_ALLOW_THREADS
     return refuses(result) ? refuse(result) : PyLong_FromLong(result);
 }
 

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x481fb795da025c57ull
+#define PS_BUILD 0x00c4d4e933191d46ull
 
 #endif

@@ -268,11 +268,11 @@ class CudaLink:
         self._check(status)
 
     def flush(self) -> None:
-        self._check(self._cuda.flush())
-        bad = self._cuda.bad()
-        if not bad:
+        status = self._cuda.flush()
+        if status >= 0:
+            self._check(status)
             return
-        tensor = self._client.model.tensors[bad - 1]
+        tensor = self._client.model.tensors[-status - 1]
         raise ModelMismatch(
             f"a gradient named a row that {tensor.name!r} does not have (it has {tensor.rows}); "
             "it was not applied"
