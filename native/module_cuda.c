@@ -54,7 +54,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names)
 CALLS(pull, 2, ps_cuda_pull(CUDA, arg[0], (void *)arg[1]))
 CALLS(fill, 2, ps_cuda_fill(CUDA, arg[0], (void *)arg[1]))
 CALLS(copy, 3, ps_cuda_copy(CUDA, arg[0], arg[1], (void *)arg[2]))
-CALLS(gather, 5, ps_cuda_gather(CUDA, arg[0], arg[1], arg[2], arg[3], (void *)arg[4]))
+CALLS(gather, 6, ps_cuda_gather(CUDA, arg[0], arg[1], arg[2], arg[3], arg[4], (void *)arg[5]))
 RETURNS(arrived, 0, PyLong_FromLong(ps_cuda_query(CUDA, CUDA->of.arrived)))
 RETURNS(published, 0, PyLong_FromLong(ps_cuda_query(CUDA, CUDA->of.published)))
 
@@ -117,7 +117,7 @@ static PyMethodDef methods[] = {
     ENTRY(arrived, "arrived(): whether the pull has"),
     ENTRY(fill, "fill(to, stream): copies the weights"),
     ENTRY(copy, "copy(to, source, stream): copies pulled weights"),
-    ENTRY(gather, "gather(tensor, indices, count, to, stream): reads rows of the weights"),
+    ENTRY(gather, "gather(tensor, indices, count, to, narrow, stream): reads rows of the weights"),
     ENTRY(set_ranges, "set_ranges(begin, end, ...): bytes of the weights that are copied"),
     ENTRY(set_lists, "set_lists(address, rows): memory for the kernels of rows"),
     {NULL, NULL, 0, NULL},

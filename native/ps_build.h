@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x00c4d4e933191d46ull
+#define PS_BUILD 0x8625a5959f3a4a77ull
 
 #endif

@@ -25,7 +25,7 @@ struct stage_args {
 struct rows_args {
     uint64_t indices, values, count, rows, width, padding, keys, heads, listed, sums, parts, to,
         residue, tensor;
-    uint32_t wire, whole;
+    uint32_t wire, whole, narrow;
 };
 
 struct copy_args {
@@ -33,7 +33,7 @@ struct copy_args {
 };
 
 struct gather_args {
-    uint64_t table, indices, to, rows, width, count;
+    uint64_t table, indices, to, rows, width, count, narrow;
 };
 
 static_assert(sizeof(struct stage_args) <= 4096, "the most that a kernel takes");
@@ -217,7 +217,7 @@ static int stage_rows(const struct ps_cuda *cuda, const struct ps_block *block, 
         .count = count,
         .rows = shape.rows,
         .width = shape.width,
-        .padding = (uint64_t)given->factors, /* see CudaLink.push_from */
+        .padding = (uint64_t)given->factors >> 1, /* see CudaLink.push_from */
         .keys = many ? cuda->lists : 0,
         .heads = many ? cuda->lists + 8 * cuda->listable : 0,
         .listed = whole ? 0 : out->buffer + block->indices_at,
@@ -228,6 +228,7 @@ static int stage_rows(const struct ps_cuda *cuda, const struct ps_block *block, 
         .tensor = block->tensor,
         .wire = (uint32_t)cuda->of.wire,
         .whole = (uint32_t)whole,
+        .narrow = (uint64_t)given->factors & 1,
     };
     if (many)
         TRY(launch(cuda, cuda->of.kernels.list_rows, 1, MANY_THREADS, stream, &args));
@@ -358,12 +359,12 @@ int ps_cuda_copy(struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
 }
 
 int ps_cuda_gather(struct ps_cuda *cuda, uint64_t tensor, uint64_t indices, uint64_t count, uint64_t to,
-                   void *stream)
+                   uint64_t narrow, void *stream)
 {
     const struct ps_tensor *found = tensor_of(cuda, tensor);
     const struct ps_shape shape = ps_shape_of(found, NULL);
     struct gather_args args = {cuda->of.source + 4 * found->start, indices, to, shape.rows,
-                               shape.width, count};
+                               shape.width, count, narrow};
     if (!count || !found->count)
         return 0;
     INSIDE(cuda, launch(cuda, cuda->of.kernels.gather, blocks_for(count * shape.width), THREADS, stream,

@@ -100,6 +100,6 @@ int ps_cuda_copy(struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
 /* Reads rows of a tensor from the registered weights. indices: address of `count` int64 on the device,
  * to: of as many rows of floats. */
 int ps_cuda_gather(struct ps_cuda *cuda, uint64_t tensor, uint64_t indices, uint64_t count, uint64_t to,
-                   void *stream);
+                   uint64_t narrow, void *stream);
 
 #endif

@@ -245,23 +245,29 @@ extern "C" __global__ void stage(const stage_args a)
 }
 
 struct rows_args {
-    const i64 *indices; /* `count`, in any order */
+    const void *indices; /* `count`, in any order */
     const float *values;
     u64 count;
-    u64 rows;           /* of the tensor */
+    u64 rows;            /* of the tensor */
     u64 width;
-    u64 padding;        /* 1 + a row that counts as not named, or 0 */
-    u64 *keys;          /* the least power of two from `count` on; NULL if count <= FEW, as `heads` */
-    u32 *heads;         /* `count + 1`: of each row listed the begin of its keys; then their end */
-    i64 *listed;        /* rows, each once, ascending; NULL if whole */
-    u64 *sums;          /* enum in native/ps_land.h */
+    u64 padding;         /* 1 + a row that counts as not named, or 0 */
+    u64 *keys;           /* the least power of two from `count` on; NULL if count <= FEW, as `heads` */
+    u32 *heads;          /* `count + 1`: of each row listed the begin of its keys; then their end */
+    i64 *listed;         /* rows, each once, ascending; NULL if whole */
+    u64 *sums;           /* enum in native/ps_land.h */
     double *parts;
-    char *to;           /* values: one row after the other, or, if whole, each in its place */
-    float *residue;     /* of the tensor, or NULL */
+    char *to;            /* values: one row after the other, or, if whole, each in its place */
+    float *residue;      /* of the tensor, or NULL */
     u64 tensor;
     u32 wire;
     u32 whole;
+    u32 narrow;          /* whether the indices are int32, not int64 */
 };
+
+__device__ static inline i64 index_at(const void *indices, u64 i, u64 narrow)
+{
+    return narrow ? ((const int *)indices)[i] : ((const i64 *)indices)[i];
+}
 
 /* A key is a row and a place where it is named, so that sorted keys have the places in the order
  * given. A tensor of 2^35 rows has no room on a device. */
@@ -306,7 +312,7 @@ __device__ static inline u32 list(const rows_args &a, u64 *keys, u32 *heads, int
     while (n < a.count)
         n *= 2;
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
-        u64 row = i < a.count ? (u64)a.indices[i] : NO_ROW;
+        u64 row = i < a.count ? (u64)index_at(a.indices, i, a.narrow) : NO_ROW;
         if (row >= a.rows) { /* or negative */
             row = NO_ROW;
             if (report && i < a.count)
@@ -408,17 +414,18 @@ extern "C" __global__ void copy(const copy_args a)
 }
 
 struct gather_args {
-    const float *table; /* `rows` times `width`, in the host's registered memory */
-    const i64 *indices; /* `count`; a row that does not exist reads as zeros, and its gradient is
-                           refused */
+    const float *table;  /* `rows` times `width`, in the host's registered memory */
+    const void *indices; /* `count`; a row that does not exist reads as zeros, and its gradient is
+                            refused */
     float *to;
     u64 rows, width, count;
+    u64 narrow;          /* see rows_args */
 };
 
 extern "C" __global__ void gather(const gather_args a)
 {
     EACH (i, a.count * a.width) {
-        i64 row = a.indices[i / a.width];
+        i64 row = index_at(a.indices, i / a.width, a.narrow);
         int there = row >= 0 && (u64)row < a.rows;
         a.to[i] = there ? a.table[(u64)row * a.width + i % a.width] : 0.0f;
     }

@@ -191,13 +191,16 @@ class CudaLink:
         self.pull(buffer, stream)
         return version
 
-    def gather(self, tensor: str, indices: int, count: int, to: int) -> None:
+    def gather(
+        self, tensor: str, indices: int, count: int, to: int, *, narrow: bool = False
+    ) -> None:
         """Read the current rows of a tensor straight from the segment, over the bus.
 
-        indices: address of `count` int64 on the device; to: of float32, (count, width).
+        indices: address of `count` int64 on the device, or int32 if `narrow`; to: of float32,
+        (count, width).
         """
         number = self.numbers[tensor]
-        self._check(self._cuda.gather(number, indices, count, to, self._compute()))
+        self._check(self._cuda.gather(number, indices, count, to, narrow, self._compute()))
 
     # -- push -----------------------------------------------------------------------------------
 
@@ -235,7 +238,8 @@ class CudaLink:
     ) -> None:
         """Push from addresses on the device, as Client.push_from() takes them.
 
-        Of rows, the fourth number is 1 + the padding row, which counts as not named, or 0.
+        Of rows, the fourth number is twice 1 + the padding row, which counts as not named, or 0;
+        and 1 more if the indices are int32, not int64.
         loss_at: address of the loss there, float32, instead of `loss`. kept: what is not to be
         freed until the gradient is published. The next call raises ModelMismatch for a row that
         the tensor does not have.

@@ -179,7 +179,7 @@ class GpuBackend(Backend):
         return torch.compiler.disable(self._gather)(name, indices)  # type: ignore[no-any-return, no-untyped-call]
 
     def _gather(self, name: str, indices: torch.Tensor) -> torch.Tensor:
-        """Read the job's current rows of a tensor. indices: int64, contiguous.
+        """Read the job's current rows of a tensor. indices: int64 or int32, contiguous.
 
         From then on pulls leave the tensor out, unless it is found to be used as a whole as well.
         """
@@ -188,7 +188,8 @@ class GpuBackend(Backend):
             self._link.leave_out(self._gathered)
         shape = (*indices.shape, *self._views[name].shape[1:])
         rows = torch.empty(shape, dtype=torch.float32, device=indices.device)
-        self._link.gather(name, indices.data_ptr(), indices.numel(), rows.data_ptr())
+        narrow = indices.dtype is torch.int32
+        self._link.gather(name, indices.data_ptr(), indices.numel(), rows.data_ptr(), narrow=narrow)
         return rows
 
     def close(self, *, keep: bool) -> None:

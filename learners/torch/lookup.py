@@ -20,7 +20,7 @@ TABLE = "_gadei_ps_table"
 """Attribute of a weight on a GPU: its Table."""
 
 Read = Callable[[torch.Tensor], torch.Tensor]
-"""Reads rows of a weight from the segment, by indices of any shape, int64."""
+"""Reads rows of a weight from the segment, by indices of any shape, int64 or int32."""
 
 
 class Given(NamedTuple):
@@ -93,7 +93,9 @@ class _Gathered(torch.autograd.Function):
         read: Read,
         given: list[Given] | None,
     ) -> torch.Tensor:
-        indices = indices.to(torch.int64).contiguous()
+        if indices.dtype is not torch.int32:
+            indices = indices.to(torch.int64)
+        indices = indices.contiguous()
         context.save_for_backward(indices)
         context.weight = weight  # a leaf: it outlives the graph
         context.padding = None if padding_idx is None else padding_idx % weight.shape[0]
@@ -137,6 +139,7 @@ def _sparse(
 ) -> torch.Tensor:
     flat, values = _without_padding(weight, indices, values, padding)
     # The push checks the indices; a check here would wait for the GPU.
+    flat = flat.to(torch.int64)
     return torch.sparse_coo_tensor(flat[None], values, weight.shape, check_invariants=False)
 
 
@@ -176,7 +179,8 @@ def rows_of(weight: torch.Tensor, given: list[Given], kept: list[Any]) -> Where:
         indices, values = (torch.cat(some) for some in zip(*parts, strict=True))
     kept += (indices, values)
     where = rows_at(indices.data_ptr(), values.data_ptr(), indices.numel())
-    return where if padding is None else (*where[:3], 1 + padding)
+    skipped = 0 if padding is None else 1 + padding
+    return *where[:3], 2 * skipped + (indices.dtype is torch.int32)
 
 
 def adapt(

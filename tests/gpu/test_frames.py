@@ -229,7 +229,8 @@ def rows_named(draw: st.DrawFn, rows: int) -> tuple[np.ndarray, int | None]:
     chance = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     few = draw(st.sampled_from([1, 2, rows]))
     named = chance.permutation(rows)[:few][chance.integers(0, few, count)]
-    return named.astype(np.int64), draw(st.sampled_from([None, int(named[0]), rows - 1]))
+    kind = draw(st.sampled_from([np.int64, np.int32]))
+    return named.astype(kind), draw(st.sampled_from([None, int(named[0]), rows - 1]))
 
 
 def expected_rows(
@@ -279,7 +280,8 @@ def test_rows_as_numpy(to_device: Callable[[np.ndarray], Any], wire: str, job_na
             squares += more
             kept += [to_device(named), to_device(values)]
             count, skipped = len(named), 0 if padding is None else 1 + padding
-            where += [kept[-1].data.ptr, kept[-2].data.ptr, count, skipped]
+            facts = 2 * skipped + (named.dtype == np.int32)
+            where += [kept[-1].data.ptr, kept[-2].data.ptr, count, facts]
         link.push_from(where, version=0, kept=kept)
         link.flush()
         frame = frame_of(client)
@@ -301,18 +303,21 @@ def test_rows_as_numpy(to_device: Callable[[np.ndarray], Any], wire: str, job_na
 
 
 @pytest.mark.parametrize("count", [40, 3000])
-@pytest.mark.parametrize("bad", [-1, -(2**63), 300, 2**35 - 1, 2**62])
+@pytest.mark.parametrize(
+    "bad", [*map(np.int64, [-1, -(2**63), 300, 2**35 - 1, 2**62]), np.int32(-1), np.int32(300)]
+)
 def test_rows_that_do_not_exist(
-    to_device: Callable[[np.ndarray], Any], count: int, bad: int, job_name: str
+    to_device: Callable[[np.ndarray], Any], count: int, bad: np.integer, job_name: str
 ) -> None:
     tensors = {"other": np.zeros((3, 2), np.float32), "table": np.zeros((300, 2), np.float32)}
-    named = np.arange(count) % 300
+    named = (np.arange(count) % 300).astype(bad.dtype)
     kept = [to_device(named), to_device(np.ones((count, 2), np.float32))]
     kept.append(to_device(np.where(named == 7, bad, named)))
     with daemon(job_name), Client(job_name, tensors=tensors) as client:
         link = devices.choose("cuda").link(client)
         for indices, padding in ((2, 0), (0, 0), (2, 8), (0, 8)):
-            where = (kept[1].data.ptr, kept[indices].data.ptr, count, padding)
+            facts = 2 * padding + (bad.dtype == np.int32)
+            where = (kept[1].data.ptr, kept[indices].data.ptr, count, facts)
             link.push_from([1, 1, 0, 0, *where], version=0, kept=kept)
             with pytest.raises(ModelMismatch, match="'table'") if indices else nullcontext():
                 link.flush()

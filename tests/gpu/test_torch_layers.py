@@ -40,7 +40,13 @@ def test_rows_are_read_from_the_segment(gpu: str, job_name: str) -> None:
         np.testing.assert_array_equal(own[19], 1)
         np.testing.assert_array_equal(own[0], 2)  # padding
         several = torch.arange(12, device=gpu).view(4, 3)
-        for some in (indices, several[:, 0], several[:, 1:], several[0, 0].expand(5)):
+        for some in (
+            indices,
+            several[:, 0],
+            several[:, 1:],
+            several[0, 0].expand(5),
+            several.int(),
+        ):
             table = model.table(some).detach().cpu().numpy()
             np.testing.assert_array_equal(table, client.weights["table.weight"][some.cpu()])
         optimizer.close()
@@ -139,9 +145,10 @@ def test_the_gradient_of_a_sparse_layer_can_be_read(gpu: str, job_name: str) -> 
     layer = nn.Embedding(8, 3, padding_idx=-7, sparse=True).to(gpu)
     with daemon(job_name):
         optimizer = Optimizer(layer, job_name)
-        layer(torch.tensor([1, 2, 2], device=gpu)).sum().backward()
+        for kind in (torch.int64, torch.int32):
+            layer(torch.tensor([1, 2, 2], dtype=kind, device=gpu)).sum().backward()
         rows = layer.weight.grad.to_dense().sum(1)
-        assert rows.tolist() == [0, 0, 6, 0, 0, 0, 0, 0]
+        assert rows.tolist() == [0, 0, 12, 0, 0, 0, 0, 0]
         optimizer.close()
 
 
