@@ -23,6 +23,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 import gadei_ps
 from gadei_ps import _native, homes
 from gadei_ps.commands import service_manager
@@ -149,14 +151,20 @@ def shm() -> Found:
 
 def large_pages() -> Found:
     try:
-        found = SHMEM_ENABLED.read_text()
+        setting = SHMEM_ENABLED.read_text()
     except OSError:
         return ok("the kernel has none for shared memory")
-    chosen = found.partition("[")[2].partition("]")[0]
-    if chosen in ("never", "deny"):
+    # For tmpfs, the setting only overrides the option that each mount has.
+    if "[deny]" in setting:
+        return ok(f"none: {SHMEM_ENABLED} is deny")
+    where = str(SHM.resolve())
+    mounts = [one.opts for one in psutil.disk_partitions(all=True) if one.mountpoint == where]
+    found = re.search(r"\bhuge=(\w+)", mounts[-1]) if mounts else None  # the last one hides others
+    chosen = "force" if "[force]" in setting else found[1] if found else "never"
+    if chosen == "never":
         # A hint, not a fault: it is the kernel's default, and matters to large models only.
-        return ok(f"none for shared memory; large models gain: echo advise > {SHMEM_ENABLED}")
-    return ok(f"{chosen}, for shared memory")
+        return ok(f"none in {SHM}; large models gain: mount -o remount,huge=advise {SHM}")
+    return ok(f"{chosen}, in {SHM}")
 
 
 def remove_ipc() -> Found:

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,27 @@ def _write(root: Path, files: dict[str, str]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("option", "found"),
+    [
+        ("huge=advise", "advise, in /dev/shm"),
+        ("size=1m", "none in /dev/shm; large models gain: mount -o remount,huge=advise /dev/shm"),
+    ],
+)
+def test_large_pages(option: str, found: str) -> None:
+    """The mount's option decides, as the kernel does; a namespace of its own has another mount."""
+    mount = f'mount -t tmpfs -o {option} tmpfs /dev/shm || exit 77; exec "$@"'
+    code = "from gadei_ps.commands import doctor; print(doctor.large_pages().finding)"
+    command = ["unshare", "-rm", "sh", "-c", mount, "sh", sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode == 77 or "unshare" in result.stderr:
+        pytest.skip(f"no namespace here: {result.stderr}")
+    setting = doctor.SHMEM_ENABLED.read_text() if doctor.SHMEM_ENABLED.exists() else "[deny]"
+    if "[deny]" in setting or "[force]" in setting:
+        pytest.skip(f"the kernel overrides the option: {setting}")
+    assert result.stdout == f"{found}\n", result.stderr
 
 
 @pytest.mark.parametrize(
