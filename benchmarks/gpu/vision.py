@@ -122,9 +122,9 @@ def measure(target: Target) -> Iterator[Report]:
 
 
 def shards() -> int:
-    """Return half of the cores: learners on GPUs leave them to the server, whose update of a large
+    """Return the cores but two: learners on GPUs leave them to the server, whose update of a large
     model takes as long as its shards are few."""
-    return max(1, process.cores() // 2)
+    return max(1, process.cores() - 2)
 
 
 def _gang(entries: tuple[str, ...]) -> Gang:
