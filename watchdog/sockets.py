@@ -22,6 +22,7 @@ from gadei_ps.watchdog.durations import LAST_REPLIES_S
 
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
+LEAST_FILES = 64
 RESERVED = 24  # descriptors that clients leave to the watchdog, to start its own processes
 OPERATORS = 4  # that learners leave besides, so that a status or a stop is still received
 MAX_UNSENT = 4 << 20
@@ -345,6 +346,15 @@ def _files() -> int:
     """Return the number of descriptors that this process may have open."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def check_files() -> None:
+    """Raise GadeiError if this process may open too few files to serve a job."""
+    if _files() < LEAST_FILES:
+        raise GadeiError(
+            f"the watchdog may open {_files()} files, and needs {LEAST_FILES} for a job with one "
+            "learner: raise the limit (ulimit -n, LimitNOFILE)"
+        )
 
 
 def _no_descriptor() -> str:

@@ -47,7 +47,7 @@ from gadei_ps.watchdog.requests import Requests
 from gadei_ps.watchdog.roster import Roster
 from gadei_ps.watchdog.serve_options import Options
 from gadei_ps.watchdog.servers import Servers
-from gadei_ps.watchdog.sockets import remove_dead
+from gadei_ps.watchdog.sockets import check_files, remove_dead
 from gadei_ps.watchdog.stopping import Stopping
 from gadei_ps.watchdog.wanted import Wanted
 from gadei_ps.watchdog.worker import Worker
@@ -145,6 +145,8 @@ class Supervisor:
     def startup(self) -> None:
         """Raise GadeiError when the job cannot be started; shutdown() then cleans up."""
         process.check_proc()
+        if not self.options.finish:
+            check_files()
         # A job that runs is adopted even if a library has been removed meanwhile.
         if not (self.options.finish or presence.server_pids(self.config.name)):
             self.config.curves.check()

@@ -105,6 +105,9 @@ def test_help_and_version(cli: Cli) -> None:
             "predict model --none --threshold 1.5 text",
             "--threshold must be from 0 to 1, not 1.5",
         ),
+        ("train {}", "Invalid value for 'FILE.csv': the path is empty"),
+        ("train x.csv --out {}", "Invalid value for '--out': the path is empty"),
+        ("run demo --log-dir {} -- true", "Invalid value for '--log-dir': the path is empty"),
         (
             "predict model --csv x.csv --out gone/x.csv",
             "--out gone/x.csv: there is no directory gone; create it first",
@@ -307,6 +310,18 @@ def test_training_options(cli: Cli, arguments: str, message: str) -> None:
 def test_no_permission(cli: Cli, job_name: str) -> None:
     cli.directory.chmod(0o500)
     assert "Permission denied" in cli("ls", GADEI_PS_RUNTIME_DIR=str(cli.directory / "rt")).error
+
+
+def test_too_few_files(job_name: str, compiled: None) -> None:
+    """The watchdog would serve nobody, and the command would wait for it as long as it may."""
+    command = ("prlimit", "--nofile=48", sys.executable, "-m", "gadei_ps")
+    found = subprocess.run(
+        [*command, "run", job_name, "--", "true"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 1
+    assert "the watchdog may open 48 files, and needs 64" in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not segments(job_name)
 
 
 def test_runtime_directory_of_others(cli: Cli, job_name: str) -> None:
