@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-from gadei_ps.cli.options import Details, JobArgument, Json, JsonLog, argument, option, print_result
+from gadei_ps.cli.options import (
+    Details,
+    JobArgument,
+    Json,
+    JsonLog,
+    argument,
+    option,
+    path_argument,
+    path_option,
+    print_result,
+)
 from gadei_ps.cli.serving import serve_job
 from gadei_ps.show.plain import print_text
 
@@ -34,7 +44,7 @@ def restore(
     ] = None,
     job_file: Annotated[
         Path | None,
-        option(
+        path_option(
             "JOB.toml",
             "Job file to serve the checkpoint with.",
             "no learners, and checkpoints beside this one",
@@ -70,7 +80,8 @@ def export(
         ),
     ],
     out: Annotated[
-        Path, argument("OUT", "File to write; ends in .safetensors, .npz or .pt (needs PyTorch).")
+        Path,
+        path_argument("OUT", "File to write; ends in .safetensors, .npz or .pt (needs PyTorch)."),
     ],
     version: Annotated[
         int | None,

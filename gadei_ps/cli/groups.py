@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from gadei_ps.cli.exits import print_json
-from gadei_ps.cli.options import Command, Json, Quiet, argument, option, print_result
+from gadei_ps.cli.options import Command, Json, Quiet, argument, option, path_argument, print_result
 from gadei_ps.cli.research import ProblemName
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
@@ -30,7 +30,7 @@ def _print(line: str, progress: bool) -> None:
 
 @app.command()
 def run(
-    file: Annotated[Path, argument("GROUPS.toml", "Replicas, and how they exchange models.")],
+    file: Annotated[Path, path_argument("GROUPS.toml", "Replicas, and how they exchange models.")],
     command: Command,
     address: Annotated[
         str | None,

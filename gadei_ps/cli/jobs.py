@@ -30,6 +30,7 @@ from gadei_ps.cli.options import (
     check_file,
     limits,
     option,
+    path_option,
     print_result,
     running_jobs,
     shards_option,
@@ -107,13 +108,13 @@ def run(
     ] = False,
     out: Annotated[
         Path | None,
-        option(
+        path_option(
             "FILE", "File for the weights at the end: .safetensors, .npz or .pt (needs PyTorch)."
         ),
     ] = None,
     log_dir: Annotated[
         Path | None,
-        option("DIR", "Directory for the learners' output: a file learner-N.log of each."),
+        path_option("DIR", "Directory for the learners' output: a file learner-N.log of each."),
     ] = None,
     device: Device = DeviceName.AUTO,
     gpus: Gpus = None,
@@ -209,7 +210,7 @@ def status(
     ] = None,
     watch: Annotated[bool, switch("--watch", "Refresh every second until Ctrl-C.")] = False,
     svg: Annotated[
-        Path | None, option("FILE.svg", "Write a picture of the status to this file.")
+        Path | None, path_option("FILE.svg", "Write a picture of the status to this file.")
     ] = None,
     as_json: Json = False,
 ) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gadei_ps.cli.exits import print_json
-from gadei_ps.cli.options import DryRun, Json, argument, option, print_result, switch
+from gadei_ps.cli.options import DryRun, Json, argument, option, path_option, print_result, switch
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
 
@@ -71,7 +71,7 @@ def bench(
         switch("--quick", "Run small and short, to see that it works; the figures mean nothing."),
     ] = False,
     out: Annotated[
-        Path | None, option("DIR", "Directory for the results: NAME.json for each benchmark.")
+        Path | None, path_option("DIR", "Directory for the results: NAME.json for each benchmark.")
     ] = None,
     as_json: Json = False,
 ) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -67,6 +68,18 @@ def option(
 def argument(metavar: str, text: str, shown: bool | str = True, **how: Any) -> Any:
     """Return an argument. text: its help. shown: its default, in words."""
     return typer.Argument(metavar=metavar, help=text, show_default=shown, **how)
+
+
+def path(text: str) -> Path:
+    """Return a path that was given. Raises BadParameter if it is empty, which pathlib takes for the
+    current directory."""
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
+path_option = functools.partial(option, parser=path)
+path_argument = functools.partial(argument, parser=path)
 
 
 def switch(name: str, text: str, *names: str) -> Any:
@@ -143,14 +156,16 @@ DevicesPerLearner = Annotated[
 ]
 TensorBoard = Annotated[
     Path | None,
-    option("DIR", "Write curves for TensorBoard into this directory.", name="--tensorboard"),
+    path_option("DIR", "Write curves for TensorBoard into this directory.", name="--tensorboard"),
 ]
 MLflow = Annotated[
     str | None, option("URI", "Write curves to this MLflow server, or directory.", name="--mlflow")
 ]
 WandB = Annotated[
     Path | None,
-    option("DIR", "Write offline runs of Weights & Biases into this directory.", name="--wandb"),
+    path_option(
+        "DIR", "Write offline runs of Weights & Biases into this directory.", name="--wandb"
+    ),
 ]
 Quiet = Annotated[bool, switch("--quiet", "In a terminal, print no lines on how training goes.")]
 DryRun = Annotated[bool, switch("--dry-run", "List what would be removed, and remove nothing.")]

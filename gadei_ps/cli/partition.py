@@ -7,7 +7,15 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from gadei_ps.cli.options import Json, argument, check_file, option, print_result, write_file
+from gadei_ps.cli.options import (
+    Json,
+    argument,
+    check_file,
+    option,
+    path_option,
+    print_result,
+    write_file,
+)
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
 
@@ -65,10 +73,10 @@ def partition(
     repeats: Annotated[int, option("N", "Measure each layer N times.", min=1)] = REPEATS,
     out: Annotated[
         Path | None,
-        option("FILE.json", "Write the plan to this file; VirtualWorker(plan=) reads it."),
+        path_option("FILE.json", "Write the plan to this file; VirtualWorker(plan=) reads it."),
     ] = None,
     svg: Annotated[
-        Path | None, option("FILE.svg", "Write a picture of what is shown to this file.")
+        Path | None, path_option("FILE.svg", "Write a picture of what is shown to this file.")
     ] = None,
     as_json: Json = False,
 ) -> int:

@@ -11,7 +11,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from gadei_ps.cli.options import Json, argument, option, print_result, running_jobs
+from gadei_ps.cli.options import (
+    Json,
+    argument,
+    option,
+    path_argument,
+    path_option,
+    print_result,
+    running_jobs,
+)
 from gadei_ps.cli.switches import App
 from gadei_ps.errors import UsageError
 from gadei_ps.show.plain import print_text
@@ -111,7 +119,7 @@ def simulate(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, option("FILE.svg", "Write a plot to this file; needs matplotlib.")
+        Path | None, path_option("FILE.svg", "Write a plot to this file; needs matplotlib.")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -206,7 +214,7 @@ def _moment(option: str, text: str) -> tuple[int, float]:
 def trace(
     job: Annotated[str, argument("JOB", "The job's name.", autocompletion=running_jobs)],
     out: Annotated[
-        Path | None, option("FILE.csv", "File for the run times.", "JOB-trace.csv")
+        Path | None, path_option("FILE.csv", "File for the run times.", "JOB-trace.csv")
     ] = None,
     time_: Annotated[
         str | None,
@@ -252,8 +260,10 @@ def _group() -> None:
 
 @runtime_model.command("train")
 def train_runtime_model(
-    trace: Annotated[Path, argument("TRACE", "Run times that gadei-ps trace has recorded (CSV).")],
-    out: Annotated[Path, option("FILE", "File that the model is written to.")] = DEFAULT_OUT,
+    trace: Annotated[
+        Path, path_argument("TRACE", "Run times that gadei-ps trace has recorded (CSV).")
+    ],
+    out: Annotated[Path, path_option("FILE", "File that the model is written to.")] = DEFAULT_OUT,
     epochs: Annotated[
         int, option("N", "Number of epochs, each of 40 mini-batches.", min=1)
     ] = DEFAULT_EPOCHS,

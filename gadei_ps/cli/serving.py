@@ -20,6 +20,7 @@ from gadei_ps.cli.options import (
     WandB,
     argument,
     option,
+    path_argument,
     print_result,
     switch,
 )
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from gadei_ps.watchdog.serve_options import Options
 
 # Whether it can be read is looked at by what reads it: `--finish` does without the file.
-JobFile = Annotated[Path, argument("JOB.toml", "The job's configuration.", readable=False)]
+JobFile = Annotated[Path, path_argument("JOB.toml", "The job's configuration.", readable=False)]
 Name = Annotated[
     str | None,
     option(

@@ -24,6 +24,8 @@ from gadei_ps.cli.options import (
     argument,
     check_file,
     option,
+    path_argument,
+    path_option,
     print_result,
     switch,
 )
@@ -37,10 +39,10 @@ if TYPE_CHECKING:
 
 def train(
     file: Annotated[
-        Path, argument("FILE.csv", "Sentences with labels: CSV, JSON lines or Parquet.")
+        Path, path_argument("FILE.csv", "Sentences with labels: CSV, JSON lines or Parquet.")
     ],
     test: Annotated[
-        Path | None, option("FILE.csv", "Sentences on which the finished model is measured.")
+        Path | None, path_option("FILE.csv", "Sentences on which the finished model is measured.")
     ] = None,
     model: Annotated[
         ModelName | None,
@@ -75,7 +77,7 @@ def train(
     sync: Annotated[str | None, option("MODEL", f"Synchronization model: {MODELS}", "asp")] = None,
     out: Annotated[
         Path | None,
-        option("DIR", "Directory that the model is written to.", "model-1, model-2 and so on"),
+        path_option("DIR", "Directory that the model is written to.", "model-1, model-2 and so on"),
     ] = None,
     overwrite: Annotated[
         bool, switch("--overwrite", "Replace an earlier model in the directory of --out.")
@@ -126,7 +128,7 @@ def train(
     job: Annotated[str | None, option("NAME", "Name of the job.", "train-PID")] = None,
     groups: Annotated[
         Path | None,
-        option(
+        path_option(
             "GROUPS.toml",
             "Train on the replicas of this file, as gadei-ps group run does.",
             "this machine",
@@ -209,13 +211,15 @@ def train(
 
 def predict(
     directory: Annotated[
-        Path, argument("DIR", "Directory of a model that gadei-ps train has written.")
+        Path, path_argument("DIR", "Directory of a model that gadei-ps train has written.")
     ],
     texts: Annotated[list[str] | None, argument("TEXT", "Sentences.", "lines of stdin")] = None,
-    csv: Annotated[Path | None, option("FILE.csv", "Label the rows of this file.")] = None,
+    csv: Annotated[Path | None, path_option("FILE.csv", "Label the rows of this file.")] = None,
     out: Annotated[
         Path | None,
-        option("FILE.csv", "With --csv: file for the rows with label and probability.", "stdout"),
+        path_option(
+            "FILE.csv", "With --csv: file for the rows with label and probability.", "stdout"
+        ),
     ] = None,
     text_column: Annotated[
         str | None,

@@ -12,6 +12,7 @@ from gadei_ps.cli.options import (
     argument,
     check_file,
     option,
+    path_option,
     print_result,
     recorded_jobs,
     running_jobs,
@@ -164,7 +165,7 @@ def history(
 def plot(
     job: Annotated[str, argument("JOB", HELP, autocompletion=recorded_jobs)],
     out: Annotated[
-        Path | None, option("FILE.svg", "File for the picture.", "JOB-history.svg")
+        Path | None, path_option("FILE.svg", "File for the picture.", "JOB-history.svg")
     ] = None,
     as_json: Json = False,
 ) -> int:
