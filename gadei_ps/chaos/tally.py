@@ -33,7 +33,8 @@ class Count:
 
     @property
     def clean(self) -> bool:
-        return not (self.lost or self.applied_twice or self.torn)
+        """Whether gradients were counted, and all of them are in the weights once."""
+        return self.published > 0 and not (self.lost or self.applied_twice or self.torn)
 
 
 class Ring:

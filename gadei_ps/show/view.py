@@ -226,6 +226,8 @@ def chaos_summary(report: Mapping[str, Any]) -> Table:
     consumed = f"{report['applied']:,} applied, {report['dropped']:,} dropped"
     if report["own_job"]:
         rows["gradients"] = f"{report['published']:,} published, {consumed}"
+        if not report["published"]:
+            rows["gradients"] += ": nothing was tested; use a longer --for"
         rows["lost"] = f"{report['lost']:,}"
         rows["applied twice"] = f"{report['applied_twice']:,}"
         rows["torn"] = (
