@@ -103,8 +103,8 @@ def chaos(
 ) -> int:
     """Kill and stop processes at random; exit code 1 if a gradient is lost or applied twice.
 
-    Without JOB, a job of its own counts every gradient in its weights, at least one. With a running
-    JOB, the report has only times and the job's counters.
+    Without JOB, a job of its own counts every gradient in its weights; if there was none, the exit
+    code is 1 as well. With a running JOB, the report has only times and the job's counters.
     """
     from gadei_ps.chaos import campaign
     from gadei_ps.chaos.targets import OwnJob
