@@ -269,28 +269,39 @@ int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss)
     INSIDE(cuda, stage(cuda, stream, loss));
 }
 
-static int publish(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
-                   char *payload)
+/* Queues what publishes the frame, on the stream of pushes. */
+static int transfer(const struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
+                    char *payload, struct ps_landing *landing)
 {
     const struct ps_driver *driver = &cuda->of.driver;
     const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
-    struct ps_landing *landing = &cuda->landing[cuda->now];
+    struct ps_landed landed = cuda->landed;
     uint64_t chunks = cuda->of.first_chunk[cuda->of.weights->trained];
     uint64_t sums = PS_SUMS_ROWS + cuda->of.weights->tensors + chunks;
     void *push = cuda->of.push;
-    memcpy(payload, cuda->blocks, cuda->landed.blocks * sizeof *cuda->blocks);
+    memcpy(payload, cuda->blocks, landed.blocks * sizeof *cuda->blocks);
     TRY(driver->wait(push, cuda->of.staged, 0));
-    if (cuda->landed.bytes > cuda->begin)
+    if (landed.bytes > cuda->begin)
         TRY(driver->to_host((uint64_t)payload + cuda->begin, out->buffer + cuda->begin,
-                            cuda->landed.bytes - cuda->begin, push));
+                            landed.bytes - cuda->begin, push));
     TRY(driver->to_host((uint64_t)out->landed, out->sums, 8 * sums, push));
-    cuda->landed.sums = out->landed;
-    cuda->landed.parts = chunks;
-    TRY(ps_frame_land(learner, landing, &cuda->landed, facts));
-    TRY(driver->call(push, ps_land, landing));
+    landed.sums = out->landed;
+    landed.parts = chunks;
+    TRY(ps_frame_land(learner, landing, &landed, facts));
+    return driver->call(push, ps_land, landing);
+}
+
+static int publish(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
+                   char *payload)
+{
+    int result = transfer(cuda, learner, facts, payload, &cuda->landing[cuda->now]);
+    /* Even if it has failed: a part of it may be on its way into the slot. */
+    int failed = cuda->of.driver.record(cuda->of.published, cuda->of.push);
+    if (result)
+        return result;
     ps_frame_counted(learner);
     cuda->now = !cuda->now;
-    cuda->failed = driver->record(cuda->of.published, push);
+    cuda->failed = failed;
     return 0;
 }
 

@@ -410,6 +410,31 @@ def test_a_driver_that_refuses_a_push(
         np.testing.assert_array_equal(client.weights["w"], -2)
 
 
+def test_a_push_that_fails_behind_its_transfer(device: emulator.Device, job_name: str) -> None:
+    """The slot is not claimed again while the device still writes into it."""
+    from cupy.cuda import runtime
+
+    computed = threading.Event()
+
+    def fails(name: str) -> int:
+        if name == "cuEventSynchronize":  # the host waits
+            computed.set()
+        return emulator.UNKNOWN if name == "cuLaunchHostFunc" else 0
+
+    with daemon(job_name, slots=1), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        device.compute.add(computed.wait)
+        device.fails = fails
+        with pytest.raises(DeviceError, match="GPU 0 has failed"):
+            link.push(ones(), 0)
+        slot = client.claim()
+        before = ctypes.string_at(slot + layout.PAYLOAD_AT, 4 * VALUES)
+        computed.set()
+        runtime.deviceSynchronize()
+        assert ctypes.string_at(slot + layout.PAYLOAD_AT, 4 * VALUES) == before
+        fail(device)
+
+
 def test_a_push_whose_end_cannot_be_recorded(device: emulator.Device, job_name: str) -> None:
     """It is published, and counts; the next call raises."""
     launched: list[str] = []
