@@ -1,5 +1,6 @@
 /* CUDA's words for the host's compiler: a block's threads are fibers of one thread of the processor,
  * which change where they wait for one another. Blocks run one after the other. */
+#include <cstdio>
 #include <cstdlib>
 #include <ucontext.h>
 #include <vector>
@@ -87,14 +88,17 @@ static void launch(unsigned blocks, unsigned threads, void (*which)(const void *
             one.context.uc_link = nullptr;
             makecontext(&one.context, body, 0);
         }
-        for (bool some = true; some;) {
-            some = false;
-            for (running = 0; running < threads; running++) {
-                if (fibers[running].done)
-                    continue;
-                threadIdx.x = running;
+        /* Threads are in no order either: every second time, the last one is the first. */
+        bool upwards = left % 2;
+        for (unsigned ended = 0; !ended; upwards = !upwards) {
+            for (unsigned i = 0; i < threads; i++) {
+                running = threadIdx.x = upwards ? i : threads - 1 - i;
                 swapcontext(&scheduler, &fibers[running].context);
-                some |= !fibers[running].done;
+                ended += fibers[running].done;
+            }
+            if (ended && ended < threads) {
+                fputs("some threads wait in __syncthreads(), others have ended\n", stderr);
+                abort();
             }
         }
     }
