@@ -30,6 +30,7 @@ from emulator_kernels import compiled
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 NOT_READY = 600
+MOST_THREADS = 1024  # of a block
 TYPES = {"p": ctypes.c_uint64, "i": ctypes.c_uint32, "c": ctypes.c_uint8}
 
 
@@ -91,7 +92,7 @@ def _runtime(device: Device) -> types.ModuleType:
         hostRegister=host_register,
         hostUnregister=host_unregister,
         pointerGetAttributes=lambda at: types.SimpleNamespace(devicePointer=at),
-        streamSynchronize=lambda handle: device.handles[handle].synchronize(),
+        streamSynchronize=lambda handle: device.stream(handle).synchronize(),
     )
     return module
 
@@ -105,7 +106,7 @@ class Libcuda:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._add("cuCtxGetCurrent", self._get_context, "p", any_context=True)
-        self._add("cuCtxPushCurrent_v2", device.contexts.push, "p", any_context=True)
+        self._add("cuCtxPushCurrent_v2", self._push_context, "p", any_context=True)
         self._add("cuCtxPopCurrent_v2", lambda to: device.contexts.pop(), "p")
         self._add("cuLaunchKernel", self._launch, "piiiiiiippp")
         for name, kind in (
@@ -141,18 +142,21 @@ class Libcuda:
     def _get_context(self, to: int) -> None:
         ctypes.c_uint64.from_address(to).value = self._device.contexts.current
 
-    def _stream(self, handle: int) -> Any:
-        return self._device.handles[handle]
+    def _push_context(self, context: int) -> None:
+        assert context == CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"
+        self._device.contexts.push(context)
 
     def _launch(self, function: int, blocks: int, *rest: int) -> None:
-        _, _, threads, _, _, _, handle, parameters, _ = rest
-        assert blocks, "CUDA_ERROR_INVALID_VALUE"
-        name, library = self._device.functions[function]
+        y_blocks, z_blocks, threads, y_threads, z_threads, shared, handle, parameters, _ = rest
+        assert 1 <= blocks < 1 << 31 and 1 <= threads <= MOST_THREADS, "CUDA_ERROR_INVALID_VALUE"
+        assert (y_blocks, z_blocks, y_threads, z_threads, shared) == (1, 1, 1, 1, 0)
+        assert 1 <= function <= len(self._device.functions), "CUDA_ERROR_INVALID_HANDLE"
+        name, library = self._device.functions[function - 1]
         at = ctypes.c_uint64.from_address(parameters).value
         size = getattr(library, f"size_{name}")()
         argument = ctypes.create_string_buffer(ctypes.string_at(at, size), size)
         launch = getattr(library, f"launch_{name}")
-        self._stream(handle).add(lambda: launch(blocks, threads, argument))
+        self._device.stream(handle).add(lambda: launch(blocks, threads, argument))
 
     def _copy(self, kind: int, to: int, source: int, size: int, handle: int) -> None:
         device = self._device
@@ -165,22 +169,22 @@ class Libcuda:
             assert here if kind == HOST_TO_DEVICE else ours(source, size), "transfer from where"
             ctypes.memmove(to, source, size)
 
-        self._stream(handle).add(copy)
+        self._device.stream(handle).add(copy)
 
     def _set(self, to: int, value: int, size: int, handle: int) -> None:
         def clear() -> None:
             assert self._device.on_device(to, size)
             ctypes.memset(to, value, size)
 
-        self._stream(handle).add(clear)
+        self._device.stream(handle).add(clear)
 
     def _record(self, event: int, handle: int) -> None:
-        reached = self._device.handles[event].reached = threading.Event()
-        self._stream(handle).add(reached.set)
+        reached = self._device.event(event).reached = threading.Event()
+        self._device.stream(handle).add(reached.set)
 
     def _wait_event(self, handle: int, event: int, flags: int) -> None:
         device = self._device
-        reached = device.handles[event].reached
+        reached = device.event(event).reached
         if reached is None:
             return
 
@@ -189,21 +193,21 @@ class Libcuda:
             _wait(device, reached)
             device.waiting.remove(handle)
 
-        self._stream(handle).add(wait)
+        self._device.stream(handle).add(wait)
 
     def _query(self, event: int) -> int:
         self._device.check()
-        reached = self._device.handles[event].reached
+        reached = self._device.event(event).reached
         return 0 if reached is None or reached.is_set() else NOT_READY
 
     def _synchronize(self, event: int) -> None:
-        reached = self._device.handles[event].reached
+        reached = self._device.event(event).reached
         if reached is not None:
             _wait(self._device, reached)
 
     def _call(self, handle: int, function: int, argument: int) -> None:
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-        self._stream(handle).add(lambda: call(argument))
+        self._device.stream(handle).add(lambda: call(argument))
 
 
 def _wait(device: Device, reached: threading.Event) -> None:
@@ -239,7 +243,7 @@ def modules(device: Device) -> dict[str, types.ModuleType]:
 
         def get_function(self, name: str) -> Any:
             device.functions.append((name, self._library))
-            return types.SimpleNamespace(kernel=Pointer(len(device.functions) - 1))
+            return types.SimpleNamespace(kernel=Pointer(len(device.functions)))
 
     def cupy_zeros(shape: int | tuple[int, ...], dtype: Any) -> ndarray:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize

@@ -74,10 +74,11 @@ class Device:
         self.fails: Callable[[str], int] = lambda name: 0
         """Returns the error of a function of the driver, or 0 if it works."""
         self.functions: list[tuple[str, Any]] = []
-        """Kernels, by their handles."""
+        """Kernels. Their handles count from 1."""
         self.waiting: set[int] = set()
-        """Make handles of the streams that wait for an event."""
-        self.handles: dict[int, Any] = {}
+        """Handles of the streams that wait for an event."""
+        self.handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Streams and events that exist."""
         self.numbers = itertools.count(1)
         self.compute: Stream | Inline = Inline(self)
         """The stream that is computed on: CuPy's current one."""
@@ -86,6 +87,16 @@ class Device:
     def check(self) -> None:
         if self.failure is not None:
             raise CudaError(f"cudaErrorUnknown: {self.failure!r}")
+
+    def stream(self, handle: int) -> Any:
+        found = self.handles.get(handle)
+        assert isinstance(found, Stream | Inline), f"no stream: {handle}"
+        return found
+
+    def event(self, handle: int) -> Any:
+        found = self.handles.get(handle)
+        assert isinstance(found, Event), f"no event: {handle}"
+        return found
 
     def need_context(self) -> None:
         """Make this process's context at the first call that needs one."""

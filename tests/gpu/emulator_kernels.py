@@ -36,6 +36,9 @@ def compiled(source: str) -> ctypes.CDLL:
                 "-fPIC",
                 "-shared",
                 "-ffp-contract=off",
+                # As on a device, access to an address of wrong alignment ends it all.
+                "-fsanitize=alignment",
+                "-fsanitize-undefined-trap-on-error",
             ]
             subprocess.run(["g++", *options, "-o", made, file.name], check=True)
             made.rename(path)

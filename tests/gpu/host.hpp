@@ -12,9 +12,9 @@
 #define __device__
 #define __shared__ static thread_local
 
-struct float4 { float x, y, z, w; };
-struct uint4 { unsigned x, y, z, w; };
-struct uint2 { unsigned x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct index3 { unsigned x; };
 static thread_local index3 threadIdx, blockIdx, blockDim, gridDim;
 

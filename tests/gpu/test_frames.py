@@ -222,6 +222,29 @@ def test_as_the_host(
         check()
 
 
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_gradients_at_any_address(
+    to_device: Callable[[np.ndarray], Any], wire: str, job_name: str
+) -> None:
+    """A gradient may be a part of another array: a device reads four values at once elsewhere."""
+    with (
+        daemon(job_name),
+        Client(job_name, tensors={"long": np.zeros(9_003, np.float32)}, wire=wire) as client,
+    ):
+        link = devices.choose("cuda").link(client)
+        values = np.arange(9_010, dtype=np.float32) % 256
+        kept = to_device(values)
+        for shift in range(6):
+            link.push_from([kept.data.ptr + 4 * shift, 0, 0, 0], version=0, kept=[kept])
+            link.flush()
+            stored = b"".join(frame_of(client).rows["long"].values())
+            expected = values[shift : shift + 9_003]
+            if wire == "float32":
+                assert stored == expected.tobytes()
+            else:
+                assert stored == (expected.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
 @st.composite
 def rows_named(draw: st.DrawFn, rows: int) -> tuple[np.ndarray, int | None]:
     """Draw rows that a mini-batch names, around the counts where kernels change, and a padding."""
