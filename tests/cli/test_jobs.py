@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -43,28 +42,19 @@ def test_serve_ends_cleanly(cli: Cli, job_name: str, number: int, interpreters: 
     assert not list(cli.directory.glob("*.sock"))
 
 
-def test_the_limit_of_open_files_is_named(cli: Cli, job_name: str, tmp_path: Path) -> None:
-    """Allow as many as suffice for the watchdog, but not for a server's pidfd."""
-    (tmp_path / f"{job_name}.toml").write_text(MODEL)
-    command = [sys.executable, "-P", "-m", "gadei_ps", "serve", f"{job_name}.toml"]
-    for files in range(16, 24):
-        with (
-            (tmp_path / "errors").open("w+") as stream,
-            subprocess.Popen(
-                ["prlimit", f"--nofile={files}", *command], cwd=tmp_path, stderr=stream
-            ) as daemon,
-        ):
-            support.eventually(
-                lambda: "server" in (tmp_path / "errors").read_text() or daemon.poll() is not None
-            )
-            daemon.terminate()
-        output = (tmp_path / "errors").read_text()
-        assert "of open files" in output or "Too many open files" in output
-        assert not support.segments(job_name)
-        if "cannot start a server" in output:
-            assert f"the limit of open files is {files}: raise it (ulimit -n" in output
-            return
-    pytest.fail("at no limit it was the server that could not be started")
+def test_the_limit_of_open_files_is_named(cli: Cli, job_name: str) -> None:
+    """A watchdog without a descriptor for the next server starts it as soon as it has one."""
+    daemon = cli.serve(job_name, "standby = false\n" + MODEL)
+    (server,) = presence.server_pids(job_name)
+    before = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    os.kill(server, signal.SIGKILL)
+    support.eventually(lambda: "cannot start a server" in daemon.err)
+    assert "the limit of open files is 3: raise it (ulimit -n" in daemon.err
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
+    support.eventually(lambda: presence.server_pids(job_name))
+    assert daemon.signal(signal.SIGTERM).code == 0
+    assert not support.segments(job_name)
 
 
 def test_serve_with_json(cli: Cli, job_name: str) -> None:
