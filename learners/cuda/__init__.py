@@ -25,6 +25,8 @@ native/ps_cuda.c lays frames out and calls CUDA's driver in each step.
 
 from __future__ import annotations
 
+import functools
+
 import cupy
 from cupy.cuda import runtime
 
@@ -34,9 +36,9 @@ from gadei_ps.learners.cuda.link import CudaLink, Stream
 from gadei_ps.machine import cuda
 
 
-def current_stream() -> int:
-    """Return CuPy's stream, as CUDA's handle."""
-    return int(cupy.cuda.get_current_stream().ptr)
+def current_stream(index: int) -> int:
+    """Return CuPy's stream of a device, which need not be the current one, as CUDA's handle."""
+    return int(cupy.cuda.get_current_stream(index).ptr)
 
 
 class Cuda:
@@ -49,6 +51,7 @@ class Cuda:
             raise DeviceError(f"device cuda: {why}")
         self.index = int(runtime.getDevice()) if index is None else index
 
-    def link(self, client: Client, compute: Stream = current_stream) -> CudaLink:
+    def link(self, client: Client, compute: Stream | None = None) -> CudaLink:
         """Connect a client. compute: returns the stream that another library computes on."""
+        compute = compute or functools.partial(current_stream, self.index)
         return CudaLink(client, self.index, compute)

@@ -31,6 +31,7 @@ from emulator_kernels import compiled
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 NOT_READY = 600
 MOST_THREADS = 1024  # of a block
+ELSEWHERE = 1 << 40  # handle of a stream of another device
 TYPES = {"p": ctypes.c_uint64, "i": ctypes.c_uint32, "c": ctypes.c_uint8}
 
 
@@ -265,6 +266,11 @@ def modules(device: Device) -> dict[str, types.ModuleType]:
             return given
         return asarray(np.ascontiguousarray(plain, dtype))
 
+    def get_current_stream(device_id: int = -1) -> Any:
+        """Return the stream of the current device unless another one is given."""
+        is_ours = device_id == 0 or device.contexts.current in (0, CONTEXT)
+        return device.compute if is_ours else types.SimpleNamespace(ptr=ELSEWHERE)
+
     def pinned(size: int) -> Pointer:
         room = np.zeros(size, np.uint8)
         pointer = Pointer(room.ctypes.data)
@@ -292,7 +298,7 @@ def modules(device: Device) -> dict[str, types.ModuleType]:
         Stream=lambda non_blocking: Stream(device),
         Event=lambda block, disable_timing: Event(device),
         Device=Here,
-        get_current_stream=lambda: device.compute,
+        get_current_stream=get_current_stream,
         get_local_runtime_version=lambda: 13000,
         alloc_pinned_memory=pinned,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemory),
