@@ -30,8 +30,12 @@ class Given(NamedTuple):
     values: torch.Tensor
     """(*indices.shape, *shape of a row), contiguous."""
     padding: int | None
-    version: int
-    """Version of the indices, by which a later change is noticed."""
+    versions: tuple[int, int]
+    """Versions of the indices and the values, by which a later change is noticed."""
+
+    @property
+    def is_changed(self) -> bool:
+        return self.versions != (self.indices._version, self.values._version)
 
 
 class Table(NamedTuple):
@@ -57,9 +61,9 @@ def embedding(
     current on the device; use it in no other way.
 
     There, backward() leaves the gradient of the rows to step(), and `weight.grad` stays None: the
-    indices must not be changed before step(), and only the optimizer's zero_grad() undoes a
-    backward(). `weight.grad` is a sparse tensor, as torch's, under autocast, in a CUDA graph, in
-    compiled code, and if the weight has hooks. Once differentiable.
+    indices, and a gradient given to backward(), must not be changed before step(), and only the
+    optimizer's zero_grad() undoes a backward(). `weight.grad` is a sparse tensor, as torch's, under
+    autocast, in a CUDA graph, in compiled code, and if the weight has hooks. Once differentiable.
     """
     table: Table | None = getattr(weight, TABLE, None)
     if table is None or not sparse:
@@ -109,9 +113,9 @@ class _Gathered(torch.autograd.Function):
         if context.given is None or _is_seen(context.weight):
             return None, _sparse_gradient(context, gradient), None, None, None
         (indices,) = context.saved_tensors
-        context.given.append(
-            Given(indices, gradient.contiguous(), context.padding, indices._version)
-        )
+        values = gradient.contiguous()
+        versions = indices._version, values._version
+        context.given.append(Given(indices, values, context.padding, versions))
         return None, None, None, None, None
 
 
@@ -158,12 +162,12 @@ def _without_padding(
 def rows_of(weight: torch.Tensor, given: list[Given], kept: list[Any]) -> Where:
     """Return the addresses of the weight's gradient for CudaLink.push_from; see gradient_at().
 
-    Raises UsageError if the indices were changed after backward().
+    Raises UsageError if the indices or the gradient were changed after backward().
     """
-    if any(one.indices._version != one.version for one in given):
+    if any(one.is_changed for one in given):
         raise UsageError(
-            "the indices of an embedding were changed between backward() and step(), which still "
-            "needs them: change a copy"
+            "the indices, or the gradient of an embedding's rows, were changed between backward() "
+            "and step(), which still needs them: change a copy"
         )
     if weight.grad is not None:  # the weight was used in another way as well
         whole = sum((_sparse(weight, *one[:3]) for one in given), start=weight.grad)

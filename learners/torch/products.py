@@ -13,8 +13,8 @@ from gadei_ps.learners.client import Where, product_at, rows_at, whole_at
 
 PRODUCTS = "_gadei_ps_products"
 """Attribute of a weight: the products whose sum is its gradient."""
-Products = list[tuple[torch.Tensor, torch.Tensor, int]]
-"""Factors, vectors, and the version of the vectors, by which a later change is noticed."""
+Products = list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]
+"""Factors, vectors, and the versions of both, by which a later change is noticed."""
 FEW_VECTORS = 4  # a product of so few is bound by memory, however it is computed
 SPARSE = 8  # factors are sparse if at most one value in so many differs from zero
 
@@ -30,8 +30,8 @@ def linear(
     by row, where it is converted and checked too. So the gradient is written once, and only the
     server reads it. Poseidon (Zhang et al. 2017) sends such factors for the same reason.
 
-    The inputs must not be changed before step(), and only the optimizer's zero_grad() undoes a
-    backward(). Once differentiable. Under autocast, and for a weight of no Optimizer, this is
+    The inputs, and a gradient given to backward(), must not be changed before step(), and only the
+    optimizer's zero_grad() undoes a backward(). Once differentiable. Under autocast, and for a weight of no Optimizer, this is
     torch's own function.
     """
     plain = inputs.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
@@ -70,7 +70,8 @@ class _Linear(torch.autograd.Function):
             return back, None
         if hasattr(weight, PRODUCTS) and (sparse or len(factors) <= FEW_VECTORS):
             vectors = vectors.contiguous()
-            getattr(weight, PRODUCTS).append((factors, vectors, vectors._version))
+            versions = factors._version, vectors._version
+            getattr(weight, PRODUCTS).append((factors, vectors, versions))
             return back, None
         return back, factors.t() @ vectors
 
@@ -91,12 +92,12 @@ def _times(factors: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def product_of(weight: torch.Tensor, products: Products, kept: list[Any]) -> Where:
     """Return the addresses of the weight's gradient for Client.push_from; see gradient_at().
 
-    Raises UsageError if the inputs were changed after backward().
+    Raises UsageError if the inputs or the gradient were changed after backward().
     """
-    if any(vectors._version != version for _, vectors, version in products):
+    if any((one._version, two._version) != versions for one, two, versions in products):
         raise UsageError(
-            "the inputs of a linear layer were changed between backward() and step(), which still "
-            "needs them: change a copy"
+            "the inputs of a linear layer, or the gradient of its outputs, were changed between "
+            "backward() and step(), which still needs them: change a copy"
         )
     if weight.grad is not None:  # the weight was used in another way as well
         whole = sum((one.t() @ two for one, two, _ in products), start=weight.grad)

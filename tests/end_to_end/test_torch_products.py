@@ -135,13 +135,14 @@ def test_products_are_of_backward_only(job_name: str) -> None:
         optimizer.close()
 
 
-def test_inputs_that_have_changed_are_noticed(job_name: str) -> None:
+@pytest.mark.parametrize("which", ["inputs", "gradient"])
+def test_inputs_that_have_changed_are_noticed(which: str, job_name: str) -> None:
     with daemon(job_name):
         model = nn.Linear(6, 8, bias=False)
         optimizer = Optimizer(model, job_name, free_gradients=True)
-        inputs = torch.randn(2, 6)
-        model(inputs).sum().backward()
-        inputs.zero_()
+        inputs, gradient = torch.randn(2, 6), torch.ones(2, 8)
+        model(inputs).backward(gradient)
+        (inputs if which == "inputs" else gradient).zero_()
         with pytest.raises(UsageError, match=r"changed between backward\(\) and step\(\)"):
             optimizer.step()
         optimizer.close()

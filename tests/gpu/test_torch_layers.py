@@ -152,14 +152,16 @@ def test_the_gradient_of_a_sparse_layer_can_be_read(gpu: str, job_name: str) -> 
         optimizer.close()
 
 
-def test_indices_that_are_changed_before_the_step(gpu: str, job_name: str) -> None:
+@pytest.mark.parametrize("which", ["indices", "gradient"])
+def test_rows_that_are_changed_before_the_step(gpu: str, which: str, job_name: str) -> None:
     model = nn.ParameterDict({"rows": torch.zeros(8, 3)}).to(gpu)
     with daemon(job_name):
         optimizer = Optimizer(model, job_name)
         indices = torch.tensor([1, 2], device=gpu)
-        embedding(indices, model["rows"]).sum().backward()
-        indices += 1
-        with pytest.raises(UsageError, match="indices of an embedding were changed"):
+        gradient = torch.ones(2, 3, device=gpu)
+        embedding(indices, model["rows"]).backward(gradient)
+        (indices if which == "indices" else gradient).add_(1)
+        with pytest.raises(UsageError, match="of an embedding's rows, were changed between"):
             optimizer.step()
         optimizer.zero_grad()
         optimizer.close()
