@@ -116,19 +116,17 @@ def gradient_at(gradient: torch.Tensor, kept: list[Any]) -> Where:
 
     kept: takes the copies that are made. Raises ModelMismatch for complex numbers.
     """
-    if gradient.dtype is torch.float32 and not gradient.is_sparse and gradient.is_contiguous():
-        return gradient.data_ptr(), 0, 0, 0
     if gradient.dtype is not torch.float32:
         if not gradient.is_floating_point():
             raise ModelMismatch(f"a gradient is {gradient.dtype}, not of real numbers")
         gradient = gradient.to(torch.float32)
         kept.append(gradient)
-    if gradient.is_sparse and gradient.sparse_dim() == 1:
-        # Not coalesced: rows that a batch names twice are added up by the push.
-        indices, values = gradient._indices().contiguous(), gradient._values().contiguous()
-        kept += (indices, values)
-        return rows_at(indices.data_ptr(), values.data_ptr(), indices.shape[1])
     if gradient.is_sparse:
+        if gradient.sparse_dim() == 1:
+            # Not coalesced: rows that a batch names twice are added up by the push.
+            indices, values = gradient._indices().contiguous(), gradient._values().contiguous()
+            kept += (indices, values)
+            return rows_at(indices.data_ptr(), values.data_ptr(), indices.shape[1])
         gradient = gradient.to_dense()
         kept.append(gradient)
     elif not gradient.is_contiguous():
