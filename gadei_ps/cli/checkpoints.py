@@ -48,7 +48,6 @@ def restore(
             "JOB.toml",
             "Job file to serve the checkpoint with.",
             "no learners, and checkpoints beside this one",
-            readable=False,
         ),
     ] = None,
     json_log: JsonLog = False,

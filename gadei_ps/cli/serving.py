@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from gadei_ps.watchdog.notify import Notify
     from gadei_ps.watchdog.serve_options import Options
 
-# Whether it can be read is looked at by what reads it: `--finish` does without the file.
-JobFile = Annotated[Path, path_argument("JOB.toml", "The job's configuration.", readable=False)]
+JobFile = Annotated[Path, path_argument("JOB.toml", "The job's configuration.")]
 Name = Annotated[
     str | None,
     option(
