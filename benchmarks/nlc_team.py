@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -37,6 +38,8 @@ END_S = 5.0
 LR = 0.01
 PRELOAD = ["gadei_ps.benchmarks.nlc_member", "torch._dynamo"]
 """Modules that take seconds to import. The first step of a torch optimizer imports the second."""
+NUMBERS = itertools.count(1)
+"""Numbers of jobs, so that each has a name of its own."""
 
 
 class Team:
@@ -86,14 +89,14 @@ class Team:
     def __enter__(self) -> Self:
         """Start, without waiting for the members."""
         with ExitStack() as undo:
-            undo.callback(self._end, 0.0)
+            undo.callback(self.end, 0.0)
             self._start()
             undo.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         """End all processes. After an error, end them at once."""
-        self._end(END_S if kind is None else 0.0)
+        self.end(END_S if kind is None else 0.0)
 
     def _start(self) -> None:
         rendezvous = ""
@@ -101,7 +104,7 @@ class Team:
             scratch = tempfile.TemporaryDirectory(prefix="gadei-ps-nlc-")
             rendezvous = str(Path(self._cleanup.enter_context(scratch)) / "rendezvous")
         # Kept, because the memory of a GPU belongs to the process that made it.
-        self._tasks = [self._task(*one) for one in enumerate(self._networks)]
+        self._tasks = [self._task(network) for network in self._networks]
         data = SharedTexts(self.texts)
         for rank in range(self.count):
             self._spawn(
@@ -118,10 +121,10 @@ class Team:
                 )
             )
 
-    def _task(self, number: int, network: nlc_member.Network) -> Task:
+    def _task(self, network: nlc_member.Network) -> Task:
         """Make what the members share of a network: its job, or its memory."""
         if self.kind in (nlc_member.OURS, nlc_member.OURS_DENSE):
-            name = f"nlc-{os.getpid()}-{self.texts.name}-{self.count}-{number}-{id(self) % 10_000}"
+            name = f"nlc-{os.getpid()}-{self.texts.name}-{self.count}-{next(NUMBERS)}"
             values = {"name": name, "optimizer": {"kind": self._update, "lr": self._lr}}
             daemon = self._cleanup.enter_context(Daemon(from_mapping(values, "nlc")))
             self.daemons.append(daemon)
@@ -224,7 +227,8 @@ class Team:
             with suppress(OSError):
                 pipe.close()
 
-    def _end(self, grace_s: float) -> None:
+    def end(self, grace_s: float) -> None:
+        """End all processes; kill those that have not ended after `grace_s`."""
         with interrupts.held():
             self.dismiss()
             until = time.monotonic() + grace_s
@@ -248,7 +252,7 @@ def rate(done: Iterable[Done]) -> float:
 def started(teams: Iterable[Team]) -> Iterator[None]:
     """Start all teams at once, because most of the time is the import of torch. End all teams."""
     with ExitStack() as stack:
-        stack.callback(_stop_fork_server)
+        stack.callback(stop_fork_server)
         entered = [stack.enter_context(team) for team in teams]
         for team in entered:
             team.ready()
@@ -259,7 +263,7 @@ def started(teams: Iterable[Team]) -> Iterator[None]:
                 team.dismiss()
 
 
-def _stop_fork_server() -> None:
+def stop_fork_server() -> None:
     """End the process from which members are forked. It would stay until this process ends."""
     with interrupts.held(), suppress(AttributeError):
         forkserver._forkserver._stop()  # type: ignore[attr-defined]

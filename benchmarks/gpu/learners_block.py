@@ -85,7 +85,7 @@ class Block:
         All processes live at once, and take turns.
         """
         with ExitStack() as stack:
-            stack.callback(nlc_team._stop_fork_server)
+            stack.callback(nlc_team.stop_fork_server)
             trial = _trial() if self._target.on_gpu else None
             sentences = texts.first(self._target)
             if trial is not None and not _succeeds(trial):
@@ -153,7 +153,7 @@ class Block:
             traceback.print_exc()
             team = self._teams.pop(kind)
             self._notes.append(f"{kind} with {team.count}: not measured: {first_line(error)}")
-            team._end(0.0)
+            team.end(0.0)
             raise _Lost from None
 
     def _contenders(self) -> list[Contender]:

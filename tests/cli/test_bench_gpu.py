@@ -195,7 +195,7 @@ class Team:
     def profile(self, size: int, steps: int, *, task: int, members: int) -> list[dict[str, Any]]:
         return [{"part": "forward", "mean": 1.0}]
 
-    def _end(self, grace_s: float) -> None:
+    def end(self, grace_s: float) -> None:
         self.ended = True
 
 
