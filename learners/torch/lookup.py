@@ -14,7 +14,7 @@ from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Where, rows_at
 from gadei_ps.learners.torch.casts import differs
 from gadei_ps.learners.torch.model import Trained
-from gadei_ps.learners.torch.products import gradient_at
+from gadei_ps.learners.torch.products import accumulates, gradient_at
 
 TABLE = "_gadei_ps_table"
 """Attribute of a weight on a GPU: its Table."""
@@ -110,7 +110,7 @@ class _Gathered(torch.autograd.Function):
     def backward(
         context: Any, gradient: torch.Tensor
     ) -> tuple[None, torch.Tensor | None, None, None, None]:
-        if context.given is None or _is_seen(context.weight):
+        if context.given is None or _is_seen(context.weight) or not accumulates(context, 1):
             return None, _sparse_gradient(context, gradient), None, None, None
         (indices,) = context.saved_tensors
         values = gradient.contiguous()

@@ -68,12 +68,24 @@ class _Linear(torch.autograd.Function):
             back = back.view(inputs.shape)
         if not context.needs_input_grad[1]:
             return back, None
-        if hasattr(weight, PRODUCTS) and (sparse or len(factors) <= FEW_VECTORS):
+        few = sparse or len(factors) <= FEW_VECTORS
+        if few and hasattr(weight, PRODUCTS) and accumulates(context, 1):
             vectors = vectors.contiguous()
             versions = factors._version, vectors._version
             getattr(weight, PRODUCTS).append((factors, vectors, versions))
             return back, None
         return back, factors.t() @ vectors
+
+
+def accumulates(context: Any, number: int) -> bool:
+    """Return whether the gradient of a function's input, a leaf, is to be added to its `grad`.
+
+    It is not in torch.autograd.grad(), and in backward() for other inputs.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(context.next_functions[number][0]))
+    except RuntimeError:  # autograd.grad() returns this one
+        return False
 
 
 def _is_sparse(factors: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +108,34 @@ def test_freed_gradients_leave_once(job_name: str) -> None:
         for parameter, old in zip(model.parameters(), before, strict=True):
             torch.testing.assert_close(parameter, old - 3.0)
         assert status(job_name)["gradients_applied"] == 1
+        optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda loss, inputs, weight: torch.autograd.grad(loss, inputs),
+        lambda loss, inputs, weight: torch.autograd.grad(loss, weight),
+        lambda loss, inputs, weight: torch.autograd.grad(loss, (inputs, weight)),
+        lambda loss, inputs, weight: loss.backward(inputs=[inputs]),
+    ],
+)
+def test_other_gradients_leave_no_product(take: Callable[..., Any], job_name: str) -> None:
+    """As for adversarial examples: the step has the gradients of backward() alone."""
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
+        model = nn.Linear(6, 8, bias=False)
+        before = model.weight.detach().clone()
+        optimizer = Optimizer(model, job_name, free_gradients=True)
+        inputs = torch.ones(2, 6, requires_grad=True)
+        taken, expected = (
+            take(outputs.sum(), inputs, model.weight)
+            for outputs in (model(inputs), nn.functional.linear(inputs, model.weight))
+        )
+        torch.testing.assert_close(taken, expected)
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.client.wait_applied()
+        torch.testing.assert_close(model.weight.detach(), before - 2)
         optimizer.close()
 
 

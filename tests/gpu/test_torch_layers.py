@@ -122,8 +122,12 @@ def _twice(weight: torch.Tensor, indices: torch.Tensor) -> list[torch.Tensor]:
     return [weight.grad]
 
 
+def _taken(weight: torch.Tensor, indices: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(embedding(indices, weight, 1).sum(), weight))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # create_graph
-@pytest.mark.parametrize("use", [_hooked, _accumulated, _in_autocast, _twice])
+@pytest.mark.parametrize("use", [_hooked, _accumulated, _in_autocast, _twice, _taken])
 def test_a_gradient_of_rows_that_is_seen(
     gpu: str, use: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]], job_name: str
 ) -> None:
