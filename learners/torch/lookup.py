@@ -63,7 +63,9 @@ def embedding(
     There, backward() leaves the gradient of the rows to step(), and `weight.grad` stays None: the
     indices, and a gradient given to backward(), must not be changed before step(), and only the
     optimizer's zero_grad() undoes a backward(). `weight.grad` is a sparse tensor, as torch's, under
-    autocast, in a CUDA graph, in compiled code, and if the weight has hooks. Once differentiable.
+    autocast, in a CUDA graph, in compiled code, and if the weight has hooks. Elsewhere torch's
+    clip_grad_norm_ leaves the rows out, and so does a GradScaler: use the job's clip_norm, and call
+    this under autocast. Once differentiable.
     """
     table: Table | None = getattr(weight, TABLE, None)
     if table is None or not sparse:

@@ -31,8 +31,9 @@ def linear(
     server reads it. Poseidon (Zhang et al. 2017) sends such factors for the same reason.
 
     The inputs, and a gradient given to backward(), must not be changed before step(), and only the
-    optimizer's zero_grad() undoes a backward(). Once differentiable. Under autocast, and for a weight of no Optimizer, this is
-    torch's own function.
+    optimizer's zero_grad() undoes a backward(). torch's clip_grad_norm_ leaves the product out: use
+    the job's clip_norm. Once differentiable. Under autocast, and for a weight of no Optimizer, this
+    is torch's own function.
     """
     plain = inputs.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
     if not plain or not torch.is_grad_enabled() or not hasattr(weight, PRODUCTS):

@@ -121,7 +121,7 @@ def test_freed_gradients_leave_once(job_name: str) -> None:
     ],
 )
 def test_other_gradients_leave_no_product(take: Callable[..., Any], job_name: str) -> None:
-    """As for adversarial examples: the step has the gradients of backward() alone."""
+    """The step has the gradients of backward() alone, after those of an adversarial example too."""
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
         model = nn.Linear(6, 8, bias=False)
         before = model.weight.detach().clone()
