@@ -34,6 +34,7 @@ from gadei_ps.memory.weights import Tensor
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # flags of cudaHostRegister
 LINE = 64
+MOST_ROWS = 1 << 29  # PLACE_BITS of kernels.cu
 FUNCTIONS = (
     "cuCtxGetCurrent",
     "cuCtxPushCurrent_v2",
@@ -264,8 +265,13 @@ class CudaLink:
         try:
             status = self._cuda.stage(where, stream, loss_at)
             if status == _native.PS_CROWDED:
+                rows = max(where[2::4])
+                if rows > MOST_ROWS:
+                    raise UsageError(
+                        f"a gradient names {rows:,} rows of a tensor; at most {MOST_ROWS:,} can be"
+                    )
                 with self._guard:
-                    self._cuda.set_lists(*self._staging.grow(max(where[2::4]), stream))
+                    self._cuda.set_lists(*self._staging.grow(rows, stream))
                 status = self._cuda.stage(where, stream, loss_at)
         except ValueError as error:
             raise UsageError(str(error)) from None

@@ -220,6 +220,16 @@ def test_rows_beside_arrays_of_gradients(device: emulator.Device, job_name: str)
             link.push({"w": link.gradients()["w"], "table": rows}, 0)
 
 
+def test_more_rows_than_kernels_can_list(device: emulator.Device, job_name: str) -> None:
+    model = {"table": np.zeros((9, 4), np.float32)}
+    with daemon(job_name), Client(job_name, tensors=model) as client:
+        link = devices.choose("cuda").link(client)
+        with pytest.raises(
+            UsageError, match="names 536,870,913 rows of a tensor; at most 536,870,912"
+        ):
+            link.push_from([1, 1, 2**29 + 1, 0], version=0)
+
+
 def test_a_model_without_parameters(device: emulator.Device, job_name: str) -> None:
     """It is refused before anything is registered, as by a learner of PyTorch."""
     buffer = [{"name": "mean", "shape": [4], "role": "buffer"}]

@@ -360,15 +360,17 @@ def fields(text: str, struct: str) -> list[str]:
 def test_kernels_are_those_of_c() -> None:
     """Compare names here; wrong types would show in the kernels' results."""
     with emulator.installed():
-        from gadei_ps.learners.cuda import kernels
+        from gadei_ps.learners.cuda import kernels, link
 
-        names = kernels.KERNELS
+        names, most_rows = kernels.KERNELS, link.MOST_ROWS
     text, caller = KERNELS.read_text(), (NATIVE / "ps_cuda.c").read_text()
     for struct in ("item", "stage_args", "rows_args", "copy_args", "gather_args"):
         assert fields(text, struct) == fields(caller, struct) != []
     for number in ("THREADS", "ITEMS", "AHEAD", "LINE", "FEW", "MANY_THREADS"):
         found = re.compile(rf"\b{number} = (\d+)").findall
         assert found(text) == found(caller) != []
+    (bits,) = re.findall(r"PLACE_BITS = (\d+)", text)
+    assert most_rows == 1 << int(bits)
     assert set(names) == set(re.findall(r"__global__ void (\w+)", text))
     (line,) = re.findall(r"void \*(stage\b.*);", (NATIVE / "ps_cuda.h").read_text())
     assert line.split(", *") == list(names)
