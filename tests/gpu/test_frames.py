@@ -222,6 +222,37 @@ def test_as_the_host(
         check()
 
 
+def test_more_tensors_than_a_launch_takes(
+    to_device: Callable[[np.ndarray], Any], job_name: str
+) -> None:
+    chance = np.random.default_rng(5)
+    kinds = [(3, 5), (1,), (0, 3), (70,), (9, 2), (33, 1), (8_200,)]
+    shapes = {f"t{number}": kinds[number % len(kinds)] for number in range(500)}
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    # With momentum the host also pushes rows of zeros.
+    with (
+        daemon(job_name, optimizer={"kind": "momentum", "lr": 0.01}),
+        Client(job_name, tensors=tensors) as host,
+        Client(job_name) as device,
+    ):
+        link = devices.choose("cuda").link(device)
+        for has_rows in (False, True):
+            given: dict[str, Any] = {}
+            for name, shape in shapes.items():
+                count = int(chance.integers(3)) if has_rows else 0
+                if count and shape[0]:
+                    named = chance.integers(0, shape[0], count)
+                    given[name] = Rows(named, chance.random((count, *shape[1:]), np.float32))
+                elif chance.random() < 0.8:
+                    given[name] = chance.random(shape, np.float32)
+            host.push(given)
+            link.push({name: on_device(one, to_device) for name, one in given.items()}, 0)
+            link.flush()
+            expected, found = frame_of(host), frame_of(device)
+            assert (found.kind, found.rows) == (expected.kind, expected.rows)
+            assert found.squares == pytest.approx(expected.squares, rel=1e-6)
+
+
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 def test_gradients_at_any_address(
     to_device: Callable[[np.ndarray], Any], wire: str, job_name: str
