@@ -443,16 +443,16 @@ METHOD(land)
     if (takes(count, 2) < 0 || numbers(args, 1, 1, &cuda) < 0 ||
         take_facts(LEARNER, args[1], &facts) < 0)
         return NULL;
+    struct ps_frame *slot = NULL;
     Py_BEGIN_ALLOW_THREADS
     result = entered = enter_as_only_one(LEARNER);
-    if (entered >= 0) {
-        struct ps_frame *slot = try_claim(LEARNER, &result);
-        if (slot)
-            result = ps_cuda_publish((struct ps_cuda *)cuda, LEARNER, &facts,
-                                     (char *)slot + PS_PAYLOAD_AT);
-    }
-    if (!entered) /* before it waits for the GIL: ps_land waits for this */
+    if (entered >= 0 && (slot = try_claim(LEARNER, &result)))
+        result = ps_cuda_transfer((struct ps_cuda *)cuda, LEARNER, &facts,
+                                  (char *)slot + PS_PAYLOAD_AT);
+    if (!entered) /* before it waits for the driver, or the GIL: ps_land waits for this */
         ps_leave(&LEARNER->calls, PS_PUSHING);
+    if (slot && !result)
+        result = ps_cuda_publish((struct ps_cuda *)cuda, LEARNER);
     Py_END_ALLOW_THREADS
     return refuses(result) ? refuse(result) : PyLong_FromLong(result);
 }

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x5ac31e46a9eec9e1ull
+#define PS_BUILD 0xa67d76cb56aa075bull
 
 #endif

@@ -269,7 +269,6 @@ int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss)
     INSIDE(cuda, stage(cuda, stream, loss));
 }
 
-/* Queues what publishes the frame, on the stream of pushes. */
 static int transfer(const struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
                     char *payload, struct ps_landing *landing)
 {
@@ -287,28 +286,45 @@ static int transfer(const struct ps_cuda *cuda, struct ps_learner *learner, cons
     TRY(driver->to_host((uint64_t)out->landed, out->sums, 8 * sums, push));
     landed.sums = out->landed;
     landed.parts = chunks;
-    TRY(ps_frame_land(learner, landing, &landed, facts));
-    return driver->call(push, ps_land, landing);
+    return ps_frame_land(learner, landing, &landed, facts);
 }
 
-static int publish(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
-                   char *payload)
+/* The event comes even if a call has failed: a part of the frame may be on its way into the slot. */
+static int record_published(const struct ps_cuda *cuda)
+{
+    return cuda->of.driver.record(cuda->of.published, cuda->of.push);
+}
+
+static int transfer_or_record(struct ps_cuda *cuda, struct ps_learner *learner,
+                              const struct ps_facts *facts, char *payload)
 {
     int result = transfer(cuda, learner, facts, payload, &cuda->landing[cuda->now]);
-    /* Even if it has failed: a part of it may be on its way into the slot. */
-    int failed = cuda->of.driver.record(cuda->of.published, cuda->of.push);
+    if (result)
+        record_published(cuda);
+    return result;
+}
+
+int ps_cuda_transfer(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
+                     char *payload)
+{
+    INSIDE(cuda, transfer_or_record(cuda, learner, facts, payload));
+}
+
+static int publish(struct ps_cuda *cuda, struct ps_learner *learner)
+{
+    int result = cuda->of.driver.call(cuda->of.push, ps_land, &cuda->landing[cuda->now]);
+    int failed = record_published(cuda);
     if (result)
         return result;
-    ps_frame_counted(learner);
     cuda->now = !cuda->now;
     cuda->failed = failed;
+    ps_frame_counted(learner);
     return 0;
 }
 
-int ps_cuda_publish(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
-                    char *payload)
+int ps_cuda_publish(struct ps_cuda *cuda, struct ps_learner *learner)
 {
-    INSIDE(cuda, publish(cuda, learner, facts, payload));
+    INSIDE(cuda, publish(cuda, learner));
 }
 
 int ps_cuda_query(struct ps_cuda *cuda, void *event)

@@ -4,7 +4,8 @@
  * microseconds more from Python.
  *
  *   stage     kernels that lay a gradient out as the slot will hold it; event `staged`
- *   publish   behind that event: transfers into the claimed slot, ps_land, event `published`
+ *   transfer  behind that event: into the claimed slot
+ *   publish   behind that: ps_land, event `published`
  *   pull      behind what is computed: a transfer of the weights, event `arrived`
  *   copy      of pulled weights; gather: of some rows
  *
@@ -81,10 +82,13 @@ void ps_cuda_end(struct ps_cuda *cuda);
 int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss);
 enum { PS_CROWDED = -12, PS_MIXED = -13 };
 
-/* Publishes what is staged, in the slot that this thread has claimed. Also results of ps_frame_land.
- * Unless it returns 0, nothing is published. */
-int ps_cuda_publish(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
-                    char *payload);
+/* Transfers what is staged into the slot that this thread has claimed. Also results of ps_frame_land. */
+int ps_cuda_transfer(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
+                     char *payload);
+
+/* Has the driver publish it then. Unless both return 0, nothing is published. Not for a thread that is
+ * inside a call of ps_calls.h: ps_land waits for that, and the driver may let this one wait for it. */
+int ps_cuda_publish(struct ps_cuda *cuda, struct ps_learner *learner);
 
 /* Whether an event of the setup has come: 0, PS_NOT_READY or an error; ps_cuda_synchronize waits. */
 int ps_cuda_query(struct ps_cuda *cuda, void *event);

@@ -118,6 +118,7 @@ void ps_frame_counted(struct ps_learner *learner)
     learner->started = ps_clock();
     if (!learner->copies)
         learner->version = ps_load_acquire(&learner->control->version);
+    ps_set_claimer(&learner->calls, 0); /* last: another thread may push from here on */
 }
 
 int64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *facts)
@@ -166,6 +167,5 @@ int ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
     landing->frame.kind = landed->kind;
     landing->frame.blocks = landed->blocks;
     landing->frame.payload_bytes = landed->bytes;
-    ps_set_claimer(&learner->calls, 0); /* the slot is the device's now */
     return 0;
 }

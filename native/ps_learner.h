@@ -151,7 +151,8 @@ struct ps_landed {
 int ps_frame_land(struct ps_learner *learner, struct ps_landing *landing,
                   const struct ps_landed *landed, const struct ps_facts *facts);
 
-/* Counts a frame that was given to the device, and begins the next iteration. */
+/* Counts a frame that is published, or given to the device; begins the next iteration, releases the
+ * slot. */
 void ps_frame_counted(struct ps_learner *learner);
 
 /* -- pulls ------------------------------------------------------------------------------------- */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib.util
@@ -443,6 +444,56 @@ def test_a_push_that_fails_behind_its_transfer(device: emulator.Device, job_name
         runtime.deviceSynchronize()
         assert ctypes.string_at(slot + layout.PAYLOAD_AT, 4 * VALUES) == before
         fail(device)
+
+
+def test_a_call_that_waits_for_the_function_of_the_driver(
+    device: emulator.Device, job_name: str
+) -> None:
+    """A driver may hold up calls while it calls a function: that publishes without the caller."""
+    called: list[str] = []
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+
+        def fails(name: str) -> int:
+            if called == ["cuLaunchHostFunc"] and name == "cuEventRecord":
+                called.append(name)
+                with contextlib.suppress(AssertionError):  # which ctypes would drop
+                    eventually(lambda: client.current_version, NOT_WAITING_S)
+                    called.append("published")
+            called.extend([name] if name == "cuLaunchHostFunc" else [])
+            return 0
+
+        link = devices.choose("cuda").link(client)
+        device.fails = fails
+        link.push(ones(), 0)
+        assert called == ["cuLaunchHostFunc", "cuEventRecord", "published"]
+        assert client.published == 1
+
+
+def test_another_thread_that_pushes_while_the_driver_is_called(
+    device: emulator.Device, job_name: str
+) -> None:
+    refused: list[str] = []
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+
+        def push() -> None:
+            with pytest.raises(UsageError) as raised:
+                client.push({"w": np.ones(VALUES, np.float32)})
+            refused.append(str(raised.value))
+
+        def fails(name: str) -> int:
+            if name == "cuLaunchHostFunc":
+                other = threading.Thread(target=push)
+                other.start()
+                other.join()
+            return 0
+
+        link = devices.choose("cuda").link(client)
+        device.fails = fails
+        link.push(ones(), 0)
+        link.flush()
+        client.wait_applied()
+        assert "another thread has claimed a slot" in refused[0]
+        assert (client.published, client.current_version) == (1, 1)
 
 
 def test_a_push_whose_end_cannot_be_recorded(device: emulator.Device, job_name: str) -> None:
