@@ -445,8 +445,9 @@ METHOD(land)
         return NULL;
     struct ps_frame *slot = NULL;
     Py_BEGIN_ALLOW_THREADS
-    result = entered = enter_as_only_one(LEARNER);
-    if (entered >= 0 && (slot = try_claim(LEARNER, &result)))
+    entered = enter_as_only_one(LEARNER);
+    result = entered == PS_NESTED ? PS_BUSY : entered;
+    if (!result && (slot = try_claim(LEARNER, &result)))
         result = ps_cuda_transfer((struct ps_cuda *)cuda, LEARNER, &facts,
                                   (char *)slot + PS_PAYLOAD_AT);
     if (!entered) /* before it waits for the driver, or the GIL: ps_land waits for this */

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xa67d76cb56aa075bull
+#define PS_BUILD 0x770dd8e373d855f5ull
 
 #endif

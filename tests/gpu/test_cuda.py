@@ -496,6 +496,18 @@ def test_another_thread_that_pushes_while_the_driver_is_called(
         assert (client.published, client.current_version) == (1, 1)
 
 
+def test_a_push_inside_a_call_that_pushes(device: emulator.Device, job_name: str) -> None:
+    """As from a signal handler: the driver's function would wait for the outer call."""
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        with client._pushing, pytest.raises(UsageError, match="is in a call of this learner"):
+            link.push(ones(), 0)
+        assert not client.published
+        link.push(ones(), 0)
+        link.flush()
+        client.wait_applied()
+
+
 def test_a_push_whose_end_cannot_be_recorded(device: emulator.Device, job_name: str) -> None:
     """It is published, and counts; the next call raises."""
     launched: list[str] = []
