@@ -22,7 +22,7 @@ from gadei_ps.watchdog.durations import LAST_REPLIES_S
 
 MAX_CLIENTS = 512
 MAX_CLIENTS_OF_ONE = 128  # of one process, so that it cannot take all places
-LEAST_FILES = 64
+LEAST_FILES = 64  # with 48, a job with one learner fails at its start
 RESERVED = 24  # descriptors that clients leave to the watchdog, to start its own processes
 OPERATORS = 4  # that learners leave besides, so that a status or a stop is still received
 MAX_UNSENT = 4 << 20
