@@ -182,6 +182,8 @@ def test_a_second_run_in_the_background_trains_too(tmp_path: Path, job_name: str
 def test_another_output_is_found() -> None:
     assert fits("demo: 1,234 gradients in 5 ms\n", "demo:   7 gradients in 1.2 s\n")
     assert fits("in 1 min 9 s\n", "in 4 s\n")
+    assert fits("started 11-27 01:13:44\n", "started 12-01 23:00:00\n")
+    assert fits("2026-11-27 01:13\n", "2027-01-03 23:00\n")
     assert fits("a\n...\nb 1\n", "a\nx\ny\nb 2\n")
     assert fits("a\n", "a\n12:03:04 [warning  ] failover job=demo\n")
     assert not fits("2 killed\n", "2 lost\n")

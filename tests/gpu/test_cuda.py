@@ -497,7 +497,7 @@ def test_another_thread_that_pushes_while_the_driver_is_called(
 
 
 def test_a_push_inside_a_call_that_pushes(device: emulator.Device, job_name: str) -> None:
-    """As from a signal handler: the driver's function would wait for the outer call."""
+    """Check that it is refused: ps_land would wait for the outer call, as of a signal handler."""
     with daemon(job_name), Client(job_name, tensors=tensors()) as client:
         link = devices.choose("cuda").link(client)
         with client._pushing, pytest.raises(UsageError, match="is in a call of this learner"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 BLOCK = re.compile(r"(?:^<!-- learn: (\w+) -->\n)?^```(\w+)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"Save this as `([\w.]+)`")
 COMMAND = re.compile(r"^\$ (.*)\n", re.M)
+DATE = re.compile(r"\b(\d{4}-)?\d\d-\d\d\b")
 NUMBER = re.compile(r"(?<![\w.-])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 UNIT = re.compile(r"\b0 (ns|µs|ms|s|min|bytes|KB|MB|GB|KiB|MiB|GiB)\b")
 TIMES = re.compile(r"\b(0 s )+0 s\b")  # 1 min 5 s
@@ -45,7 +46,8 @@ def blocks(text: str) -> Iterator[Block]:
 
 def masked(text: str) -> list[str]:
     """Return the lines without what differs from run to run."""
-    lines = [NUMBER.sub("0", " ".join(line.split())) for line in text.splitlines()]
+    lines = [DATE.sub("0", " ".join(line.split())) for line in text.splitlines()]
+    lines = [NUMBER.sub("0", line) for line in lines]
     lines = [TIMES.sub("0 s", UNIT.sub("0 s", line)) for line in lines]
     return [line for line in lines if line and not line.startswith(LOGGED)]
 
