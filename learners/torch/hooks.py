@@ -18,8 +18,14 @@ PRE, POST = "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 """Attributes in which torch keeps them, by the number of the handle that removes one."""
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+OURS = "_gadei_ps_hook"
+"""Attribute of the functions that weakly() returns."""
+
+
+def weakly(method: Callable[..., None], *first: object) -> Callable[..., None]:
     """Return a function that calls a bound method as long as its object lives, without holding it.
+
+    first: arguments before those of the call.
 
     For hooks of autograd, through which no collector finds a circle, and for the end of Python.
     """
@@ -27,9 +33,16 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
     def call(*arguments: object) -> None:
         if (bound := method_of()) is not None:
-            bound(*arguments)
+            bound(*first, *arguments)
 
+    setattr(call, OURS, True)
     return call
+
+
+def reads_gradient(parameter: torch.Tensor) -> bool:
+    """Return whether hooks of the script, which it has registered, see the parameter's gradient."""
+    registered = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return any(not hasattr(hook, OURS) for some in registered for hook in (some or {}).values())
 
 
 class Hooks(OrderedDict[int, Any]):

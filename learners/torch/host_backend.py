@@ -191,7 +191,7 @@ class HostBackend(Backend):
                 self._undo.callback(delattr, module, "forward")
         for number, tensor in enumerate(self._ordered):
             if tensor is not None:
-                write = functools.partial(weakly(self._write), number)
+                write = weakly(self._write, number)
                 hook = tensor.register_post_accumulate_grad_hook(write)  # type: ignore[no-untyped-call]
                 self._undo.callback(hook.remove)
 

@@ -12,6 +12,7 @@ import torch
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Where, rows_at
+from gadei_ps.learners.torch import hooks
 from gadei_ps.learners.torch.casts import differs
 from gadei_ps.learners.torch.model import Trained
 from gadei_ps.learners.torch.products import accumulates, gradient_at
@@ -128,8 +129,7 @@ def _is_seen(weight: torch.Tensor) -> bool:
     """
     return bool(
         torch.is_grad_enabled()
-        or weight._backward_hooks
-        or weight._post_accumulate_grad_hooks
+        or hooks.reads_gradient(weight)
         or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

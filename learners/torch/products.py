@@ -10,6 +10,7 @@ import torch
 from gadei_ps import _native
 from gadei_ps.errors import ModelMismatch, UsageError
 from gadei_ps.learners.client import Where, product_at, rows_at, whole_at
+from gadei_ps.learners.torch import hooks
 
 PRODUCTS = "_gadei_ps_products"
 """Attribute of a weight: the products whose sum is its gradient."""
@@ -32,8 +33,9 @@ def linear(
 
     The inputs, and a gradient given to backward(), must not be changed before step(), and only the
     optimizer's zero_grad() undoes a backward(). torch's clip_grad_norm_ leaves the product out: use
-    the job's clip_norm. Once differentiable. Under autocast, and for a weight of no Optimizer, this
-    is torch's own function.
+    the job's clip_norm; so does a GradScaler without autocast. Once differentiable. The gradient of
+    a weight with hooks is computed. Under autocast, and for a weight of no Optimizer, this is
+    torch's own function.
     """
     plain = inputs.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
     if not plain or not torch.is_grad_enabled() or not hasattr(weight, PRODUCTS):
@@ -70,7 +72,8 @@ class _Linear(torch.autograd.Function):
         if not context.needs_input_grad[1]:
             return back, None
         few = sparse or len(factors) <= FEW_VECTORS
-        if few and hasattr(weight, PRODUCTS) and accumulates(context, 1):
+        leaves = few and hasattr(weight, PRODUCTS) and not hooks.reads_gradient(weight)
+        if leaves and accumulates(context, 1):
             vectors = vectors.contiguous()
             versions = factors._version, vectors._version
             getattr(weight, PRODUCTS).append((factors, vectors, versions))

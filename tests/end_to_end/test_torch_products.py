@@ -139,6 +139,39 @@ def test_other_gradients_leave_no_product(take: Callable[..., Any], job_name: st
         optimizer.close()
 
 
+# free_gradients has given a gradient away before a hook that comes after the sum.
+@pytest.mark.parametrize(("after", "frees"), [(False, False), (False, True), (True, False)])
+def test_hooks_of_the_script_get_the_gradient(after: bool, frees: bool, job_name: str) -> None:
+    def limited(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-0.1, 0.1)
+
+    def limit(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.1, 0.1)
+
+    def train(
+        model: nn.Linear, optimizer: torch.optim.Optimizer, multiply: Callable[..., torch.Tensor]
+    ) -> None:
+        weight = model.weight
+        if after:
+            weight.register_post_accumulate_grad_hook(limit)
+        else:
+            weight.register_hook(limited)
+        for _ in range(3):
+            optimizer.zero_grad()
+            multiply(torch.ones(1, 4), weight, model.bias).square().sum().backward()
+            optimizer.step()
+
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
+        twin, model = nn.Linear(4, 3), nn.Linear(4, 3)
+        model.load_state_dict(twin.state_dict())
+        train(twin, torch.optim.SGD(twin.parameters(), 0.1), nn.functional.linear)
+        optimizer = Optimizer(model, job_name, wait=True, free_gradients=frees)
+        train(model, optimizer, linear)
+        same_state(model, twin)
+        optimizer.close()
+
+
 def test_products_are_of_backward_only(job_name: str) -> None:
     """autograd.grad and a frozen weight leave no product; under autocast it is torch's own."""
     with daemon(job_name, optimizer={"kind": "sgd", "lr": 1.0}):
