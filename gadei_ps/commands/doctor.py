@@ -319,9 +319,13 @@ def robust_mutex() -> Found:
 
 
 def files() -> Found:
+    from gadei_ps.watchdog.sockets import LEAST_FILES
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ok("unlimited")
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+        return failure(f"{hard}: no job can be served", f"ulimit -n {LEAST_FILES} by root, or more")
     learners = max(0, (soft - FILES_OF_THE_JOB) // FILES_OF_A_LEARNER)
     if learners >= MOST_LEARNERS:
         return ok(f"{soft}")

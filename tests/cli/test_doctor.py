@@ -197,6 +197,7 @@ def test_logind(tmp_path: Path) -> None:
         ((832, 832), "ok", "832"),
         ((364, 4096), "warning", "enough for 100 of 256 learners"),
         ((10, 500), "warning", "enough for 0 of 256 learners"),
+        ((63, 63), "error", "63: no job can be served"),
     ],
 )
 def test_open_files(
