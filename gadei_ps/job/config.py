@@ -152,6 +152,13 @@ class LearnersConfig(_Table):
     command: list[str] = Field(min_length=1)
     count: Whole = Field(1, ge=1, le=layout.MAX_LEARNERS)
 
+    @field_validator("command")
+    @classmethod
+    def _command(cls, value: list[str]) -> list[str]:
+        if not value[0]:
+            raise ValueError("the program's name is empty")
+        return value
+
 
 class MetricsConfig(_Table):
     """[metrics]: metrics of the job for Prometheus, while it runs."""
@@ -359,8 +366,8 @@ def load(path: Path) -> JobConfig:
         check_job_name(str(values["name"]))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    if isinstance(values.get("weights"), str):
-        values["weights"] = path.parent / values["weights"]
+    if isinstance(weights := values.get("weights"), str):
+        values["weights"] = _absolute("weights", weights, path.parent, f"{path}: weights")
     try:
         values["sync"] = sync.relative_to(path.parent, values.get("sync", "asp"))
     except sync.SpecError as error:
@@ -374,10 +381,12 @@ def load(path: Path) -> JobConfig:
 
 
 def _absolute(field: str, text: str, parent: Path, where: str) -> str:
-    """Return the absolute path of a directory relative to `parent`; a URI stays as it is.
+    """Return the absolute path of what is named relative to `parent`; a URI stays as it is.
 
     Raises UsageError.
     """
+    if not text:
+        raise UsageError(f"{where}: the path is empty")
     if field == "mlflow":
         if re.match("databricks(:|$)", text):  # it has other names of experiments
             raise UsageError(f"{where}: Databricks is not supported; give a server or a directory")
