@@ -79,32 +79,39 @@ def command_path(command: Any, args: Sequence[str]) -> str:
 
 
 def _before_program(line: str, takes_value: dict[str, bool], words: list[str]) -> list[str]:
-    job, at = "", 0
+    job: str | None = None
+    at = 0
     while at < len(words) and words[at] != "--":
         word = words[at]
         if word in ("-h", "--help"):
             return words
         is_option = word.startswith("-") and word != "-"
         unknown = word.partition("=")[0] not in takes_value
-        if INTERPRETER.fullmatch(job) and (unknown if is_option else not shutil.which(word)):
+        if (
+            job
+            and INTERPRETER.fullmatch(job)
+            and (unknown if is_option else not shutil.which(word))
+        ):
             before = [one for one in words[:at] if one != job]
             raise _nameless(line, before, [job, *words[at:]])
         if is_option:
             at += 1 + takes_value.get(word, False)
-        elif job:
+        elif job is not None:
             return [*words[:at], "--", *words[at:]]
         else:
             job, at = word, at + 1
-    if not job and at + 1 < len(words):
+    if job is None and at + 1 < len(words):
         raise _nameless(line, words[:at], words[at + 1 :])
-    if at == len(words) and job.endswith(".py"):
+    if job and at == len(words) and job.endswith(".py"):
         raise _nameless(line, [one for one in words if one != job], ["python", job])
     return words
 
 
 def _nameless(line: str, options: Sequence[str], program: Sequence[str]) -> UsageError:
     words = shlex.join([*options, "--", *program])
-    return UsageError(f"the name of the job is missing: {line} NAME {words}")
+    missing = "file of the groups" if "group" in line.split() else "name of the job"
+    place = "GROUPS.toml" if "group" in line.split() else "NAME"
+    return UsageError(f"the {missing} is missing: {line} {place} {words}")
 
 
 class App(Typer):

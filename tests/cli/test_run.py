@@ -79,13 +79,14 @@ with Client(tensors={"w": np.zeros(8)}) as client:
         "attach demo -- python train.py --device cuda",
         "group run groups.toml --quiet -- python train.py --quiet",
         "run python --lr 2 -- true",
+        "run '' -- true",
     ],
 )
 def test_all_words_after_the_program_belong_to_it(words: str) -> None:
-    given = words.split()
+    given = shlex.split(words)
     command = command_tree()
     assert separated(command, given) == given
-    without = words.replace(" -- ", " ", 1).split()
+    without = shlex.split(words.replace(" -- ", " ", 1))
     assert separated(command, without) == given
 
 
@@ -98,13 +99,14 @@ def test_all_words_after_the_program_belong_to_it(words: str) -> None:
         ("run --lr 1 python -m train", "run NAME --lr 1 -- python -m train"),
         ("run --lr 1 train.py", "run NAME --lr 1 -- python train.py"),
         ("attach -- python train.py", "attach NAME -- python train.py"),
-        ("group run -- python train.py", "group run NAME -- python train.py"),
+        ("group run -- python train.py", "group run GROUPS.toml -- python train.py"),
     ],
 )
 def test_a_forgotten_name_of_the_job(words: str, advice: str) -> None:
+    what = "file of the groups" if words.startswith("group") else "name of the job"
     with pytest.raises(UsageError) as raised:
         separated(command_tree(), words.split())
-    assert str(raised.value) == f"the name of the job is missing: gadei-ps {advice}"
+    assert str(raised.value) == f"the {what} is missing: gadei-ps {advice}"
 
 
 @pytest.mark.parametrize("reader", ["terminal", "tee"])
