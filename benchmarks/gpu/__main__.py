@@ -43,6 +43,7 @@ PLOTS = suite.RESULTS.parents[1] / "docs" / "plots"
 GRACE_S = 30.0
 """Seconds that a part may take beyond its time, before it is ended."""
 END_S = 15.0
+MOST_S = 86400.0
 SHM = Path("/dev/shm")
 
 
@@ -50,8 +51,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {PACKAGE}")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--seconds", type=float, help="time of each part")
-    parser.add_argument("--out", type=Path, help="where results go, instead of the checkout")
+    parser.add_argument("--seconds", type=_time, help="time of each part")
+    parser.add_argument("--out", type=_path, help="where results go, instead of the checkout")
     parser.add_argument("--commit", help="the commit that results name; by default git's HEAD")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("parts", nargs="*", metavar="NAME", help=f"of {', '.join(PARTS)}")
@@ -70,6 +71,23 @@ def main() -> None:
     if failed:
         print(f"gadei-ps: these parts have failed: {', '.join(failed)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _time(text: str) -> float:
+    """Return a time (s). Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= MOST_S:
+            return float(text)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a number of seconds (above 0, to {MOST_S:g})"
+    )
+
+
+def _path(text: str) -> Path:
+    """Return a path. Raises ArgumentTypeError if the text is empty, as after an unset variable."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a directory")
+    return Path(text)
 
 
 def _all(options: argparse.Namespace) -> list[str]:

@@ -59,6 +59,19 @@ def test_an_unknown_part(runtime_dir: Path) -> None:
     assert "unknown part 'nonsense': there are overhead, bandwidth, learners" in done.stderr
 
 
+@pytest.mark.parametrize("text", ["0", "-50", "nan", "inf", "1e300", "soon"])
+def test_no_time(runtime_dir: Path, text: str) -> None:
+    done = run(f"--seconds={text}", "--device", "host", "bandwidth")
+    assert done.returncode == 2
+    assert f"--seconds: {text!r} is not a number of seconds" in done.stderr
+
+
+def test_an_empty_directory(runtime_dir: Path) -> None:
+    done = run("--out", "", "--device", "host", "bandwidth")
+    assert done.returncode == 2
+    assert "--out: it is empty; name a directory" in done.stderr
+
+
 def test_without_a_gpu(runtime_dir: Path) -> None:
     """One line says what is missing."""
     done = run("bandwidth", CUDA_VISIBLE_DEVICES="")
