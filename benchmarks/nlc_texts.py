@@ -22,6 +22,7 @@ from gadei_ps.errors import UsageError
 
 VARIABLE = "GADEI_PS_BENCH_DATA"
 CHECKOUT = Path(__file__).resolve().parents[1]
+EXAMPLE = CHECKOUT / "examples" / "intents.csv"
 FILES = {"mr": "mr/all.csv", "trec6": "trec6/train.csv", "banking77": "banking77/train.csv"}
 FALLBACK = "intents"
 SEED = 0
@@ -78,12 +79,19 @@ def read(names: Sequence[str]) -> tuple[dict[str, Dataset], list[str]]:
         return found, []
     note = f"not measured, because missing in {directory} (${VARIABLE}): {missing}"
     if not found:
-        example = CHECKOUT / "examples" / "intents.csv"
-        if not example.exists():
-            raise UsageError(f"no sentences to train on: {missing} in {directory} (${VARIABLE})")
-        found = {FALLBACK: dataset.read_training(example)}
+        found = {FALLBACK: example()}
         note += "; examples/intents.csv instead"
     return found, [note]
+
+
+def example() -> Dataset:
+    """Return the checkout's example. Raises UsageError if this is not a checkout."""
+    if not EXAMPLE.exists():
+        raise UsageError(
+            f"no sentences to train on in {data_directory()}: set ${VARIABLE} to a directory that "
+            f"has {' or '.join(FILES.values())}, or run the benchmark in a checkout"
+        )
+    return dataset.read_training(EXAMPLE)
 
 
 def whole(name: str, data: Dataset) -> Texts:

@@ -208,6 +208,8 @@ def _part(options: argparse.Namespace) -> list[str]:
     try:
         for report in importlib.import_module(f"{PACKAGE}.{name}").measure(target):
             write(report)
+    except UsageError:
+        raise
     except Exception as error:  # CUDA's are of any class, and what was measured counts
         traceback.print_exc()
         report.notes.append(f"ends early: {type(error).__name__}: {first_line(error)}")

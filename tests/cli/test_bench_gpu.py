@@ -24,6 +24,7 @@ from gadei_ps.benchmarks.gpu import (
     sizes,
     step_profile,
     tables,
+    texts,
     timeline,
 )
 from gadei_ps.benchmarks.gpu.target import Target
@@ -70,6 +71,25 @@ def test_an_empty_directory(runtime_dir: Path) -> None:
     done = run("--out", "", "--device", "host", "bandwidth")
     assert done.returncode == 2
     assert "--out: it is empty; name a directory" in done.stderr
+
+
+def test_sentences_outside_of_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says how to give some; any data set is used then."""
+    monkeypatch.setattr("gadei_ps.benchmarks.nlc_texts.EXAMPLE", tmp_path / "intents.csv")
+    monkeypatch.setattr("gadei_ps.benchmarks.gpu.texts.EXAMPLE", tmp_path / "intents.csv")
+    monkeypatch.setenv("GADEI_PS_BENCH_DATA", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--here", "--device", "host", "--quick", "overhead"])
+    monkeypatch.setattr("gadei_ps.machine.interrupts.install", lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        suite.main()
+    error = capsys.readouterr().err
+    assert error.startswith(f"gadei-ps: no sentences to train on in {tmp_path}: set $GADEI_PS_")
+    assert error.count("\n") == 1
+    (tmp_path / "mr").mkdir()
+    (tmp_path / "mr" / "all.csv").write_text("text,label\n" + "good,1\nbad,0\n" * 10)
+    assert texts.first(Target("host", True, 0.0)).name == "mr"
 
 
 def test_without_a_gpu(runtime_dir: Path) -> None:
