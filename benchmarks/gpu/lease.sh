@@ -9,7 +9,8 @@
 # because nothing may work on the GPU after it). What fails or takes too long ends alone. DIR gets log.txt
 # and the results as they are made; a summary ends the log.
 #
-# Exits with the number of steps that failed.
+# Exits with the number of steps that failed, 130 or 143 after SIGINT
+# or SIGTERM, which end all steps that run.
 #
 # PYTHON: an interpreter that has PyTorch and CuPy (python3). WHEELS: a folder with wheels of what it
 # lacks. CACHE: an archive of ~/.cache/gadei-ps of such a machine, which saves a minute of compiling; `units`
@@ -34,11 +35,36 @@ commit=${COMMIT:-$(git rev-parse --short HEAD)}
 if [ -d .data ]; then export GADEI_PS_BENCH_DATA=$PWD/.data; fi
 export PYTHONUNBUFFERED=1 PATH=$PATH:/usr/local/nvidia/bin
 
+# interrupted CODE: ends the steps that this shell has started, then the shell. On SIGTERM, timeout sends SIGTERM
+# to its process group and after 5 s SIGKILL to its child.
+interrupted() {
+    local pids pid
+    trap '' INT TERM
+    pids=$(jobs -rp)
+    for pid in $pids; do kill "$pid"; done
+    wait
+    for pid in $pids; do  # a process may outlive timeout's child
+        for _ in {1..50}; do kill -0 -- "-$pid" && sleep 0.1 || break; done
+        kill -KILL -- "-$pid"
+    done
+    exit "$1"
+} 2> /dev/null
+trap 'interrupted 130' INT
+trap 'interrupted 143' TERM
+
+# at_once FUNCTION...: a subshell for each, which does not inherit traps.
+at_once() {
+    local one
+    for one in "$@"; do (trap 'interrupted 143' TERM; "$one") & done
+    wait
+}
+
 # step NAME SECONDS COMMAND...: its output goes to the log at its end, one line to the summary.
 step() {
     local name=$1 limit=$2 begin=$SECONDS code
     shift 2
-    timeout -k 5 "$limit" "$@" > "$work/$name" 2>&1
+    timeout -k 5 "$limit" "$@" > "$work/$name" 2>&1 &  # bash runs a trap in `wait`, not in a command
+    wait $!
     code=$?
     { echo "=== $name: $*"; cat "$work/$name"; } >> "$log"
     printf '%-22s rc %3d %4d s   at %4d s   %s\n' "$name" "$code" $((SECONDS - begin)) "$SECONDS" \
@@ -99,8 +125,8 @@ for one in "$@"; do
     case $one in
         bench) for name in overhead bandwidth learners vision timeline server_on_gpu; do bench "$name" 300; done ;;
         bench:*) IFS=: read -r _ name limit <<< "$one"; bench "$name" $((limit + 45)) --seconds "$limit" ;;
-        first) units & probe & doctor; wait ;;
-        together) tests & quick; wait ;;
+        first) at_once units probe doctor ;;
+        together) at_once tests quick ;;
         probe | build | doctor | units | tests | faults | mps | quick) "$one" ;;
         *) echo "$0: unknown step $one" >&2; exit 2 ;;
     esac

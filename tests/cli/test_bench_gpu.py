@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 from shell import program
-from support import PATIENCE_S
+from support import PATIENCE_S, eventually
 
 from gadei_ps.benchmarks.gpu import __main__ as suite
 from gadei_ps.benchmarks.gpu import (
@@ -30,7 +32,7 @@ from gadei_ps.benchmarks.gpu import (
 from gadei_ps.benchmarks.gpu.target import Target
 from gadei_ps.benchmarks.nlc_member import HOGWILD, OURS, SINGLE, Done
 from gadei_ps.errors import DeviceError
-from gadei_ps.machine import gpus
+from gadei_ps.machine import gpus, process
 from gadei_ps.memory import presence
 
 COMMAND = [sys.executable, "-m", "gadei_ps.benchmarks.gpu"]
@@ -413,3 +415,57 @@ def test_the_service_is_ended(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DeviceError, match="is not installed"), mps.started(env):
         pass
+
+
+# -- lease.sh ------------------------------------------------------------------------------------
+
+LEASE = Path(suite.__file__).resolve().parent / "lease.sh"
+
+# In place of an interpreter. A step has a child that ignores SIGTERM.
+STEPS = """
+import os, pathlib, signal, subprocess, sys, time
+if sys.argv[1] == "-c" and "sys.executable" in sys.argv[2]:
+    print(__file__)
+else:
+    begun = pathlib.Path(os.environ["BEGUN"]) / str(os.getpid())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+    command = [sys.executable, "-c", code + "; time.sleep(1000)"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    begun.write_text(str(child.pid))
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("steps", "count"), [(["bench:vision:900", "tests"], 1), (["together"], 2)]
+)
+def test_a_signal_ends_all_steps(
+    tmp_path: Path, number: signal.Signals, steps: list[str], count: int
+) -> None:
+    (begun := tmp_path / "begun").mkdir()
+    python = program(tmp_path / "bin" / "python3", STEPS)
+    running = subprocess.Popen(
+        ["bash", LEASE, tmp_path / "out", *steps],
+        env=os.environ | {"PYTHON": str(python), "BEGUN": str(begun)},
+        start_new_session=True,
+    )
+    try:
+        eventually(lambda: sum(bool(one.read_text()) for one in begun.iterdir()) == count)
+        if number == signal.SIGINT:
+            os.killpg(running.pid, number)  # as a terminal does
+        else:
+            running.send_signal(number)
+        assert running.wait(PATIENCE_S) == 128 + number
+        pids = [pid for one in begun.iterdir() for pid in (one.name, one.read_text())]
+        assert len(pids) == 2 * count  # no further step
+        assert not [pid for pid in pids if process.start_ticks(int(pid))]
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+        for one in begun.iterdir():
+            with contextlib.suppress(ProcessLookupError):  # the group of timeout
+                os.killpg(os.getpgid(int(one.read_text())), signal.SIGKILL)
