@@ -9,7 +9,7 @@
 # because nothing may work on the GPU after it). What fails or takes too long ends alone. DIR gets log.txt
 # and the results as they are made; a summary ends the log.
 #
-# Exits with the number of steps that failed, 130 or 143 after SIGINT
+# Exits with the number of steps that failed, 2 before the first one for a usage error, 130 or 143 after SIGINT
 # or SIGTERM, which end all steps that run.
 #
 # PYTHON: an interpreter that has PyTorch and CuPy (python3). WHEELS: a folder with wheels of what it
@@ -21,15 +21,41 @@ if [ $# -lt 2 ]; then
     echo "usage: $0 DIR STEP..., as build units tests bench; see its first lines" >&2
     exit 2
 fi
+usage_error() {
+    echo "$0: $1" >&2
+    exit 2
+}
+
+parts=(overhead bandwidth learners vision timeline server_on_gpu)
+needed=(torch cupy)
+for one in "${@:2}"; do
+    case $one in
+        tests | together | faults | mps) needed+=(pytest xdist pytest_timeout) ;;
+        bench:*)
+            IFS=: read -r _ name limit <<< "$one"
+            [[ $name != *" "* && " ${parts[*]} " == *" $name "* ]] ||
+                usage_error "$one: there is no part '$name', only ${parts[*]}"
+            [[ $limit =~ ^[1-9][0-9]{0,3}$ ]] ||
+                usage_error "$one: '$limit' is not a whole number of seconds (1 to 9999)" ;;
+        bench | first | probe | build | doctor | units | quick) ;;
+        *) usage_error "unknown step '$one'" ;;
+    esac
+done
+python=${PYTHON:-python3}
+if [ -n "${WHEELS:-}" ]; then needed=(); fi  # `build` installs what is missing
+found=$("$python" -c 'import importlib.util as util, sys
+print(sys.executable, *(name for name in dict.fromkeys(sys.argv[1:]) if not util.find_spec(name)), sep="\n")' \
+    "${needed[@]}" 2> /dev/null) || usage_error "PYTHON: '$python' cannot be run"
+{ read -r python; missing=$(tr '\n' ' '); } <<< "$found"
+if [ -n "$missing" ]; then usage_error "PYTHON: $python lacks ${missing% }"; fi
+bin=$(dirname "$python")
+python=$bin/python3
 mkdir -p "$1" && out=$(realpath "$1") || exit 2
 shift
 cd "$(dirname "$0")/../.."
 log=$out/log.txt
 work=$(mktemp -d /tmp/gpu-lease.XXXXXX)
 trap 'rm -rf "$work"' EXIT
-python=${PYTHON:-python3}
-bin=$(dirname "$("$python" -c 'import sys; print(sys.executable)')")
-python=$bin/python3
 commit=${COMMIT:-$(git rev-parse --short HEAD)}
 : > "$work/summary"
 if [ -d .data ]; then export GADEI_PS_BENCH_DATA=$PWD/.data; fi
@@ -123,12 +149,11 @@ quick() {
 
 for one in "$@"; do
     case $one in
-        bench) for name in overhead bandwidth learners vision timeline server_on_gpu; do bench "$name" 300; done ;;
+        bench) for name in "${parts[@]}"; do bench "$name" 300; done ;;
         bench:*) IFS=: read -r _ name limit <<< "$one"; bench "$name" $((limit + 45)) --seconds "$limit" ;;
         first) at_once units probe doctor ;;
         together) at_once tests quick ;;
-        probe | build | doctor | units | tests | faults | mps | quick) "$one" ;;
-        *) echo "$0: unknown step $one" >&2; exit 2 ;;
+        *) "$one" ;;
     esac
 done
 { echo "=== summary"; cat "$work/summary"; echo "left in /dev/shm:"; ls /dev/shm; } | tee -a "$log"

@@ -438,6 +438,19 @@ else:
 """
 
 
+def lease(*words: str | Path, python: str | Path) -> tuple[int, str, str]:
+    """Run the script. Returns its exit code and output."""
+    done = subprocess.run(
+        ["bash", LEASE, *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHON": str(python)},
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("steps", "count"), [(["bench:vision:900", "tests"], 1), (["together"], 2)]
@@ -469,3 +482,39 @@ def test_a_signal_ends_all_steps(
         for one in begun.iterdir():
             with contextlib.suppress(ProcessLookupError):  # the group of timeout
                 os.killpg(os.getpgid(int(one.read_text())), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        ("nonsense", "unknown step 'nonsense'"),
+        ("bench:tables:20", "bench:tables:20: there is no part 'tables', only overhead"),
+        ("bench:overhead bandwidth:20", "there is no part 'overhead bandwidth', only"),
+        ("bench:vision", "bench:vision: '' is not a whole number of seconds"),
+        ("bench:vision:x", "bench:vision:x: 'x' is not a whole number of seconds"),
+        ("bench:vision:2.5", "bench:vision:2.5: '2.5' is not a whole number of seconds"),
+        ("bench:vision:0", "bench:vision:0: '0' is not a whole number of seconds"),
+    ],
+)
+def test_steps_are_checked_before_the_first(tmp_path: Path, step: str, error: str) -> None:
+    code, out, err = lease(tmp_path / "out", "doctor", step, python=sys.executable)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert error in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_each_part_is_a_step() -> None:
+    (line,) = (one for one in LEASE.read_text().splitlines() if one.startswith("parts=("))
+    assert set(line[len("parts=(") : -1].split()) == suite.PARTS.keys()
+
+
+def test_the_interpreter_is_checked(tmp_path: Path) -> None:
+    code, out, err = lease(tmp_path / "out", "doctor", python=tmp_path / "none")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"PYTHON: '{tmp_path}/none' cannot be run" in err
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    code, out, err = lease(tmp_path / "out", "tests", python=python)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"PYTHON: {python} lacks torch cupy pytest xdist pytest_timeout" in err
+    assert not (tmp_path / "out").exists()
