@@ -10,7 +10,7 @@
 # and the results as they are made; a summary ends the log.
 #
 # Exits with the number of steps that failed, 2 before the first one for a usage error, 130 or 143 after SIGINT
-# or SIGTERM, which end all steps that run.
+# or SIGTERM, which end all steps that run. A step of tests fails if all of them were skipped.
 #
 # PYTHON: an interpreter that has PyTorch and CuPy (python3). WHEELS: a folder with wheels of what it
 # lacks. CACHE: an archive of ~/.cache/gadei-ps of such a machine, which saves a minute of compiling; `units`
@@ -92,6 +92,10 @@ step() {
     timeout -k 5 "$limit" "$@" > "$work/$name" 2>&1 &  # bash runs a trap in `wait`, not in a command
     wait $!
     code=$?
+    if [ "$code" = 0 ] && [ "${2:-} ${3:-}" = "-m pytest" ] && ! grep -qE '[0-9] passed.* in [0-9.]+s' "$work/$name"; then
+        code=5  # as pytest's without any test
+        echo "no test has run: $(tail -n 1 "$work/$name")" >> "$work/$name"
+    fi
     { echo "=== $name: $*"; cat "$work/$name"; } >> "$log"
     printf '%-22s rc %3d %4d s   at %4d s   %s\n' "$name" "$code" $((SECONDS - begin)) "$SECONDS" \
         "$(grep -v '^ *$' "$work/$name" | tail -n 1 | cut -c 1-100)" | tee -a "$work/summary"

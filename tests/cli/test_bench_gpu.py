@@ -426,6 +426,8 @@ STEPS = """
 import os, pathlib, signal, subprocess, sys, time
 if sys.argv[1] == "-c" and "sys.executable" in sys.argv[2]:
     print(__file__)
+elif os.environ.get("SKIPPED"):
+    print(os.environ["SKIPPED"])
 else:
     begun = pathlib.Path(os.environ["BEGUN"]) / str(os.getpid())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -518,3 +520,16 @@ def test_the_interpreter_is_checked(tmp_path: Path) -> None:
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"PYTHON: {python} lacks torch cupy pytest xdist pytest_timeout" in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [("=== 3 skipped, 2 deselected in 0.1s ===", 1), ("=== 3 passed, 2 skipped in 0.1s ===", 0)],
+)
+def test_skipped_tests_have_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, code: int
+) -> None:
+    monkeypatch.setenv("SKIPPED", last)
+    found, out, _ = lease(tmp_path, "tests", python=program(tmp_path / "bin" / "python3", STEPS))
+    assert found == code
+    assert ("no test has run: === 3 skipped" in out) == bool(code)
