@@ -32,7 +32,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 from gadei_ps.benchmarks.common import Report, ratios_of, summary
-from gadei_ps.benchmarks.gpu import mps, step_profile
+from gadei_ps.benchmarks.gpu import mps, step_profile, texts
 from gadei_ps.benchmarks.gpu.sizes import CLASSIFIER, LSTM
 from gadei_ps.benchmarks.gpu.target import Target, noted
 from gadei_ps.benchmarks.nlc_member import OURS
@@ -59,6 +59,7 @@ Figures = list[dict[str, Any]]
 
 def measure(target: Target) -> Iterator[Report]:
     """Run the blocks, each in a process of its own."""
+    texts.first(target)  # raises UsageError before the blocks start
     report = Report(["block", "network", "set", "batch", "contender", "learners", "samples/s",
                      "ours/it"])  # fmt: skip
     report.notes.append(f"{mps.CONTROL} of others runs: {'yes' if mps.running() else 'no'}")

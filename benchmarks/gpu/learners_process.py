@@ -15,7 +15,6 @@ import json
 import sys
 from multiprocessing import forkserver
 
-from gadei_ps.errors import UsageError
 from gadei_ps.machine import interrupts
 
 PRELOAD = ["gadei_ps.benchmarks.gpu.learners_block", "torch._dynamo"]
@@ -35,9 +34,6 @@ def main() -> None:
 
         if line := sys.stdin.readline():
             learners_block.measure(device, quick, name, float(line))
-    except UsageError as error:
-        print(f"gadei-ps: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
     except interrupts.Interrupted:
         sys.exit(1)
 

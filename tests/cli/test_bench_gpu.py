@@ -75,14 +75,19 @@ def test_an_empty_directory(runtime_dir: Path) -> None:
     assert "--out: it is empty; name a directory" in done.stderr
 
 
+@pytest.mark.parametrize("part", ["overhead", "learners"])
 def test_sentences_outside_of_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    part: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    runtime_dir: Path,
 ) -> None:
     """One line says how to give some; any data set is used then."""
     monkeypatch.setattr("gadei_ps.benchmarks.nlc_texts.EXAMPLE", tmp_path / "intents.csv")
     monkeypatch.setattr("gadei_ps.benchmarks.gpu.texts.EXAMPLE", tmp_path / "intents.csv")
     monkeypatch.setenv("GADEI_PS_BENCH_DATA", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["gpu", "--here", "--device", "host", "--quick", "overhead"])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--here", "--device", "host", "--quick", part])
     monkeypatch.setattr("gadei_ps.machine.interrupts.install", lambda: None)
     with pytest.raises(SystemExit, match="2"):
         suite.main()
