@@ -1,6 +1,7 @@
 /*
  * gadei_ps._native.Cuda: struct ps_cuda (ps_cuda.h) for Python. Calls of the driver may block if its
- * queues are full, and functions of Python may be in them, so the GIL is released around them. The
+ * queues are full, and functions of Python may be in them, so the GIL is released around them. Queries
+ * of an event do not block, and keep it: another thread of Python could hold it for milliseconds. The
  * results are 0 or CUDA's error.
  */
 #include "module.h"
@@ -39,33 +40,51 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names)
     return NULL;
 }
 
+/* Makes a call in the device's context. */
+#define IN_CONTEXT(result, call)                        \
+    do {                                                \
+        int pushed = 0;                                 \
+        result = ps_cuda_enter(CUDA, &pushed);          \
+        if (!result)                                    \
+            result = (call);                            \
+        ps_cuda_leave(CUDA, pushed);                    \
+    } while (0)
+
+#define WITHOUT_GIL(result, call)       \
+    Py_BEGIN_ALLOW_THREADS              \
+    IN_CONTEXT(result, call);           \
+    Py_END_ALLOW_THREADS
+
 /* A method of n numbers that calls the driver. */
 #define CALLS(name, n, call)                \
     METHOD(name)                            \
     {                                       \
         TAKES(n)                            \
         int result;                         \
-        Py_BEGIN_ALLOW_THREADS              \
-        result = (call);                    \
-        Py_END_ALLOW_THREADS                \
+        WITHOUT_GIL(result, call)           \
         return PyLong_FromLong(result);     \
     }
+
+static int query(PyObject *self, void *event)
+{
+    int result;
+    IN_CONTEXT(result, CUDA->failed ? CUDA->failed : CUDA->of.driver.query(event));
+    return result;
+}
 
 CALLS(pull, 2, ps_cuda_pull(CUDA, arg[0], (void *)arg[1]))
 CALLS(fill, 2, ps_cuda_fill(CUDA, arg[0], (void *)arg[1]))
 CALLS(copy, 3, ps_cuda_copy(CUDA, arg[0], arg[1], (void *)arg[2]))
 CALLS(gather, 6, ps_cuda_gather(CUDA, arg[0], arg[1], arg[2], arg[3], arg[4], (void *)arg[5]))
-RETURNS(arrived, 0, PyLong_FromLong(ps_cuda_query(CUDA, CUDA->of.arrived)))
-RETURNS(published, 0, PyLong_FromLong(ps_cuda_query(CUDA, CUDA->of.published)))
+RETURNS(arrived, 0, PyLong_FromLong(query(self, CUDA->of.arrived)))
+RETURNS(published, 0, PyLong_FromLong(query(self, CUDA->of.published)))
 
 METHOD(flush)
 {
     TAKES(0)
-    int result = ps_cuda_query(CUDA, CUDA->of.published);
+    int result = query(self, CUDA->of.published);
     if (result == PS_NOT_READY) {
-        Py_BEGIN_ALLOW_THREADS
-        result = ps_cuda_synchronize(CUDA, CUDA->of.published);
-        Py_END_ALLOW_THREADS
+        WITHOUT_GIL(result, CUDA->of.driver.synchronize(CUDA->of.published))
     }
     uint64_t *bad = CUDA->of.outgoing[!CUDA->now].landed + PS_SUMS_BAD;
     if (!result && *bad) {
@@ -85,9 +104,7 @@ METHOD(stage)
     Py_XDECREF(where);
     if (result < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    result = ps_cuda_stage(CUDA, (void *)given[0], given[1]);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(result, ps_cuda_stage(CUDA, (void *)given[0], given[1]))
     if (result == PS_MIXED) {
         PyErr_SetString(PyExc_ValueError,
                         "rows cannot be pushed together with arrays of gradients()");

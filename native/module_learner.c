@@ -437,23 +437,24 @@ METHOD_OF_ONE(publish)
 
 METHOD(land)
 {
-    uint64_t cuda;
+    uint64_t given;
     struct ps_facts facts;
-    int result, entered;
-    if (takes(count, 2) < 0 || numbers(args, 1, 1, &cuda) < 0 ||
+    int result, entered, pushed = 0;
+    if (takes(count, 2) < 0 || numbers(args, 1, 1, &given) < 0 ||
         take_facts(LEARNER, args[1], &facts) < 0)
         return NULL;
+    struct ps_cuda *cuda = (struct ps_cuda *)given;
     struct ps_frame *slot = NULL;
     Py_BEGIN_ALLOW_THREADS
     entered = enter_as_only_one(LEARNER);
     result = entered == PS_NESTED ? PS_BUSY : entered;
-    if (!result && (slot = try_claim(LEARNER, &result)))
-        result = ps_cuda_transfer((struct ps_cuda *)cuda, LEARNER, &facts,
-                                  (char *)slot + PS_PAYLOAD_AT);
+    if (!result && (slot = try_claim(LEARNER, &result)) && !(result = ps_cuda_enter(cuda, &pushed)))
+        result = ps_cuda_transfer(cuda, LEARNER, &facts, (char *)slot + PS_PAYLOAD_AT);
     if (!entered) /* before it waits for the driver, or the GIL: ps_land waits for this */
         ps_leave(&LEARNER->calls, PS_PUSHING);
     if (slot && !result)
-        result = ps_cuda_publish((struct ps_cuda *)cuda, LEARNER);
+        result = ps_cuda_publish(cuda, LEARNER);
+    ps_cuda_leave(cuda, pushed);
     Py_END_ALLOW_THREADS
     return refuses(result) ? refuse(result) : PyLong_FromLong(result);
 }

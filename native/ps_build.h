@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x770dd8e373d855f5ull
+#define PS_BUILD 0x91d65a49aa3673c2ull
 
 #endif

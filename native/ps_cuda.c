@@ -70,29 +70,23 @@ void ps_cuda_end(struct ps_cuda *cuda)
     free(cuda->ranges);
 }
 
-/* Makes the device's context the current one; *before: whether it was. */
-static int enter(const struct ps_cuda *cuda, int *before)
+int ps_cuda_enter(const struct ps_cuda *cuda, int *pushed)
 {
     void *current = NULL;
     int failed = cuda->of.driver.get_context(&current);
-    *before = failed || current == cuda->context;
-    return failed || *before ? failed : cuda->of.driver.push_context(cuda->context);
+    if (!failed && current != cuda->context) {
+        failed = cuda->of.driver.push_context(cuda->context);
+        *pushed = !failed;
+    }
+    return failed;
 }
 
-static int leave(const struct ps_cuda *cuda, int before, int result)
+void ps_cuda_leave(const struct ps_cuda *cuda, int pushed)
 {
     void *current;
-    if (!before)
+    if (pushed)
         cuda->of.driver.pop_context(&current);
-    return result;
 }
-
-/* A call in the device's context. */
-#define INSIDE(cuda, call)                                     \
-    do {                                                       \
-        int before, failed = enter(cuda, &before);             \
-        return failed ? failed : leave(cuda, before, (call));  \
-    } while (0)
 
 #define TRY(call)             \
     do {                      \
@@ -238,15 +232,6 @@ static int stage_rows(const struct ps_cuda *cuda, const struct ps_block *block, 
     return launch(cuda, cuda->of.kernels.add_rows, pieces ? pieces : 1, THREADS, stream, &args);
 }
 
-static int stage(struct ps_cuda *cuda, void *stream, uint64_t loss)
-{
-    TRY(stage_whole(cuda, stream, loss));
-    for (uint32_t i = 0; i < cuda->landed.blocks; i++)
-        if (cuda->given[cuda->blocks[i].tensor].indices)
-            TRY(stage_rows(cuda, &cuda->blocks[i], stream));
-    return cuda->of.driver.record(cuda->of.staged, stream);
-}
-
 int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss)
 {
     const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
@@ -266,7 +251,11 @@ int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss)
         lay_out_rows(cuda);
     else
         lay_out_dense(cuda);
-    INSIDE(cuda, stage(cuda, stream, loss));
+    TRY(stage_whole(cuda, stream, loss));
+    for (uint32_t i = 0; i < cuda->landed.blocks; i++)
+        if (cuda->given[cuda->blocks[i].tensor].indices)
+            TRY(stage_rows(cuda, &cuda->blocks[i], stream));
+    return cuda->of.driver.record(cuda->of.staged, stream);
 }
 
 static int transfer(const struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
@@ -295,8 +284,8 @@ static int record_published(const struct ps_cuda *cuda)
     return cuda->of.driver.record(cuda->of.published, cuda->of.push);
 }
 
-static int transfer_or_record(struct ps_cuda *cuda, struct ps_learner *learner,
-                              const struct ps_facts *facts, char *payload)
+int ps_cuda_transfer(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
+                     char *payload)
 {
     int result = transfer(cuda, learner, facts, payload, &cuda->landing[cuda->now]);
     if (result)
@@ -304,13 +293,7 @@ static int transfer_or_record(struct ps_cuda *cuda, struct ps_learner *learner,
     return result;
 }
 
-int ps_cuda_transfer(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
-                     char *payload)
-{
-    INSIDE(cuda, transfer_or_record(cuda, learner, facts, payload));
-}
-
-static int publish(struct ps_cuda *cuda, struct ps_learner *learner)
+int ps_cuda_publish(struct ps_cuda *cuda, struct ps_learner *learner)
 {
     int result = cuda->of.driver.call(cuda->of.push, ps_land, &cuda->landing[cuda->now]);
     int failed = record_published(cuda);
@@ -322,24 +305,9 @@ static int publish(struct ps_cuda *cuda, struct ps_learner *learner)
     return 0;
 }
 
-int ps_cuda_publish(struct ps_cuda *cuda, struct ps_learner *learner)
-{
-    INSIDE(cuda, publish(cuda, learner));
-}
-
-int ps_cuda_query(struct ps_cuda *cuda, void *event)
-{
-    INSIDE(cuda, cuda->failed ? cuda->failed : cuda->of.driver.query(event));
-}
-
-int ps_cuda_synchronize(struct ps_cuda *cuda, void *event)
-{
-    INSIDE(cuda, cuda->of.driver.synchronize(event));
-}
-
 /* -- pull ---------------------------------------------------------------------------------------- */
 
-static int fill(const struct ps_cuda *cuda, uint64_t to, void *stream)
+int ps_cuda_fill(struct ps_cuda *cuda, uint64_t to, void *stream)
 {
     for (uint64_t i = 0; i < cuda->range_count; i++) {
         uint64_t begin = cuda->ranges[i][0], bytes = cuda->ranges[i][1] - begin;
@@ -349,7 +317,7 @@ static int fill(const struct ps_cuda *cuda, uint64_t to, void *stream)
     return 0;
 }
 
-static int copy(const struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
+int ps_cuda_copy(struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
 {
     for (uint64_t i = 0; i < cuda->range_count; i++) {
         uint64_t begin = cuda->ranges[i][0], count = (cuda->ranges[i][1] - begin) / 16;
@@ -361,28 +329,13 @@ static int copy(const struct ps_cuda *cuda, uint64_t to, uint64_t from, void *st
     return 0;
 }
 
-static int pull(const struct ps_cuda *cuda, uint64_t to, void *stream)
+int ps_cuda_pull(struct ps_cuda *cuda, uint64_t to, void *stream)
 {
     const struct ps_driver *driver = &cuda->of.driver;
     TRY(driver->record(cuda->of.read, stream));
     TRY(driver->wait(cuda->of.pull, cuda->of.read, 0));
-    TRY(fill(cuda, to, cuda->of.pull));
+    TRY(ps_cuda_fill(cuda, to, cuda->of.pull));
     return driver->record(cuda->of.arrived, cuda->of.pull);
-}
-
-int ps_cuda_pull(struct ps_cuda *cuda, uint64_t to, void *stream)
-{
-    INSIDE(cuda, pull(cuda, to, stream));
-}
-
-int ps_cuda_fill(struct ps_cuda *cuda, uint64_t to, void *stream)
-{
-    INSIDE(cuda, fill(cuda, to, stream));
-}
-
-int ps_cuda_copy(struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
-{
-    INSIDE(cuda, copy(cuda, to, from, stream));
 }
 
 int ps_cuda_gather(struct ps_cuda *cuda, uint64_t tensor, uint64_t indices, uint64_t count, uint64_t to,
@@ -394,6 +347,6 @@ int ps_cuda_gather(struct ps_cuda *cuda, uint64_t tensor, uint64_t indices, uint
                                shape.width, count, narrow};
     if (!count || !found->count)
         return 0;
-    INSIDE(cuda, launch(cuda, cuda->of.kernels.gather, blocks_for(count * shape.width), THREADS, stream,
-                        &args));
+    return launch(cuda, cuda->of.kernels.gather, blocks_for(count * shape.width), THREADS, stream,
+                  &args);
 }

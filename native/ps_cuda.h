@@ -9,8 +9,8 @@
  *   pull      behind what is computed: a transfer of the weights, event `arrived`
  *   copy      of pulled weights; gather: of some rows
  *
- * All functions are for the thread that computes. They make the device's context the current one if
- * another one is. Unless noted they return 0 or CUDA's error.
+ * All functions are for the thread that computes. Unless noted they return 0 or CUDA's error, and are
+ * called in the device's context: behind ps_cuda_enter.
  */
 #ifndef PS_CUDA_H
 #define PS_CUDA_H
@@ -77,10 +77,16 @@ struct ps_cuda {
 int ps_cuda_begin(struct ps_cuda *cuda);
 void ps_cuda_end(struct ps_cuda *cuda);
 
+/* Makes the device's context the current one. *pushed, 0 before: 1 if another one was, which
+ * ps_cuda_leave then restores. */
+int ps_cuda_enter(const struct ps_cuda *cuda, int *pushed);
+void ps_cuda_leave(const struct ps_cuda *cuda, int pushed);
+
 /* Stages what is `given`. loss: address of a float on the device, or 0. PS_CROWDED: the lists lack
  * room. PS_MIXED: arrays that lie in the staging buffer beside rows. Then nothing is launched. */
 int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss);
 enum { PS_CROWDED = -12, PS_MIXED = -13 };
+#define PS_NOT_READY 600 /* CUDA_ERROR_NOT_READY, of a query */
 
 /* Transfers what is staged into the slot that this thread has claimed. Also results of ps_frame_land. */
 int ps_cuda_transfer(struct ps_cuda *cuda, struct ps_learner *learner, const struct ps_facts *facts,
@@ -89,11 +95,6 @@ int ps_cuda_transfer(struct ps_cuda *cuda, struct ps_learner *learner, const str
 /* Has the driver publish it then. Unless both return 0, nothing is published. Not for a thread that is
  * inside a call of ps_calls.h: ps_land waits for that, and the driver may let this one wait for it. */
 int ps_cuda_publish(struct ps_cuda *cuda, struct ps_learner *learner);
-
-/* Whether an event of the setup has come: 0, PS_NOT_READY or an error; ps_cuda_synchronize waits. */
-int ps_cuda_query(struct ps_cuda *cuda, void *event);
-int ps_cuda_synchronize(struct ps_cuda *cuda, void *event);
-#define PS_NOT_READY 600 /* CUDA_ERROR_NOT_READY */
 
 /* Copies the ranges from the registered weights, behind what `stream` computes, on the stream of
  * pulls; then comes `arrived`. ps_cuda_fill: on `stream`; ps_cuda_copy: on it, from another buffer. */
