@@ -856,11 +856,11 @@ class Client:
             raise self._converted(error) from None
         return facts
 
-    def publish_landed(self, cuda: int, facts: _native.Facts) -> int:
+    def publish_landed(self, cuda: _native.Cuda, facts: _native.Facts) -> int:
         """Let a device transfer what it has staged into the next slot, and its driver publish that.
 
-        Waits for the grant and for a free slot. cuda: address of a struct ps_cuda. facts: of
-        check_facts(). Returns 0, or the driver's error: then nothing is published.
+        Waits for the grant and for a free slot. facts: of check_facts(). Returns 0, or
+        the driver's error: then nothing is published.
         """
         self._begin_push()
         before = self.published

@@ -6,7 +6,6 @@
 #include <sys/prctl.h>
 
 #include "ps_build.h"
-#include "ps_cuda.h"
 #include "ps_guard.h"
 #include "ps_learner.h"
 #include "ps_lease.h"

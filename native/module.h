@@ -13,6 +13,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "ps_cuda.h"
 #include "ps_ring.h"
 
 /* Checks how many arguments a method is given; -1 with an exception set. */
@@ -58,6 +59,12 @@ static inline int numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wa
 
 extern PyMethodDef ps_layout_methods[];
 extern PyTypeObject ps_learner_type, ps_cuda_type;
+
+/* An object of ps_cuda_type. */
+struct cuda_object {
+    PyObject_HEAD
+    struct ps_cuda cuda;
+};
 
 /* A gradient for each tensor. where: PySequence_Fast's, four numbers for each, or one address. -1 with
  * an exception set. */

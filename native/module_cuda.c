@@ -8,14 +8,7 @@
 
 #include <structmember.h>
 
-#include "ps_cuda.h"
-
-struct object {
-    PyObject_HEAD
-    struct ps_cuda cuda;
-};
-
-#define CUDA (&((struct object *)self)->cuda)
+#define CUDA (&((struct cuda_object *)self)->cuda)
 #define SETUP_WORDS (sizeof(struct ps_cuda_setup) / sizeof(uint64_t))
 
 static void end(PyObject *self)
@@ -141,30 +134,18 @@ static PyMethodDef methods[] = {
 };
 
 static PyMemberDef members[] = {
-    {"now", T_UINT, offsetof(struct object, cuda.now), READONLY, "the outgoing memory that is next"},
+    {"now", T_UINT, offsetof(struct cuda_object, cuda.now), READONLY, "the outgoing memory that is next"},
     {NULL, 0, 0, 0, NULL},
-};
-
-static PyObject *get_address(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromVoidPtr(CUDA);
-}
-
-static PyGetSetDef properties[] = {
-    {"address", get_address, NULL, "of struct ps_cuda", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
 };
 
 PyTypeObject ps_cuda_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "gadei_ps._native.Cuda",
-    .tp_basicsize = sizeof(struct object),
+    .tp_basicsize = sizeof(struct cuda_object),
     .tp_dealloc = end,
     .tp_doc = "Cuda(*words): struct ps_cuda_setup, of the current context.",
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = make,
     .tp_methods = methods,
     .tp_members = members,
-    .tp_getset = properties,
 };

@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <structmember.h>
 
-#include "ps_cuda.h"
 #include "ps_learner.h"
 
 #define WRITE_WITH_GIL (1u << 14) /* values; below, handing the GIL over costs more than the copy */
@@ -437,13 +436,17 @@ METHOD_OF_ONE(publish)
 
 METHOD(land)
 {
-    uint64_t given;
     struct ps_facts facts;
     int result, entered, pushed = 0;
-    if (takes(count, 2) < 0 || numbers(args, 1, 1, &given) < 0 ||
-        take_facts(LEARNER, args[1], &facts) < 0)
+    if (takes(count, 2) < 0)
         return NULL;
-    struct ps_cuda *cuda = (struct ps_cuda *)given;
+    if (!Py_IS_TYPE(args[0], &ps_cuda_type)) {
+        PyErr_Format(PyExc_TypeError, "takes a Cuda, not %R", args[0]);
+        return NULL;
+    }
+    if (take_facts(LEARNER, args[1], &facts) < 0)
+        return NULL;
+    struct ps_cuda *cuda = &((struct cuda_object *)args[0])->cuda;
     struct ps_frame *slot = NULL;
     Py_BEGIN_ALLOW_THREADS
     entered = enter_as_only_one(LEARNER);

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x91d65a49aa3673c2ull
+#define PS_BUILD 0x889a3b584983d2aaull
 
 #endif

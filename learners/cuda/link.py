@@ -257,7 +257,7 @@ class CudaLink:
             batch=batch,
         )
         self._stage(where, self._compute(), loss_at)
-        self._check(client.publish_landed(self._cuda.address, facts))
+        self._check(client.publish_landed(self._cuda, facts))
         self._kept = kept or []
 
     def _stage(self, where: Sequence[int], stream: int, loss_at: int) -> None:

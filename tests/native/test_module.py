@@ -35,6 +35,8 @@ def test_a_learner_has_its_segments() -> None:
     learner.empty(1)
     learner.__init__(*given)
     assert learner.kind == FrameKind.EMPTY
+    with pytest.raises(TypeError, match="takes a Cuda, not 7"):
+        learner.land(7, ())
 
 
 def test_gradients_are_any_sequence() -> None:
