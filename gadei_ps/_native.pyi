@@ -14,6 +14,7 @@ PS_COPYING: int
 BUILD: int
 PS_NOT_READY: int
 PS_CROWDED: int
+PS_SUMS_ROWS: int
 
 def copy(dtype: int, to: int, source: int, count: int, residue: int, /) -> float: ...
 def nonzeros(values: int, count: int, /) -> int: ...

@@ -261,6 +261,7 @@ PyMODINIT_FUNC PyInit__native(void)
         PyModule_AddType(made, &ps_learner_type) < 0 || PyModule_AddType(made, &ps_cuda_type) < 0 ||
         PyModule_AddIntMacro(made, PS_NOT_READY) < 0 ||
         PyModule_AddIntMacro(made, PS_CROWDED) < 0 ||
+        PyModule_AddIntMacro(made, PS_SUMS_ROWS) < 0 ||
         PyModule_AddIntMacro(made, PS_TIMEOUT) < 0 ||
         PyModule_AddIntMacro(made, PS_STOPPED) < 0 ||
         PyModule_AddIntMacro(made, PS_EVICTED) < 0 ||

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x889a3b584983d2aaull
+#define PS_BUILD 0x65343e9bb731324dull
 
 #endif

@@ -8,12 +8,11 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from gadei_ps import _native
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.cuda import kernels
 from gadei_ps.memory import weights
 from gadei_ps.memory.layout import WireType
-
-FIRST_SUMS = 2  # words before the numbers of rows: native/ps_land.h
 
 
 class Staging:
@@ -33,7 +32,7 @@ class Staging:
         self._first_chunk = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
         rounds = client.error_feedback and self._is_converted
         self._residue = cupy.zeros(model.elements if rounds else 0, np.float32)
-        words = FIRST_SUMS + len(model.tensors) + len(chunks)
+        words = _native.PS_SUMS_ROWS + len(model.tensors) + len(chunks)
         self._pinned = cupy.cuda.alloc_pinned_memory(2 * 8 * words)
         ctypes.memset(self._pinned.ptr, 0, 2 * 8 * words)
         size = weights.payload_bytes(model)

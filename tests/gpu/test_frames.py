@@ -393,15 +393,19 @@ def test_kernels_are_those_of_c() -> None:
     with emulator.installed():
         from gadei_ps.learners.cuda import kernels, link
 
-        names, most_rows = kernels.KERNELS, link.MOST_ROWS
+        names, most_rows, line_bytes = kernels.KERNELS, link.MOST_ROWS, link.LINE
+        chunk = kernels.CHUNK
     text, caller = KERNELS.read_text(), (NATIVE / "ps_cuda.c").read_text()
     for struct in ("item", "stage_args", "rows_args", "copy_args", "gather_args"):
         assert fields(text, struct) == fields(caller, struct) != []
-    for number in ("THREADS", "ITEMS", "AHEAD", "LINE", "FEW", "MANY_THREADS"):
+    for number in ("THREADS", "ITEMS", "AHEAD", "FEW", "MANY_THREADS"):
         found = re.compile(rf"\b{number} = (\d+)").findall
         assert found(text) == found(caller) != []
     (bits,) = re.findall(r"PLACE_BITS = (\d+)", text)
     assert most_rows == 1 << int(bits)
+    assert re.findall(r"LINE = (\d+)", text) == [str(line_bytes)]
+    assert fields(text, "chunk") == list(chunk.names or ())
+    assert re.findall(r"CHUNK_BYTES = (\d+)", caller) == [str(chunk.itemsize)]
     assert set(names) == set(re.findall(r"__global__ void (\w+)", text))
     (line,) = re.findall(r"void \*(stage\b.*);", (NATIVE / "ps_cuda.h").read_text())
     assert line.split(", *") == list(names)
