@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x65343e9bb731324dull
+#define PS_BUILD 0x368e11c079f83316ull
 
 #endif

@@ -5,7 +5,7 @@
 #include <string.h>
 
 /* As in learners/cuda/kernels.cu. */
-enum { THREADS = 256, ITEMS = 224, AHEAD = 4, LINE = 64, CHUNK_BYTES = 32 };
+enum { THREADS = 256, ITEMS = 224, AHEAD = 4, CHUNK_BYTES = 32 };
 enum { FEW = 2048 };          /* rows named, which each block of add_rows lists in its own memory */
 enum { MANY_THREADS = 1024 }; /* of the one block that lists more */
 enum { FEW_BLOCKS = 256 };    /* that list them: about two for each multiprocessor */
@@ -137,8 +137,7 @@ static void lay_out_rows(struct ps_cuda *cuda)
         uint64_t values = ps_rounded(width * rows * shape.width);
         struct ps_block *block = &cuda->blocks[blocks++];
         *block = (struct ps_block){.tensor = (uint32_t)i, .indices_at = at, .values_at = at};
-        /* As ps_payload.c: a slot has no room for the numbers of rows of one value. */
-        if (one->indices && (shape.width > 1 || listed + values <= ps_rounded(4 * shape.rows) + LINE)) {
+        if (one->indices && ps_has_room(&shape, listed + values)) {
             block->form = PS_ROWS;
             block->rows = rows;
             block->values_at += listed;
@@ -200,7 +199,7 @@ static int stage_rows(const struct ps_cuda *cuda, const struct ps_block *block, 
     const struct ps_shape shape = ps_shape_of(tensor, NULL);
     const uint64_t *chunk = &cuda->of.first_chunk[block->tensor], count = given->count;
     int whole = block->form == PS_DENSE, many = count > FEW;
-    if (whole)
+    if (whole && tensor->count)
         TRY(cuda->of.driver.set(out->buffer + block->values_at, 0, width_of(cuda) * tensor->count,
                                 stream));
     if (!count)

@@ -93,9 +93,7 @@ static void write_sorted(struct ps_payload *payload, struct ps_block *block,
         distinct += !i || rows[i].number != rows[i - 1].number;
     uint64_t listed = rounded(distinct * 8) + rounded(distinct * size);
     uint64_t whole = rounded(shape->rows * size);
-    /* A slot has room for the numbers of all rows, but not where a row is a single value. */
-    int crowded = width == 1 && listed > rounded(shape->rows * 4) + 64;
-    int dense = distinct == shape->rows || crowded;
+    int dense = distinct == shape->rows || !ps_has_room(shape, listed);
     block->form = dense ? PS_DENSE : PS_ROWS;
     block->rows = dense ? 0 : distinct;
     block->indices_at = payload->end;

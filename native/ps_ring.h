@@ -98,6 +98,13 @@ static inline struct ps_frame *ps_slot(struct ps_ring *ring, uint64_t sequence)
 static inline uint64_t ps_rounded(uint64_t bytes) { return (bytes + 63) & ~63ull; }
 static inline uint64_t ps_width_of(uint32_t dtype) { return dtype == PS_FLOAT32 ? 4 : 2; }
 
+/* Whether a slot has room for some rows of a tensor, numbers and values together `bytes` long. It has
+ * room for the numbers of all rows, but not where a row is a single value, or none. */
+static inline int ps_has_room(const struct ps_shape *shape, uint64_t bytes)
+{
+    return shape->width > 1 || bytes <= ps_rounded(4 * shape->rows * shape->width) + 64;
+}
+
 #define PS_BAD_ROW (-1)   /* indices[*bad] is outside the tensor; nothing is written */
 #define PS_NO_MEMORY (-2) /* nothing is written */
 

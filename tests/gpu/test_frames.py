@@ -316,8 +316,8 @@ def expected_rows(
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
 def test_rows_as_numpy(to_device: Callable[[np.ndarray], Any], wire: str, job_name: str) -> None:
-    """Check sums of repeated rows, padding, and rows of one value, which may become a whole."""
-    shapes = {"table": (300, 3), "one": (50,), "wide": (4, 700)}
+    """Check sums of repeated rows, padding, and rows of few values, which may become a whole."""
+    shapes = {"table": (300, 3), "one": (50,), "wide": (4, 700), "none": (40, 0)}
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     residues = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 

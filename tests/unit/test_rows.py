@@ -40,7 +40,7 @@ def read_block(payload: np.ndarray, number: int = 0) -> tuple[np.void, np.ndarra
 
 @given(
     rows=st.integers(1, 2000),
-    width=st.integers(1, 9),
+    width=st.integers(0, 9),
     count=st.integers(0, 600),
     span=st.floats(0.001, 1),
     seed=st.integers(0, 2**32),
@@ -62,10 +62,16 @@ def test_rows_are_put_in_order_and_added_up(
         np.testing.assert_array_equal(listed, np.unique(indices))
         got = np.zeros_like(wanted)
         size = listed.size * width * 4
-        got[listed] = np.frombuffer(payload[at : at + size], np.float32).reshape(-1, width)
+        got[listed] = np.frombuffer(payload[at : at + size], np.float32).reshape(listed.size, width)
     else:
-        got = np.frombuffer(payload[at : at + rows * width * 4], np.float32).reshape(-1, width)
+        got = np.frombuffer(payload[at : at + rows * width * 4], np.float32).reshape(rows, width)
     np.testing.assert_array_equal(got, wanted)
+    assert payload.size <= payload_bytes(model)
+
+
+def test_rows_without_values_fit_into_a_slot() -> None:
+    model = place([Tensor("t", (100, 0))])
+    payload, _ = rows_payload(model, {0: (np.arange(17), noise(1, 17, 0))})
     assert payload.size <= payload_bytes(model)
 
 
