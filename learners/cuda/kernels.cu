@@ -387,9 +387,6 @@ extern "C" __global__ void add_rows(const rows_args a)
     add_up(&seen, a.parts + blockIdx.x);
 }
 
-#define EACH(i, count) \
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (u64)gridDim.x * blockDim.x)
-
 struct copy_args {
     const float4 *from; /* whole lines of 64 bytes */
     float4 *to;
@@ -424,7 +421,8 @@ struct gather_args {
 
 extern "C" __global__ void gather(const gather_args a)
 {
-    EACH (i, a.count * a.width) {
+    const u64 apart = (u64)gridDim.x * blockDim.x, end = a.count * a.width;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += apart) {
         i64 row = index_at(a.indices, i / a.width, a.narrow);
         int there = row >= 0 && (u64)row < a.rows;
         a.to[i] = there ? a.table[(u64)row * a.width + i % a.width] : 0.0f;
