@@ -108,10 +108,10 @@ METHOD(stage)
 
 METHOD(set_ranges)
 {
-    Py_ssize_t most = 2 * (Py_ssize_t)(CUDA->of.weights->tensors + 1);
-    if (numbers(args, count, count > most ? most : count & ~1, (uint64_t *)CUDA->ranges) < 0)
+    uint64_t ranges = (uint64_t)count / 2, most = CUDA->of.weights->tensors + 1;
+    if (numbers(args, count, 2 * (Py_ssize_t)(ranges < most ? ranges : most), CUDA->ranges[0]) < 0)
         return NULL;
-    CUDA->range_count = (uint64_t)count / 2;
+    CUDA->range_count = ranges;
     Py_RETURN_NONE;
 }
 

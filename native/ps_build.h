@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x368e11c079f83316ull
+#define PS_BUILD 0x152a30d088a49b5cull
 
 #endif
