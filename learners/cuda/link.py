@@ -72,7 +72,7 @@ class CudaLink:
         self._guard = Guard(index, 4 * client.model.elements)
         self._compute = compute
         self._tensors = {tensor.name: tensor for tensor in client.model.tensors}
-        self.numbers = {name: number for number, name in enumerate(self._tensors)}
+        self.tensor_numbers = {name: number for number, name in enumerate(self._tensors)}
         """Numbers of the tensors by name."""
         self.version = client.base_version
         self._writes = -1  # client.writes before the last pull
@@ -200,7 +200,7 @@ class CudaLink:
         indices: address of `count` int64 on the device, or int32 if `narrow`; to: of float32,
         (count, width).
         """
-        number = self.numbers[tensor]
+        number = self.tensor_numbers[tensor]
         self._check(self._cuda.gather(number, indices, count, to, narrow, self._compute()))
 
     # -- push -----------------------------------------------------------------------------------

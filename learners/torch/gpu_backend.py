@@ -131,7 +131,7 @@ class GpuBackend(Backend):
     def _find_whole(self, where: Sequence[int]) -> None:
         """Include tied weights in pulls: gathered tensors whose gradient is not one of rows."""
         for name in tuple(self._gathered):
-            number = self._link.numbers[name]
+            number = self._link.tensor_numbers[name]
             values, indices = where[4 * number : 4 * number + 2]
             if values and not indices:
                 self._gathered.remove(name)
