@@ -88,7 +88,7 @@ def accumulates(context: Any, number: int) -> bool:
     """
     try:
         return bool(torch._C._will_engine_execute_node(context.next_functions[number][0]))
-    except RuntimeError:  # autograd.grad() returns this one
+    except (AttributeError, RuntimeError):  # a torch without it; autograd.grad() returns this one
         return False
 
 

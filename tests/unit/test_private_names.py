@@ -19,6 +19,9 @@ PUBLIC = {"numba", "numba.types", "numba.extending", "llvmlite", "llvmlite.ir", 
 PRIVATE = {"core", "np", "misc", "cpython", "parfors"}  # packages within Numba
 OTHERS = {"self", "cls", "os", "torch"}
 PRIVATE_OF_RAY = re.compile(r"(ray|torch\.distributed)\.(\w+\.)*_(?!_)|torch\._C\.")
+# Torch has no public way to ask which leaves a backward() reaches. Without the name, linear()
+# computes the gradient.
+WITHOUT_OTHER = {"torch._C._will_engine_execute_node"}
 # Numba's pages on extending it show how an intrinsic returns an array that it has built.
 DOCUMENTED = {"_getvalue"}
 
@@ -64,7 +67,7 @@ def private_of_ray(text: str) -> set[str]:
         elif isinstance(node, ast.Call):
             names = [f"{ast.unparse(node.func)}.{one.arg}" for one in node.keywords]
         found |= {one for one in names if PRIVATE_OF_RAY.match(one)}
-    return found
+    return found - WITHOUT_OTHER
 
 
 def private_in_sources(private: Callable[[str], set[str]]) -> dict[str, list[str]]:
