@@ -132,10 +132,10 @@ def test_a_learner_that_sleeps_is_woken_as_in_its_model(
             *((ring.word(RING, "head"), 8), (ring.word(RING, "released"), 4)),
             *(*_tails(ring, 2), *_applied(state, 2)),
         ]
-        found = recorder(words)
         sleeps, control = ring.view(RING), team.processes.segment.view(CONTROL)
         # Shards that look up the ring wake its learner, which the model does only after a death.
         eventually(lambda: (sleeps["tail"]["value"][:2] == 1).all() and control["sleepers"] == 3)
+        found = recorder(words)  # behind the first gradient: this takes the first sample
         with found.watching():
             with Stopped(team.find(Role.SERVER).pid):
                 one.send("go")
