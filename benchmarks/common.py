@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +123,17 @@ def ratios_of(
         "ratio": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
         "best_ratio": best(theirs) / best(ours),
     }
+
+
+def end(child: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End a process by SIGTERM, unless it has ended; kill it after `grace_s` seconds."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

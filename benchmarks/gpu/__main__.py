@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gadei_ps.benchmarks import suite
-from gadei_ps.benchmarks.common import Report
+from gadei_ps.benchmarks.common import Report, end
 from gadei_ps.benchmarks.gpu import sizes, tables
 from gadei_ps.errors import DeviceError, GadeiError, UsageError
 from gadei_ps.machine import cuda, interrupts, process
@@ -157,13 +157,7 @@ def _run(command: list[str], limit_s: float) -> int:
             print(f"  ended: it takes longer than {limit_s:.0f} s", file=sys.stderr)
             return 1
         finally:
-            if child.poll() is None:
-                child.terminate()
-                try:
-                    child.wait(END_S)
-                except subprocess.TimeoutExpired:
-                    child.kill()
-                    child.wait()
+            end(child, END_S)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
-from gadei_ps.benchmarks.common import Report, ratios_of, summary
+from gadei_ps.benchmarks.common import Report, end, ratios_of, summary
 from gadei_ps.benchmarks.gpu import mps, step_profile, texts
 from gadei_ps.benchmarks.gpu.sizes import CLASSIFIER, LSTM
 from gadei_ps.benchmarks.gpu.target import Target, noted
@@ -113,7 +113,7 @@ def _process(target: Target, block: str, env: dict[str, str]) -> Iterator[subpro
     try:
         yield child
     finally:
-        _end(child)
+        end(child, END_S)
 
 
 def _measured(child: subprocess.Popen[bytes], budget_s: float) -> Iterator[dict[str, Any]]:
@@ -126,18 +126,7 @@ def _measured(child: subprocess.Popen[bytes], budget_s: float) -> Iterator[dict[
         with suppress(subprocess.TimeoutExpired):
             child.wait(END_S)
     finally:
-        _end(child)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the process, unless it has ended."""
-    if child.poll() is None:
-        child.terminate()
-        try:
-            child.wait(END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        end(child, END_S)
 
 
 def _lines(child: subprocess.Popen[bytes], until: float) -> Iterator[dict[str, Any]]:
