@@ -109,8 +109,9 @@ def _before_program(line: str, takes_value: dict[str, bool], words: list[str]) -
 
 def _nameless(line: str, options: Sequence[str], program: Sequence[str]) -> UsageError:
     words = shlex.join([*options, "--", *program])
-    missing = "file of the groups" if "group" in line.split() else "name of the job"
-    place = "GROUPS.toml" if "group" in line.split() else "NAME"
+    missing, place = "name of the job", "NAME"
+    if "group" in line.split():
+        missing, place = "file of the groups", "GROUPS.toml"
     return UsageError(f"the {missing} is missing: {line} {place} {words}")
 
 
