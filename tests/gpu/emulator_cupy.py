@@ -228,7 +228,7 @@ def modules(device: Device) -> dict[str, types.ModuleType]:
 
         @property
         def data(self) -> Pointer:  # type: ignore[override]
-            return Pointer(self.ctypes.data)
+            return Pointer(self.ctypes.data if self.size else 0)  # as CuPy's
 
         def fill(self, value: float) -> None:
             """Fill in the order of the current stream, as everything that is computed."""

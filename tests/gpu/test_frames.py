@@ -249,6 +249,10 @@ def test_more_tensors_than_a_launch_takes(
             link.push({name: on_device(one, to_device) for name, one in given.items()}, 0)
             link.flush()
             expected, found = frame_of(host), frame_of(device)
+            # CuPy's arrays without values have no address, as if they were not given.
+            for name in [name for name, shape in shapes.items() if 0 in shape]:
+                expected.rows.pop(name, None)
+                found.rows.pop(name, None)
             assert (found.kind, found.rows) == (expected.kind, expected.rows)
             assert found.squares == pytest.approx(expected.squares, rel=1e-6)
 
