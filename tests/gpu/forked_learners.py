@@ -8,6 +8,7 @@ does: by its exception, with what Python and the libraries do at the end of a pr
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import itertools
 import json
@@ -103,6 +104,7 @@ def become(request: dict[str, Any]) -> None:
     for number, fd in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
         os.dup2(fd, number)
     os.environ.update(request["environment"])
+    faulthandler.register(signal.SIGUSR1)  # prints where all threads are
 
 
 def wait_for(path: str) -> None:

@@ -6,6 +6,7 @@ ones subtracts 1 from every weight. GPU_EMULATED=1 runs the same tests on the em
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -36,6 +37,7 @@ EMULATED = ["emulated"] if os.environ.get("GPU_EMULATED") else []
 KINDS = [*EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)]
 VALUES = {"emulated": 100_000, "cuda": 4_000_000}  # 16 MB: a transfer takes some 0.3 ms
 ROUNDS = 3  # of three kills; two more follow
+STACKS_S = 5.0
 OTHERS_BYTES = 64 << 20  # device memory that other processes may take or free meanwhile
 COMMANDS_S = 90.0  # longest time of a training command
 EXAMPLE = HERE.parents[1] / "examples" / "intents.csv"
@@ -118,6 +120,21 @@ class Fork:
     def printed(self) -> str:
         return self._output.read_text() if self._output.exists() else ""
 
+    def where(self) -> str:
+        """Return where its threads are, if it runs, and what it has printed."""
+        lines = [f"{self.pid}: {self.published} published, ended with {self.code}"]
+        if not self.has_ended():
+            os.kill(self.pid, signal.SIGUSR1)  # it prints Python's part
+            with contextlib.suppress(AssertionError):
+                eventually(lambda: "most recent call first" in self.printed, STACKS_S)
+            for task in sorted(Path(f"/proc/{self.pid}/task").iterdir()):
+                with contextlib.suppress(OSError):
+                    parts = [
+                        (task / one).read_text().strip() for one in ("comm", "wchan", "syscall")
+                    ]
+                    lines.append(f"  thread {task.name}: {', '.join(parts)}")
+        return "\n".join([*lines, self.printed])
+
     def has_printed(self, word: str) -> bool:
         assert not self.has_ended(), self.printed
         return word in self.printed.split()
@@ -192,6 +209,8 @@ class Job:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if exc[0] is not None:
+            print(*(one.where() for one in self._forked), sep="\n")
         for one in self._forked:
             one.kill()
         self.daemon.__exit__(None, None, None)
