@@ -89,15 +89,15 @@ METHOD(flush)
 
 METHOD(stage)
 {
-    uint64_t given[2];
-    if (takes(count, 3) < 0 || numbers(args + 1, 2, 2, given) < 0)
+    uint64_t given[4];
+    if (takes(count, 5) < 0 || numbers(args + 1, 4, 4, given) < 0)
         return NULL;
     PyObject *where = PySequence_Fast(args[0], "takes a sequence of addresses");
     int result = where ? ps_take_gradients(CUDA->of.weights, where, CUDA->given) : -1;
     Py_XDECREF(where);
     if (result < 0)
         return NULL;
-    WITHOUT_GIL(result, ps_cuda_stage(CUDA, (void *)given[0], given[1]))
+    WITHOUT_GIL(result, ps_cuda_stage(CUDA, (void *)given[0], given[1], given[2], given[3]))
     if (result == PS_MIXED) {
         PyErr_SetString(PyExc_ValueError,
                         "rows cannot be pushed together with arrays of gradients()");
@@ -118,8 +118,8 @@ METHOD(set_ranges)
 DOES(set_lists, 2, (CUDA->lists = arg[0], CUDA->listable = arg[1]))
 
 static PyMethodDef methods[] = {
-    ENTRY(stage, "stage(gradients, stream, loss): launches the kernels of a push; -12: the lists lack "
-                 "room"),
+    ENTRY(stage, "stage(gradients, stream, loss, to, source): launches the kernel of a push, and copies "
+                 "as copy() unless `to` is 0; -12: the lists lack room"),
     ENTRY(flush, "flush(): waits until the last gradient is published; -n: it named a row that tensor "
                  "n - 1 lacks"),
     ENTRY(published, "published(): whether it is"),

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x152a30d088a49b5cull
+#define PS_BUILD 0x310f20e5c7876f37ull
 
 #endif

@@ -5,31 +5,40 @@
 #include <string.h>
 
 /* As in learners/cuda/kernels.cu. */
-enum { THREADS = 256, ITEMS = 224, AHEAD = 4, CHUNK_BYTES = 32 };
-enum { FEW = 2048 };          /* rows named, which each block of add_rows lists in its own memory */
+enum { THREADS = 256, ITEMS = 224, AHEAD = 2, CHUNK_BYTES = 32 };
+enum { FEW = 2048 };          /* rows named, which each block lists in its own memory */
 enum { MANY_THREADS = 1024 }; /* of the one block that lists more */
-enum { FEW_BLOCKS = 256 };    /* that list them: about two for each multiprocessor */
-enum { MOST_BLOCKS = 1024 };  /* of kernels that go over any number of values */
+enum { ROWS_BLOCKS = 132 };   /* that add up few rows; more take longer on an H200 */
+enum { MOST_BLOCKS = 1024 };  /* of `gather` */
 #define SKIPPED (~0ull)
 
 struct item {
     uint64_t from, to;
 };
 
-struct stage_args {
-    uint64_t chunks, residue, staging, parts, sums, loss, tensors, dense;
+struct rows_args {
+    uint64_t indices, values, count, rows, width, padding, keys, heads, listed, found, parts, part_count,
+        to, residue;
+    uint32_t wire, whole;
+    uint64_t narrow;
+};
+
+struct whole_args {
+    uint64_t chunks, residue, staging, parts, rows, dense;
     uint32_t wire, first;
     struct item items[ITEMS];
 };
 
-struct rows_args {
-    uint64_t indices, values, count, rows, width, padding, keys, heads, listed, sums, parts, to,
-        residue, tensor;
-    uint32_t wire, whole, narrow;
-};
-
 struct copy_args {
     uint64_t from, to, count;
+};
+
+struct stage_args {
+    uint64_t loss, loss_to;
+    uint32_t rows_blocks, whole_blocks;
+    struct rows_args rows;
+    struct whole_args whole;
+    struct copy_args copy;
 };
 
 struct gather_args {
@@ -104,11 +113,6 @@ static int launch(const struct ps_cuda *cuda, void *kernel, uint64_t blocks, uns
                                   NULL);
 }
 
-static uint64_t blocks_for(uint64_t threads)
-{
-    return least((threads + THREADS - 1) / THREADS, MOST_BLOCKS);
-}
-
 /* The place of each tensor in a dense frame, and the frame's size. */
 static void lay_out_dense(struct ps_cuda *cuda)
 {
@@ -154,46 +158,38 @@ static void lay_out_rows(struct ps_cuda *cuda)
     cuda->landed.bytes = at;
 }
 
+static uint64_t sums_at(const struct ps_cuda *cuda, uint64_t word)
+{
+    return cuda->of.outgoing[cuda->now].sums + 8 * word;
+}
+
 /* Where the parts of the sum of squares of a tensor begin among the sums on the device. */
 static uint64_t parts_at(const struct ps_cuda *cuda, uint64_t tensor)
 {
-    uint64_t before = PS_SUMS_ROWS + cuda->of.weights->tensors + cuda->of.first_chunk[tensor];
-    return cuda->of.outgoing[cuda->now].sums + 8 * before;
+    return sums_at(cuda, PS_SUMS_ROWS + cuda->of.weights->tensors + cuda->of.first_chunk[tensor]);
 }
 
-/* Whole tensors; in a dense frame, those that are not given are zero. */
-static int stage_whole(const struct ps_cuda *cuda, void *stream, uint64_t loss)
-{
-    const uint64_t trained = cuda->of.weights->trained, *chunk = cuda->of.first_chunk;
-    const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
-    for (uint64_t first = 0, end; first < trained; first = end) {
-        end = least(first + ITEMS, trained);
-        struct stage_args args = {
-            .chunks = cuda->of.chunks + chunk[first] * CHUNK_BYTES,
-            .residue = cuda->of.residue,
-            .staging = out->buffer,
-            .parts = parts_at(cuda, first),
-            .sums = first ? 0 : out->sums,
-            .loss = loss,
-            .tensors = cuda->of.weights->tensors,
-            .dense = cuda->landed.kind == PS_DENSE,
-            .wire = (uint32_t)cuda->of.wire,
-            .first = (uint32_t)first,
-        };
-        for (uint64_t i = first; i < end; i++) {
-            args.items[i - first].from = (uint64_t)cuda->given[i].values;
-            args.items[i - first].to = cuda->to[i];
-        }
-        TRY(launch(cuda, cuda->of.kernels.stage, chunk[end] - chunk[first], THREADS,
-                   stream, &args));
-    }
-    return 0;
-}
+/* What is to be launched yet. */
+struct rest {
+    uint64_t loss;     /* its address, or 0 */
+    uint32_t block;    /* of the frame, from which on rows are not staged */
+    uint64_t tensor;   /* from which on whole tensors are not */
+    uint64_t range;    /* of weights, from which on they are not copied */
+    uint64_t to, from; /* of that copy */
+};
 
-/* Some rows of one tensor, at the place of its block in the frame. */
-static int stage_rows(const struct ps_cuda *cuda, const struct ps_block *block, void *stream)
+/* Some rows of the next tensor that has rows, at the place of its block in the frame. *blocks: of the
+ * kernel that does them. */
+static int take_rows(const struct ps_cuda *cuda, struct rest *rest, void *stream, struct rows_args *args,
+                     uint32_t *blocks)
 {
     const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
+    const struct ps_block *block = &cuda->blocks[rest->block], *end = cuda->blocks + cuda->landed.blocks;
+    while (block < end && !cuda->given[block->tensor].indices)
+        block++;
+    rest->block = (uint32_t)(block - cuda->blocks) + (block < end);
+    if (block == end)
+        return 0;
     const struct ps_gradient *given = &cuda->given[block->tensor];
     const struct ps_tensor *tensor = tensor_of(cuda, block->tensor);
     const struct ps_shape shape = ps_shape_of(tensor, NULL);
@@ -202,9 +198,7 @@ static int stage_rows(const struct ps_cuda *cuda, const struct ps_block *block, 
     if (whole && tensor->count)
         TRY(cuda->of.driver.set(out->buffer + block->values_at, 0, width_of(cuda) * tensor->count,
                                 stream));
-    if (!count)
-        return 0;
-    struct rows_args args = {
+    *args = (struct rows_args){
         .indices = (uint64_t)given->indices,
         .values = (uint64_t)given->values,
         .count = count,
@@ -214,24 +208,73 @@ static int stage_rows(const struct ps_cuda *cuda, const struct ps_block *block, 
         .keys = many ? cuda->lists : 0,
         .heads = many ? cuda->lists + 8 * cuda->listable : 0,
         .listed = whole ? 0 : out->buffer + block->indices_at,
-        .sums = out->sums,
+        .found = sums_at(cuda, PS_SUMS_ROWS + block->tensor),
         .parts = parts_at(cuda, block->tensor),
+        .part_count = chunk[1] - chunk[0],
         .to = out->buffer + block->values_at,
         .residue = cuda->of.residue ? cuda->of.residue + 4 * tensor->start : 0,
-        .tensor = block->tensor,
         .wire = (uint32_t)cuda->of.wire,
         .whole = (uint32_t)whole,
         .narrow = (uint64_t)given->factors & 1,
     };
-    if (many)
-        TRY(launch(cuda, cuda->of.kernels.list_rows, 1, MANY_THREADS, stream, &args));
-    /* add_rows writes a sum of squares for each of its blocks; there is room for the chunks'. */
-    uint64_t pieces = least(count * ((shape.width + THREADS - 1) / THREADS), chunk[1] - chunk[0]);
-    pieces = least(pieces, many ? pieces : FEW_BLOCKS);
-    return launch(cuda, cuda->of.kernels.add_rows, pieces ? pieces : 1, THREADS, stream, &args);
+    uint64_t pieces = count * ((shape.width + THREADS - 1) / THREADS);
+    pieces = least(least(pieces, args->part_count), many ? MOST_BLOCKS : ROWS_BLOCKS);
+    *blocks = pieces ? (uint32_t)pieces : 1; /* which says that no row is listed */
+    return many ? launch(cuda, cuda->of.kernels.list_rows, 1, MANY_THREADS, stream, args) : 0;
 }
 
-int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss)
+/* The next whole tensors without one that has rows between them; in a dense frame, those that are not
+ * given are zero. Returns the blocks of the kernel that do them. */
+static uint32_t take_whole(const struct ps_cuda *cuda, struct rest *rest, struct whole_args *args)
+{
+    const uint64_t trained = cuda->of.weights->trained, *chunk = cuda->of.first_chunk;
+    const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
+    uint64_t first = rest->tensor, end;
+    while (first < trained && cuda->given[first].indices)
+        first++;
+    for (end = first; end < trained && end < first + ITEMS && !cuda->given[end].indices; end++) {
+        args->items[end - first].from = (uint64_t)cuda->given[end].values;
+        args->items[end - first].to = cuda->to[end];
+    }
+    rest->tensor = end;
+    args->chunks = cuda->of.chunks + chunk[first] * CHUNK_BYTES;
+    args->residue = cuda->of.residue;
+    args->staging = out->buffer;
+    args->parts = parts_at(cuda, first);
+    args->rows = sums_at(cuda, PS_SUMS_ROWS);
+    args->dense = cuda->landed.kind == PS_DENSE;
+    args->wire = (uint32_t)cuda->of.wire;
+    args->first = (uint32_t)first;
+    return (uint32_t)(chunk[end] - chunk[first]);
+}
+
+/* The next range of weights. Returns the blocks of the kernel that copy it. */
+static uint32_t take_copy(const struct ps_cuda *cuda, struct rest *rest, struct copy_args *args)
+{
+    const uint64_t *range = cuda->ranges[rest->range], each = AHEAD * THREADS;
+    if (!rest->to || rest->range == cuda->range_count)
+        return 0;
+    rest->range++;
+    *args = (struct copy_args){rest->from + range[0], rest->to + range[0], (range[1] - range[0]) / 16};
+    return (uint32_t)((args->count + each - 1) / each);
+}
+
+static int launch_rest(const struct ps_cuda *cuda, struct rest rest, void *stream)
+{
+    struct stage_args args = {.loss = rest.loss, .loss_to = sums_at(cuda, PS_SUMS_LOSS)};
+    for (;;) {
+        args.rows_blocks = 0;
+        TRY(take_rows(cuda, &rest, stream, &args.rows, &args.rows_blocks));
+        args.whole_blocks = take_whole(cuda, &rest, &args.whole);
+        uint32_t copying = take_copy(cuda, &rest, &args.copy);
+        uint32_t blocks = args.rows_blocks + args.whole_blocks + copying;
+        if (!blocks)
+            return 0;
+        TRY(launch(cuda, cuda->of.kernels.stage, blocks, THREADS, stream, &args));
+    }
+}
+
+int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss, uint64_t to, uint64_t from)
 {
     const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
     uint64_t most = 0;
@@ -250,10 +293,7 @@ int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss)
         lay_out_rows(cuda);
     else
         lay_out_dense(cuda);
-    TRY(stage_whole(cuda, stream, loss));
-    for (uint32_t i = 0; i < cuda->landed.blocks; i++)
-        if (cuda->given[cuda->blocks[i].tensor].indices)
-            TRY(stage_rows(cuda, &cuda->blocks[i], stream));
+    TRY(launch_rest(cuda, (struct rest){.loss = loss, .to = to, .from = from}, stream));
     return cuda->of.driver.record(cuda->of.staged, stream);
 }
 
@@ -318,14 +358,13 @@ int ps_cuda_fill(struct ps_cuda *cuda, uint64_t to, void *stream)
 
 int ps_cuda_copy(struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
 {
-    for (uint64_t i = 0; i < cuda->range_count; i++) {
-        uint64_t begin = cuda->ranges[i][0], count = (cuda->ranges[i][1] - begin) / 16;
-        struct copy_args args = {from + begin, to + begin, count};
-        if (count)
-            TRY(launch(cuda, cuda->of.kernels.copy, blocks_for((count + AHEAD - 1) / AHEAD), THREADS,
-                       stream, &args));
-    }
-    return 0;
+    struct rest rest = {
+        .block = cuda->landed.blocks,
+        .tensor = cuda->of.weights->trained,
+        .to = to,
+        .from = from,
+    };
+    return launch_rest(cuda, rest, stream);
 }
 
 int ps_cuda_pull(struct ps_cuda *cuda, uint64_t to, void *stream)
@@ -346,6 +385,6 @@ int ps_cuda_gather(struct ps_cuda *cuda, uint64_t tensor, uint64_t indices, uint
                                shape.width, count, narrow};
     if (!count || !found->count)
         return 0;
-    return launch(cuda, cuda->of.kernels.gather, blocks_for(count * shape.width), THREADS, stream,
-                  &args);
+    uint64_t blocks = least((count * shape.width + THREADS - 1) / THREADS, MOST_BLOCKS);
+    return launch(cuda, cuda->of.kernels.gather, blocks, THREADS, stream, &args);
 }

@@ -3,11 +3,12 @@
  * memory once (learners/cuda/); the calls of each step are here, because each of them takes a few
  * microseconds more from Python.
  *
- *   stage     kernels that lay a gradient out as the slot will hold it; event `staged`
+ *   stage     a kernel that lays a gradient out as the slot will hold it, and copies pulled weights;
+ *             event `staged`
  *   transfer  behind that event: into the claimed slot
  *   publish   behind that: ps_land, event `published`
  *   pull      behind what is computed: a transfer of the weights, event `arrived`
- *   copy      of pulled weights; gather: of some rows
+ *   copy      of pulled weights alone; gather: of some rows
  *
  * All functions are for the thread that computes. Unless noted they return 0 or CUDA's error, and are
  * called in the device's context: behind ps_cuda_enter.
@@ -39,7 +40,7 @@ struct ps_driver {
 struct ps_cuda_setup {
     struct ps_driver driver;
     struct ps_cuda_kernels {
-        void *stage, *list_rows, *add_rows, *copy, *gather;
+        void *stage, *list_rows, *gather;
     } kernels;
     void *push, *pull;                         /* streams */
     void *staged, *published, *read, *arrived; /* events */
@@ -82,9 +83,10 @@ void ps_cuda_end(struct ps_cuda *cuda);
 int ps_cuda_enter(const struct ps_cuda *cuda, int *pushed);
 void ps_cuda_leave(const struct ps_cuda *cuda, int pushed);
 
-/* Stages what is `given`. loss: address of a float on the device, or 0. PS_CROWDED: the lists lack
- * room. PS_MIXED: arrays that lie in the staging buffer beside rows. Then nothing is launched. */
-int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss);
+/* Stages what is `given`. loss: address of a float on the device, or 0. to, from: as of ps_cuda_copy, or
+ * 0. PS_CROWDED: the lists lack room. PS_MIXED: arrays that lie in the staging buffer beside rows. Then
+ * nothing is launched. */
+int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss, uint64_t to, uint64_t from);
 enum { PS_CROWDED = -12, PS_MIXED = -13 };
 #define PS_NOT_READY 600 /* CUDA_ERROR_NOT_READY, of a query */
 

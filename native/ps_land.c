@@ -14,17 +14,21 @@ static double sum_of(const uint64_t *words, uint64_t count)
     return sum;
 }
 
-/* Completes the blocks: the device counts the rows that a mini-batch names while it writes them. */
-static void tell_rows(char *payload, uint32_t blocks, const uint64_t *rows)
+/* Completes the blocks: the device counts the rows that a mini-batch names while it writes them. Returns
+ * 0, or 1 + the number of a tensor that lacks one. */
+static uint64_t tell_rows(char *payload, uint32_t blocks, const uint64_t *rows)
 {
     for (uint32_t i = 0; i < blocks; i++) {
         struct ps_block block;
         memcpy(&block, payload + i * sizeof block, sizeof block);
+        if (rows[block.tensor] == PS_BAD_ROWS)
+            return 1 + block.tensor;
         if (block.form == PS_ROWS) {
             block.rows = rows[block.tensor];
             memcpy(payload + i * sizeof block, &block, sizeof block);
         }
     }
+    return 0;
 }
 
 static void land(const struct ps_landing *landing)
@@ -39,12 +43,13 @@ static void land(const struct ps_landing *landing)
         memcpy(&loss, sums + PS_SUMS_LOSS, sizeof loss);
         frame.loss = loss;
     }
+    if (frame.kind == PS_ROWS)
+        landing->sums[PS_SUMS_BAD] =
+            tell_rows((char *)ps_slot(ring, frame.sequence) + PS_PAYLOAD_AT, frame.blocks, rows);
     if (sums[PS_SUMS_BAD]) { /* the learner reads this word, too; the frame carries no gradient */
         frame.kind = PS_EMPTY;
         frame.blocks = 1;
         frame.payload_bytes = 0;
-    } else if (frame.kind == PS_ROWS) {
-        tell_rows((char *)ps_slot(ring, frame.sequence) + PS_PAYLOAD_AT, frame.blocks, rows);
     }
     ps_publish_frame(ring, landing->control, frame);
 }

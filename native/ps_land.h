@@ -10,17 +10,18 @@
 
 /* What the device writes besides the payload, in 64-bit words. */
 enum {
-    PS_SUMS_BAD = 0,   /* 0, or 1 + the number of a tensor that lacks a row that was named */
+    PS_SUMS_BAD = 0,   /* 0; ps_land makes it 1 + the number of a tensor that has PS_BAD_ROWS */
     PS_SUMS_LOSS = 1,  /* float, if landing.loss_there */
     PS_SUMS_ROWS = 2   /* for each tensor the number of rows listed; then doubles, the parts of the
                           sum of squares, infinite if a value is not finite */
 };
+#define PS_BAD_ROWS (~0ull) /* a row that was named does not exist */
 
 struct ps_landing {
     struct ps_calls *calls; /* the learner's; it lives until the device has called ps_land */
     struct ps_ring *ring;
     const struct ps_control *control;
-    const uint64_t *sums;
+    uint64_t *sums;
     uint64_t tensors, parts, loss_there;
     struct ps_frame frame; /* except what is read from sums */
 };

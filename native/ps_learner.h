@@ -144,7 +144,7 @@ int64_t ps_frame_publish(struct ps_learner *learner, const struct ps_facts *fact
  * device writes besides the payload; parts: numbers in its sum of squares; loss_there: 1 if the loss
  * is among them. */
 struct ps_landed {
-    const uint64_t *sums;
+    uint64_t *sums;
     uint64_t parts, loss_there, bytes;
     uint32_t kind, blocks;
 };

@@ -1,19 +1,21 @@
 /*
- * What a GPU does with a gradient before it leaves, and with rows of the weights as they come.
+ * What a GPU does with a gradient before it leaves, and with weights as they come.
  *
- * stage: gradients of whole tensors, one launch for many tensors, into the staging buffer: laid out
- * and converted as the slot will hold them. In the same pass it does what native/ps_copy.c does on
- * the host: sum of squares, search for values that are not finite, residue of rounding, changes of
- * buffers.
+ * stage: all of a step, in one launch unless tensors or rows are many. The parts are done by blocks of
+ * their own, at the same time:
  *
- * add_rows: the gradient of some rows, named in any order and repeated, after list_rows if they are
- * many. Each row is written once, ascending, with its values added up in the order given. No atomics
- * are used, so that the sum does not depend on chance, and the host need not wait for the number of
- * rows.
+ *   rows   the gradient of some rows of a tensor, named in any order and repeated, after list_rows if
+ *          they are many. Each row is written once, ascending, with its values added up in the order
+ *          given. No atomics are used, so that the sum does not depend on chance, and the host need
+ *          not wait for the number of rows.
+ *   whole  gradients of whole tensors
+ *   copy   weights that were pulled, to where the model has them
+ *
+ * Gradients go into the staging buffer, laid out and converted as the slot will hold them. In the same
+ * pass the kernel does what native/ps_copy.c does on the host: sum of squares, search for values that
+ * are not finite, residue of rounding, changes of buffers.
  *
  * gather: rows of the weights, read over the bus from the registered segment.
- *
- * copy: weights that were pulled, to where the model has them.
  *
  * Each kernel takes one struct by value; native/ps_cuda.c has the same structs. Apart from the qualifiers
  * and two instructions this is plain C++: the tests also compile it for the host.
@@ -24,7 +26,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 enum { FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
-enum { THREADS = 256, ITEMS = 224, AHEAD = 4, LINE = 64 };
+enum { THREADS = 256, ITEMS = 224, AHEAD = 2, LINE = 64 };
 #define SKIPPED (~0ull)
 #define INFINITE 0x7f800000u
 #define MAGNITUDE 0x7fffffffu
@@ -66,17 +68,15 @@ struct item {
     u64 to;            /* bytes from the staging buffer's begin; SKIPPED: no part of the frame */
 };
 
-struct stage_args {
+struct whole_args {
     const chunk *chunks;
-    float *residue;  /* of earlier roundings, in the model's layout, or NULL */
+    float *residue; /* of earlier roundings, in the model's layout, or NULL */
     char *staging;
-    double *parts;   /* of the sum of squares, one for each chunk */
-    u64 *sums;       /* enum in native/ps_land.h; NULL if another launch prepares them */
-    const u32 *loss; /* a float, or NULL */
-    u64 tensors;
-    u64 dense;       /* whether tensors lie as in the model, with its gaps; else in lines of 64 bytes */
+    double *parts;  /* of the sum of squares, one for each chunk */
+    u64 *rows;      /* of each tensor: how many are listed */
+    u64 dense;      /* whether tensors lie as in the model, with its gaps; else in lines of 64 bytes */
     u32 wire;
-    u32 first;       /* the tensor of items[0] */
+    u32 first;      /* the tensor of items[0] */
     item items[ITEMS];
 };
 
@@ -178,7 +178,7 @@ __device__ static inline void four(char *to, float4 v, u64 i, u32 wire, seen *se
 }
 
 /* The sum over the block's threads, in a fixed order; infinite if a value was not finite. */
-__device__ static void add_up(const seen *seen, double *part)
+__device__ static inline double add_up(const seen *seen)
 {
     __shared__ double sums[THREADS];
     word infinite;
@@ -190,24 +190,25 @@ __device__ static void add_up(const seen *seen, double *part)
             sums[threadIdx.x] += sums[threadIdx.x + half];
         __syncthreads();
     }
-    if (!threadIdx.x)
-        *part = sums[0];
+    return sums[0];
 }
 
-extern "C" __global__ void stage(const stage_args a)
+/* The sum of squares that a block has seen. */
+__device__ static inline void write_part(const seen *seen, double *parts, u64 at)
 {
-    const chunk piece = a.chunks[blockIdx.x];
+    double sum = add_up(seen);
+    if (!threadIdx.x)
+        parts[at] = sum;
+}
+
+__device__ static inline void stage_whole(const whole_args &a, u32 block)
+{
+    const chunk piece = a.chunks[block];
     const item item = a.items[piece.tensor - a.first];
     const u64 width = a.wire == FLOAT32 ? 4 : 2;
     seen seen = {0, 0.0};
-    if (a.sums && !blockIdx.x) {
-        if (a.loss && !threadIdx.x)
-            *(u32 *)(a.sums + 1) = *a.loss;
-        if (!threadIdx.x)
-            a.sums[0] = 0;
-        for (u64 i = threadIdx.x; i < a.tensors; i += THREADS)
-            a.sums[2 + i] = 0;
-    }
+    if (!piece.begin && !threadIdx.x)
+        a.rows[piece.tensor] = 0;
     if (item.to != SKIPPED) {
         char *to = a.staging + item.to + piece.begin * width;
         u64 done = 0;
@@ -238,10 +239,8 @@ extern "C" __global__ void stage(const stage_args a)
             end = line;
         for (u64 i = done + threadIdx.x; i < end; i += THREADS)
             write(to, i, 0, a.wire);
-        add_up(&seen, a.parts + blockIdx.x);
-    } else if (!threadIdx.x) {
-        a.parts[blockIdx.x] = 0.0;
     }
+    write_part(&seen, a.parts, block);
 }
 
 struct rows_args {
@@ -254,14 +253,14 @@ struct rows_args {
     u64 *keys;           /* the least power of two from `count` on; NULL if count <= FEW, as `heads` */
     u32 *heads;          /* `count + 1`: of each row listed the begin of its keys; then their end */
     i64 *listed;         /* rows, each once, ascending; NULL if whole */
-    u64 *sums;           /* enum in native/ps_land.h */
-    double *parts;
+    u64 *found;          /* how many; BAD_ROW if one that is named does not exist */
+    double *parts;       /* of the sum of squares */
+    u64 part_count;      /* at least one for each block */
     char *to;            /* values: one row after the other, or, if whole, each in its place */
     float *residue;      /* of the tensor, or NULL */
-    u64 tensor;
     u32 wire;
     u32 whole;
-    u32 narrow;          /* whether the indices are int32, not int64 */
+    u64 narrow;          /* whether the indices are int32, not int64 */
 };
 
 __device__ static inline i64 index_at(const void *indices, u64 i, u64 narrow)
@@ -273,6 +272,7 @@ __device__ static inline i64 index_at(const void *indices, u64 i, u64 narrow)
  * given. A tensor of 2^35 rows has no room on a device. */
 enum { FEW = 2048, MANY_THREADS = 1024, PLACE_BITS = 29 };
 #define NO_ROW (~0ull >> PLACE_BITS)
+#define BAD_ROW (~0ull) /* PS_BAD_ROWS in native/ps_land.h */
 
 __device__ static inline u64 row_of(u64 key)
 {
@@ -307,16 +307,18 @@ __device__ static inline void sort(u64 *keys, u32 n)
  * number. */
 __device__ static inline u32 list(const rows_args &a, u64 *keys, u32 *heads, int report)
 {
-    __shared__ u32 found[MANY_THREADS];
+    __shared__ u32 found[MANY_THREADS], bad;
     u32 n = 1;
+    bad = 0;
+    __syncthreads();
     while (n < a.count)
         n *= 2;
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
         u64 row = i < a.count ? (u64)index_at(a.indices, i, a.narrow) : NO_ROW;
         if (row >= a.rows) { /* or negative */
             row = NO_ROW;
-            if (report && i < a.count)
-                a.sums[0] = 1 + a.tensor;
+            if (i < a.count)
+                bad = 1;
         }
         keys[i] = (row + 1 == a.padding ? NO_ROW : row) << PLACE_BITS | i;
     }
@@ -346,12 +348,12 @@ __device__ static inline u32 list(const rows_args &a, u64 *keys, u32 *heads, int
             heads[all] = i + 1;
     }
     if (report && !threadIdx.x)
-        a.sums[2 + a.tensor] = all;
+        *a.found = bad ? BAD_ROW : all;
     __syncthreads();
     return all;
 }
 
-/* For more than FEW places, by one block of MANY_THREADS, before add_rows. */
+/* For more than FEW places, by one block of MANY_THREADS, before `stage`. */
 extern "C" __global__ void list_rows(const rows_args a)
 {
     list(a, a.keys, a.heads, 1);
@@ -359,18 +361,19 @@ extern "C" __global__ void list_rows(const rows_args a)
 
 /* A block does up to THREADS columns of a row at a time. Each one lists a few rows anew: that takes
  * less time than a launch. */
-extern "C" __global__ void add_rows(const rows_args a)
+__device__ static inline void add_rows(const rows_args &a, u32 block, u32 blocks)
 {
     __shared__ u64 few_keys[FEW];
     __shared__ u32 few_heads[FEW + 1];
     const int few = !a.keys;
-    const u32 listed = few ? list(a, few_keys, few_heads, !blockIdx.x) : (u32)a.sums[2 + a.tensor];
+    const u64 all = few ? list(a, few_keys, few_heads, !block) : *a.found;
     const u64 *keys = few ? few_keys : a.keys;
     const u32 *heads = few ? few_heads : a.heads;
-    const u32 columns = (u32)((a.width + THREADS - 1) / THREADS), pieces = listed * columns;
+    const u32 columns = (u32)((a.width + THREADS - 1) / THREADS);
+    const u32 pieces = all == BAD_ROW ? 0 : (u32)all * columns;
     const u64 width = a.wire == FLOAT32 ? 4 : 2;
     seen seen = {0, 0.0};
-    for (u32 piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+    for (u32 piece = block; piece < pieces; piece += blocks) {
         u64 row = piece / columns, k = piece % columns * THREADS + threadIdx.x;
         u32 at = heads[row], end = heads[row + 1];
         u64 number = row_of(keys[at]);
@@ -384,7 +387,9 @@ extern "C" __global__ void add_rows(const rows_args a)
         char *to = a.to + ((a.whole ? number : row) * a.width + k) * width;
         one(to, &sum, residue, 0, a.wire, &seen);
     }
-    add_up(&seen, a.parts + blockIdx.x);
+    for (u64 i = blocks + (u64)block * THREADS + threadIdx.x; i < a.part_count; i += (u64)blocks * THREADS)
+        a.parts[i] = 0.0;
+    write_part(&seen, a.parts, block);
 }
 
 struct copy_args {
@@ -393,21 +398,41 @@ struct copy_args {
     u64 count;
 };
 
-/* The driver's own copy takes 9 µs of the stream for 1.4 MB, on an H200. */
-extern "C" __global__ void copy(const copy_args a)
+__device__ static inline void copy(const copy_args &a, u32 block)
 {
-    const u64 apart = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < a.count; i += AHEAD * apart) {
-        float4 values[AHEAD];
+    const u64 begin = (u64)block * AHEAD * THREADS + threadIdx.x;
+    float4 values[AHEAD];
 #pragma unroll
-        for (u32 k = 0; k < AHEAD; k++)
-            if (i + k * apart < a.count)
-                values[k] = a.from[i + k * apart];
+    for (u32 k = 0; k < AHEAD; k++)
+        if (begin + k * THREADS < a.count)
+            values[k] = a.from[begin + k * THREADS];
 #pragma unroll
-        for (u32 k = 0; k < AHEAD; k++)
-            if (i + k * apart < a.count)
-                a.to[i + k * apart] = values[k];
-    }
+    for (u32 k = 0; k < AHEAD; k++)
+        if (begin + k * THREADS < a.count)
+            a.to[begin + k * THREADS] = values[k];
+}
+
+struct stage_args {
+    const u32 *loss; /* a float, or NULL */
+    u32 *loss_to;
+    u32 rows_blocks, whole_blocks; /* the other blocks copy */
+    rows_args rows;
+    whole_args whole;
+    copy_args copy;
+};
+
+/* Blocks begin in the order of their numbers, and those of rows take longest. */
+extern "C" __global__ void stage(const stage_args a)
+{
+    const u32 block = blockIdx.x, others = a.rows_blocks + a.whole_blocks;
+    if (a.loss && !block && !threadIdx.x)
+        *a.loss_to = *a.loss;
+    if (block < a.rows_blocks)
+        add_rows(a.rows, block, a.rows_blocks);
+    else if (block < others)
+        stage_whole(a.whole, block - a.rows_blocks);
+    else
+        copy(a.copy, block - others);
 }
 
 struct gather_args {

@@ -109,6 +109,7 @@ class CudaLink:
         self._wanted: cupy.ndarray | None = None
         """The buffer of a pull that waits for newer weights."""
         self._coming = False  # whether a pull is in flight
+        self._copied = False  # whether push_from() has copied pulled weights
         self._kept: list[Any] = []  # gradients of other libraries, until they are staged
         self._room: list[cupy.ndarray] = []
         self._finalizer = weakref.finalize(self, _release, index, self._cleanup)
@@ -182,12 +183,14 @@ class CudaLink:
     def refresh(self, buffer: cupy.ndarray, to: cupy.ndarray) -> int | None:
         """Copy weights from the buffer of a pull that has arrived, and begin the next pull.
 
-        On the device, in the order of the compute stream. Returns their version; None if no pull
-        has arrived.
+        On the device, in the order of the compute stream; or push_from() has copied them. Returns
+        their version; None if no pull has arrived.
         """
         stream, version = self._compute(), None
-        if self.pulled(stream):
-            self._check(self._cuda.copy(to.data.ptr, buffer.data.ptr, stream))
+        if self._copied or self.pulled(stream):
+            if not self._copied:
+                self._check(self._cuda.copy(to.data.ptr, buffer.data.ptr, stream))
+            self._copied = False
             version = self.version
         self.pull(buffer, stream)
         return version
@@ -236,14 +239,16 @@ class CudaLink:
         rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
         kept: list[Any] | None = None,
+        refreshes: tuple[cupy.ndarray, cupy.ndarray] | None = None,
     ) -> None:
         """Push from addresses on the device, as Client.push_from() takes them.
 
         Of rows, the fourth number is twice 1 + the padding row, which counts as not named, or 0;
         and 1 more if the indices are int32, not int64.
         loss_at: address of the loss there, float32, instead of `loss`. kept: what is not to be
-        freed until the gradient is published. The next call raises ModelMismatch for a row that
-        the tensor does not have.
+        freed until the gradient is published. refreshes: what refresh() will be given next, so that
+        one launch does both. The next call raises ModelMismatch for a row that the tensor does not
+        have.
         """
         client = self._client
         if not client.wanted:
@@ -256,14 +261,22 @@ class CudaLink:
             rate_scale=rate_scale,
             batch=batch,
         )
-        self._stage(where, self._compute(), loss_at)
+        stream, copy = self._compute(), (0, 0)
+        if refreshes and self.pulled(stream):
+            buffer, to = refreshes
+            copy = to.data.ptr, buffer.data.ptr
+        self._stage(where, stream, loss_at, *copy)
+        self._copied |= bool(copy[0])
         self._check(client.publish_landed(self._cuda, facts))
         self._kept = kept or []
 
-    def _stage(self, where: Sequence[int], stream: int, loss_at: int) -> None:
-        """Launch the kernels that put a gradient into the staging buffer."""
+    def _stage(self, where: Sequence[int], stream: int, loss_at: int, *copy: int) -> None:
+        """Launch the kernel that puts a gradient into the staging buffer.
+
+        copy: addresses as of Cuda.copy(), which the same launch then does; or zeros.
+        """
         try:
-            status = self._cuda.stage(where, stream, loss_at)
+            status = self._cuda.stage(where, stream, loss_at, *copy)
             if status == _native.PS_CROWDED:
                 rows = max(where[2::4])
                 if rows > MOST_ROWS:
@@ -272,7 +285,7 @@ class CudaLink:
                     )
                 with self._guard:
                     self._cuda.set_lists(*self._staging.grow(rows, stream))
-                status = self._cuda.stage(where, stream, loss_at)
+                status = self._cuda.stage(where, stream, loss_at, *copy)
         except ValueError as error:
             raise UsageError(str(error)) from None
         self._check(status)

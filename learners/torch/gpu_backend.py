@@ -124,7 +124,8 @@ class GpuBackend(Backend):
             facts["loss"] = loss
         if self._gathered:
             self._find_whole(where)
-        self._link.push_from(where, version=self.version, kept=kept, **facts)
+        refreshes = self._back, self._front
+        self._link.push_from(where, version=self.version, kept=kept, refreshes=refreshes, **facts)
         if self._client.waits_for_others or self._wait:
             self._link.flush()
 

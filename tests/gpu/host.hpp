@@ -75,9 +75,12 @@ static void launch(unsigned blocks, unsigned threads, void (*which)(const void *
     argument = with;
     gridDim.x = blocks;
     blockDim.x = threads;
-    /* Blocks are in no order; the last ones first shows what a later one would write over. */
+    /* Blocks are in no order; the last ones first shows what a later one would write over, and the first
+     * ones first, every second time, what an earlier one would. */
+    static thread_local bool ascending;
+    ascending = !ascending;
     for (unsigned left = blocks; left; left--) {
-        blockIdx.x = left - 1;
+        blockIdx.x = ascending ? blocks - left : left - 1;
         for (unsigned i = 0; i < threads; i++) {
             fiber &one = fibers[i];
             one.stack.resize(1 << 14);

@@ -24,7 +24,7 @@ from support import daemon, eventually, spin, status
 from gadei_ps.errors import DeviceError, JobStopped, ModelMismatch, UsageError
 from gadei_ps.job.control import StopJob
 from gadei_ps.learners import devices
-from gadei_ps.learners.client import Client, Rows
+from gadei_ps.learners.client import Client, Rows, rows_at, whole_at
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.machine.cuda import missing as cuda_missing
@@ -559,6 +559,32 @@ def test_an_interrupt_behind_a_push(
         link.close()
         client.wait_applied()
         assert status(job_name)["gradients_applied"] == 2
+
+
+def test_a_push_copies_pulled_weights_in_its_launch(device: emulator.Device, job_name: str) -> None:
+    given = tensors() | {"table": np.zeros((40, 6), np.float32)}
+    with daemon(job_name), Client(job_name, tensors=given) as client:
+        link = devices.choose("cuda").link(client)
+        front, back = link.buffer(), link.buffer()
+        kept = [on_device(np.arange(3)), on_device(np.ones((3, 6), np.float32)), *ones().values()]
+        indices, values, whole = (array.data.ptr for array in kept)
+        where = [*whole_at(whole), *rows_at(indices, values, 3)]
+        called: list[str] = []
+
+        def step() -> bool:
+            called.clear()
+            link.push_from(where, version=link.version, kept=kept, refreshes=(back, front))
+            found = link.refresh(back, front)
+            return found is not None and called.count("cuLaunchKernel") == 1
+
+        device.fails = lambda name: called.append(name) or 0  # type: ignore[func-returns-value]
+        eventually(step)
+        link.flush()
+        client.wait_applied()
+        eventually(lambda: link.refresh(back, front) == client.base_version)
+        link.close()
+        for name, view in link.views(front).items():
+            np.testing.assert_array_equal(view, client.weights[name])
 
 
 def test_a_driver_that_refuses_a_pull(device: emulator.Device, job_name: str) -> None:

@@ -18,7 +18,7 @@ from support import daemon, eventually
 
 from gadei_ps.errors import ModelMismatch
 from gadei_ps.learners import devices
-from gadei_ps.learners.client import Client, Rows
+from gadei_ps.learners.client import NONE, Client, Rows, rows_at, whole_at
 from gadei_ps.machine.cuda import missing as cuda_missing
 from gadei_ps.memory import layout
 from gadei_ps.memory.layout import FrameKind, WireType
@@ -141,22 +141,27 @@ def repeated() -> dict[str, Any]:
     return {"table": Rows(named, values), "wide": wide, "s": np.float32(2).reshape(())}
 
 
-LONG = 4 * 1024 * 256 * 4 + 70_003
-"""Values, more than one pass of the largest grid of `copy` takes."""
-
-
-@pytest.mark.parametrize("counts", [(1,), (5, 0, 4_099), (3, 15, LONG)])
+@pytest.mark.parametrize("counts", [(1,), (5, 0, 4_099), (3, 15, 1_000_003)])
+@pytest.mark.parametrize("pushes", [False, True])
 def test_pulled_weights_are_copied_whole(
-    to_device: Callable[[np.ndarray], Any], counts: tuple[int, ...], job_name: str
+    to_device: Callable[[np.ndarray], Any], counts: tuple[int, ...], pushes: bool, job_name: str
 ) -> None:
+    """pushes: beside gradients, which are zero."""
     chance = np.random.default_rng(2)
     tensors = {f"w{count}": chance.random(count, np.float32) for count in (*counts, 7)}
     with daemon(job_name), Client(job_name, tensors=tensors) as client:
         link = devices.choose("cuda").link(client)
         front, back = link.buffer(), link.buffer()
+
+        def refreshed() -> bool:
+            if pushes:
+                where = NONE * len(tensors)
+                link.push_from(where, version=link.version, refreshes=(back, front))
+            return link.refresh(back, front) is not None
+
         for left_out in (["w5"], []):
             link.leave_out(left_out)
-            eventually(lambda: link.refresh(back, front) is not None)
+            eventually(refreshed)
             link.flush()
             for one, view in link.views(front).items():
                 expected = tensors[one] * (one not in left_out)
@@ -236,7 +241,8 @@ def test_more_tensors_than_a_launch_takes(
         Client(job_name) as device,
     ):
         link = devices.choose("cuda").link(device)
-        for has_rows in (False, True):
+        # Each of the two staging buffers has rows after whole tensors, and the other way round.
+        for has_rows in (False, True, True, False, True):
             given: dict[str, Any] = {}
             for name, shape in shapes.items():
                 count = int(chance.integers(3)) if has_rows else 0
@@ -384,6 +390,11 @@ def test_rows_that_do_not_exist(
             "other": {},
             "table": {row: np.full(2, count // 300 or 1, np.float32).tobytes() for row in expected},
         }
+        kept += [to_device(np.array([2])), to_device(np.ones((300, 2), np.float32))]
+        for _ in range(2):  # with both staging buffers
+            row = rows_at(kept[3].data.ptr, kept[1].data.ptr, 1)
+            link.push_from([*row, *whole_at(kept[4].data.ptr)], version=0, kept=kept)
+            link.flush()
 
 
 def fields(text: str, struct: str) -> list[str]:
@@ -400,7 +411,7 @@ def test_kernels_are_those_of_c() -> None:
         names, most_rows, line_bytes = kernels.KERNELS, link.MOST_ROWS, link.LINE
         chunk = kernels.CHUNK
     text, caller = KERNELS.read_text(), (NATIVE / "ps_cuda.c").read_text()
-    for struct in ("item", "stage_args", "rows_args", "copy_args", "gather_args"):
+    for struct in ("item", "rows_args", "whole_args", "copy_args", "stage_args", "gather_args"):
         assert fields(text, struct) == fields(caller, struct) != []
     for number in ("THREADS", "ITEMS", "AHEAD", "FEW", "MANY_THREADS"):
         found = re.compile(rf"\b{number} = (\d+)").findall
