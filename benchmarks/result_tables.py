@@ -54,7 +54,6 @@ WHY = {
     ("gpu-learners", "torch single sparse"): "step() takes the host 0.2 ms more",
     ("gpu-learners", "Hogwild"): "step() takes the host 0.2 ms more; nothing is transferred there",
     ("gpu-learners", "Hogwild sparse"): "as Hogwild, with MPS",
-    ("gpu-overhead", "30 µs"): "perceptron: two passes over 25 MB; the others: kernels for rows",
     ("gpu-vision", "torch SGD"): "the server's update of 244 MB by 8 shards",
     ("worker_groups", "one machine"): "eight learners, four servers and Ray share two cores",
     ("idle_agent", "alone"): "the rounds spread by more than the loss",
