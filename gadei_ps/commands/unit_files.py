@@ -274,7 +274,7 @@ def install(
     if job is not None:
         check_job_name(job)
     before = None if scope == Scope.USER else user_of(place(scope, NAME, where))
-    user = user or before or SERVICE_USER
+    user = (before or SERVICE_USER) if user is None else user
     if not USER_NAME.fullmatch(user):
         raise UsageError(f"{user!r} is not a valid user name: give --run-as USER")
     former = None if before in (None, user) else before

@@ -106,7 +106,7 @@ class Compute:
         there, what = (len(self.gpus), "GPUs") if self.gpus else (process.cores(), "cores")
         if (self.each or 1) == 1 or wanted <= there:
             return ""
-        return f"{learners} x {self.each} devices on {there} {what}: learners share them"
+        return f"{learners} x {self.each} devices on {there} {what}: some are shared"
 
     def beside(self, pids: Iterable[int]) -> Compute:
         """Order the GPUs for learners that join these: those with the fewest learners first."""

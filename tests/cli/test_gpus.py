@@ -92,7 +92,7 @@ def test_devices_for_the_stages_of_a_virtual_worker(cli: Cli, job_name: str) -> 
     assert "this learner computes on the host: of its GPUs (0,1) PyTorch" in one.err
     several = cli(*run, "--learners", 2, "--gpus", "1,0", "--", sys.executable, "-c", SHOW)
     assert shown(several.out) == [["0", "auto", "1,0", BUS], ["1", "auto", "1,0", BUS]]
-    assert "gadei-ps: 2 x 2 devices on 2 GPUs: learners share them" in several.err
+    assert "gadei-ps: 2 x 2 devices on 2 GPUs: some are shared" in several.err
     run[3] = 3
     assert cli(*run, "--", "true").error == (
         "--devices-per-learner 3: GPUs that a learner can get are 0, 1; give at most 2, or "

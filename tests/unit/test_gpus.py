@@ -322,14 +322,14 @@ def test_several_devices_of_a_learner(tmp_path: Path, monkeypatch: pytest.Monkey
     environment = compute.beside([os.getpid()]).environment(0)
     assert (environment[VISIBLE], environment[DEVICES_VARIABLE]) == ("0,1", "2")
     assert compute.shared(1) == ""
-    assert compute.shared(2) == "2 x 2 devices on 2 GPUs: learners share them"
+    assert compute.shared(2) == "2 x 2 devices on 2 GPUs: some are shared"
     with pytest.raises(DeviceError, match="r 3: GPUs that a learner can get are 0, 1; give at mos"):
         Compute.choose("auto", None, 3)
     with pytest.raises(DeviceError, match="r 2: GPUs that a learner can get are 1; give at most 1"):
         Compute.choose("auto", "1,1", 2)
     monkeypatch.setattr(process, "cores", lambda: 4)
     assert Compute("host", each=2).shared(2) == ""
-    assert Compute("auto", each=2).shared(3) == "3 x 2 devices on 4 cores: learners share them"
+    assert Compute("auto", each=2).shared(3) == "3 x 2 devices on 4 cores: some are shared"
     assert Compute("auto", each=1).shared(9) == "", "as ever"
 
 

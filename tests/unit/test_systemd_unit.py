@@ -414,7 +414,7 @@ def test_a_masked_unit_stays_masked(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--run-as needs --system"):
         unit_files.install(Scope.USER, user="root", where=tmp_path)
-    for user in ("a\nExecStart=x", "a b", "%u", "1000", "-x", "\u212a"):
+    for user in ("", "a\nExecStart=x", "a b", "%u", "1000", "-x", "\u212a"):
         with pytest.raises(UsageError, match="is not a valid user name"):
             unit_files.install(Scope.SYSTEM, user=user, where=tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
