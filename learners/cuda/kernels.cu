@@ -164,8 +164,7 @@ __device__ static inline void four(char *to, float4 v, u64 i, u32 wire, seen *se
     u32 a = convert(v.x, wire, 0, seen), b = convert(v.y, wire, 0, seen);
     u32 c = convert(v.z, wire, 0, seen), d = convert(v.w, wire, 0, seen);
     if (wire == FLOAT32) {
-        uint4 all = {a, b, c, d};
-        *(uint4 *)(to + 4 * i) = all;
+        *(float4 *)(to + 4 * i) = v; /* not the words above, which ptxas stores in three parts */
     } else {
         uint2 all = {a | b << 16, c | d << 16};
         *(uint2 *)(to + 2 * i) = all;
@@ -421,7 +420,7 @@ struct stage_args {
     copy_args copy;
 };
 
-/* Blocks begin in the order of their numbers, and those of rows take longest. */
+/* Blocks mostly begin in the order of their numbers, and those of rows take longest. */
 extern "C" __global__ void stage(const stage_args a)
 {
     const u32 block = blockIdx.x, others = a.rows_blocks + a.whole_blocks;
