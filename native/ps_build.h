@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x310f20e5c7876f37ull
+#define PS_BUILD 0x37946e204a2b569bull
 
 #endif

@@ -9,7 +9,7 @@ enum { THREADS = 256, ITEMS = 224, AHEAD = 2, CHUNK_BYTES = 32 };
 enum { FEW = 2048 };          /* rows named, which each block lists in its own memory */
 enum { MANY_THREADS = 1024 }; /* of the one block that lists more */
 enum { ROWS_BLOCKS = 132 };   /* that add up few rows; more take longer on an H200 */
-enum { MOST_BLOCKS = 1024 };  /* of `gather` */
+enum { MOST_BLOCKS = 1024 };  /* that add up many rows, or gather */
 #define SKIPPED (~0ull)
 
 struct item {
@@ -169,8 +169,8 @@ static uint64_t parts_at(const struct ps_cuda *cuda, uint64_t tensor)
     return sums_at(cuda, PS_SUMS_ROWS + cuda->of.weights->tensors + cuda->of.first_chunk[tensor]);
 }
 
-/* What is to be launched yet. */
-struct rest {
+/* The parts of a step that are not launched yet. */
+struct pending {
     uint64_t loss;     /* its address, or 0 */
     uint32_t block;    /* of the frame, from which on rows are not staged */
     uint64_t tensor;   /* from which on whole tensors are not */
@@ -180,14 +180,14 @@ struct rest {
 
 /* Some rows of the next tensor that has rows, at the place of its block in the frame. *blocks: of the
  * kernel that does them. */
-static int take_rows(const struct ps_cuda *cuda, struct rest *rest, void *stream, struct rows_args *args,
-                     uint32_t *blocks)
+static int take_rows(const struct ps_cuda *cuda, struct pending *pending, void *stream,
+                     struct rows_args *args, uint32_t *blocks)
 {
     const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
-    const struct ps_block *block = &cuda->blocks[rest->block], *end = cuda->blocks + cuda->landed.blocks;
+    const struct ps_block *block = &cuda->blocks[pending->block], *end = cuda->blocks + cuda->landed.blocks;
     while (block < end && !cuda->given[block->tensor].indices)
         block++;
-    rest->block = (uint32_t)(block - cuda->blocks) + (block < end);
+    pending->block = (uint32_t)(block - cuda->blocks) + (block < end);
     if (block == end)
         return 0;
     const struct ps_gradient *given = &cuda->given[block->tensor];
@@ -219,24 +219,24 @@ static int take_rows(const struct ps_cuda *cuda, struct rest *rest, void *stream
     };
     uint64_t pieces = count * ((shape.width + THREADS - 1) / THREADS);
     pieces = least(least(pieces, args->part_count), many ? MOST_BLOCKS : ROWS_BLOCKS);
-    *blocks = pieces ? (uint32_t)pieces : 1; /* which says that no row is listed */
+    *blocks = pieces ? (uint32_t)pieces : 1; /* one at least writes `found` */
     return many ? launch(cuda, cuda->of.kernels.list_rows, 1, MANY_THREADS, stream, args) : 0;
 }
 
 /* The next whole tensors without one that has rows between them; in a dense frame, those that are not
  * given are zero. Returns the blocks of the kernel that do them. */
-static uint32_t take_whole(const struct ps_cuda *cuda, struct rest *rest, struct whole_args *args)
+static uint32_t take_whole(const struct ps_cuda *cuda, struct pending *pending, struct whole_args *args)
 {
     const uint64_t trained = cuda->of.weights->trained, *chunk = cuda->of.first_chunk;
     const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
-    uint64_t first = rest->tensor, end;
+    uint64_t first = pending->tensor, end;
     while (first < trained && cuda->given[first].indices)
         first++;
     for (end = first; end < trained && end < first + ITEMS && !cuda->given[end].indices; end++) {
         args->items[end - first].from = (uint64_t)cuda->given[end].values;
         args->items[end - first].to = cuda->to[end];
     }
-    rest->tensor = end;
+    pending->tensor = end;
     args->chunks = cuda->of.chunks + chunk[first] * CHUNK_BYTES;
     args->residue = cuda->of.residue;
     args->staging = out->buffer;
@@ -249,24 +249,24 @@ static uint32_t take_whole(const struct ps_cuda *cuda, struct rest *rest, struct
 }
 
 /* The next range of weights. Returns the blocks of the kernel that copy it. */
-static uint32_t take_copy(const struct ps_cuda *cuda, struct rest *rest, struct copy_args *args)
+static uint32_t take_copy(const struct ps_cuda *cuda, struct pending *pending, struct copy_args *args)
 {
-    const uint64_t *range = cuda->ranges[rest->range], each = AHEAD * THREADS;
-    if (!rest->to || rest->range == cuda->range_count)
+    const uint64_t *range = cuda->ranges[pending->range], each = AHEAD * THREADS;
+    if (!pending->to || pending->range == cuda->range_count)
         return 0;
-    rest->range++;
-    *args = (struct copy_args){rest->from + range[0], rest->to + range[0], (range[1] - range[0]) / 16};
+    pending->range++;
+    *args = (struct copy_args){pending->from + range[0], pending->to + range[0], (range[1] - range[0]) / 16};
     return (uint32_t)((args->count + each - 1) / each);
 }
 
-static int launch_rest(const struct ps_cuda *cuda, struct rest rest, void *stream)
+static int launch_pending(const struct ps_cuda *cuda, struct pending pending, void *stream)
 {
-    struct stage_args args = {.loss = rest.loss, .loss_to = sums_at(cuda, PS_SUMS_LOSS)};
+    struct stage_args args = {.loss = pending.loss, .loss_to = sums_at(cuda, PS_SUMS_LOSS)};
     for (;;) {
         args.rows_blocks = 0;
-        TRY(take_rows(cuda, &rest, stream, &args.rows, &args.rows_blocks));
-        args.whole_blocks = take_whole(cuda, &rest, &args.whole);
-        uint32_t copying = take_copy(cuda, &rest, &args.copy);
+        TRY(take_rows(cuda, &pending, stream, &args.rows, &args.rows_blocks));
+        args.whole_blocks = take_whole(cuda, &pending, &args.whole);
+        uint32_t copying = take_copy(cuda, &pending, &args.copy);
         uint32_t blocks = args.rows_blocks + args.whole_blocks + copying;
         if (!blocks)
             return 0;
@@ -277,11 +277,13 @@ static int launch_rest(const struct ps_cuda *cuda, struct rest rest, void *strea
 int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss, uint64_t to, uint64_t from)
 {
     const struct ps_outgoing *out = &cuda->of.outgoing[cuda->now];
+    const uint64_t weights = sizeof(float) * cuda->of.weights->elements;
     uint64_t most = 0;
-    int rows = 0, mixed = 0;
+    int rows = 0, mixed = 0, aliased = to && loss - to < weights;
     for (uint64_t i = 0; i < cuda->of.weights->trained; i++) {
         rows |= cuda->given[i].indices != NULL;
         mixed |= (uint64_t)cuda->given[i].values - out->buffer < out->bytes;
+        aliased |= to && (uint64_t)cuda->given[i].values - to < weights;
         most = cuda->given[i].count > most ? cuda->given[i].count : most;
     }
     if (rows && mixed) /* in a frame of rows no tensor lies where gradients() has it */
@@ -293,7 +295,9 @@ int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss, uint64_t to
         lay_out_rows(cuda);
     else
         lay_out_dense(cuda);
-    TRY(launch_rest(cuda, (struct rest){.loss = loss, .to = to, .from = from}, stream));
+    TRY(launch_pending(cuda, (struct pending){.loss = loss, .to = aliased ? 0 : to, .from = from}, stream));
+    if (aliased)
+        TRY(ps_cuda_copy(cuda, to, from, stream));
     return cuda->of.driver.record(cuda->of.staged, stream);
 }
 
@@ -358,13 +362,13 @@ int ps_cuda_fill(struct ps_cuda *cuda, uint64_t to, void *stream)
 
 int ps_cuda_copy(struct ps_cuda *cuda, uint64_t to, uint64_t from, void *stream)
 {
-    struct rest rest = {
-        .block = cuda->landed.blocks,
+    const struct pending copy = {
+        .block = cuda->landed.blocks, /* no gradient */
         .tensor = cuda->of.weights->trained,
         .to = to,
         .from = from,
     };
-    return launch_rest(cuda, rest, stream);
+    return launch_pending(cuda, copy, stream);
 }
 
 int ps_cuda_pull(struct ps_cuda *cuda, uint64_t to, void *stream)

@@ -14,9 +14,9 @@ static double sum_of(const uint64_t *words, uint64_t count)
     return sum;
 }
 
-/* Completes the blocks: the device counts the rows that a mini-batch names while it writes them. Returns
- * 0, or 1 + the number of a tensor that lacks one. */
-static uint64_t tell_rows(char *payload, uint32_t blocks, const uint64_t *rows)
+/* The device counts the rows that a mini-batch names while it writes them. Returns 0, or 1 + the number of
+ * a tensor of which a row that was named does not exist. */
+static uint64_t complete_blocks(char *payload, uint32_t blocks, const uint64_t *rows)
 {
     for (uint32_t i = 0; i < blocks; i++) {
         struct ps_block block;
@@ -33,7 +33,7 @@ static uint64_t tell_rows(char *payload, uint32_t blocks, const uint64_t *rows)
 
 static void land(const struct ps_landing *landing)
 {
-    const uint64_t *sums = landing->sums, *rows = sums + PS_SUMS_ROWS;
+    uint64_t *sums = landing->sums, *rows = sums + PS_SUMS_ROWS;
     struct ps_ring *ring = landing->ring;
     struct ps_frame frame = landing->frame;
     frame.squares = sum_of(rows + landing->tensors, landing->parts);
@@ -44,8 +44,8 @@ static void land(const struct ps_landing *landing)
         frame.loss = loss;
     }
     if (frame.kind == PS_ROWS)
-        landing->sums[PS_SUMS_BAD] =
-            tell_rows((char *)ps_slot(ring, frame.sequence) + PS_PAYLOAD_AT, frame.blocks, rows);
+        sums[PS_SUMS_BAD] =
+            complete_blocks((char *)ps_slot(ring, frame.sequence) + PS_PAYLOAD_AT, frame.blocks, rows);
     if (sums[PS_SUMS_BAD]) { /* the learner reads this word, too; the frame carries no gradient */
         frame.kind = PS_EMPTY;
         frame.blocks = 1;

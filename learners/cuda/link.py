@@ -75,6 +75,8 @@ class CudaLink:
         self.tensor_numbers = {name: number for number, name in enumerate(self._tensors)}
         """Numbers of the tensors by name."""
         self.version = client.base_version
+        self.current = self.version
+        """Version of the weights that were copied last to where the model has them."""
         self._writes = -1  # client.writes before the last pull
         self._cleanup = contextlib.ExitStack()
         with self._guard, contextlib.ExitStack() as undo:
@@ -109,7 +111,6 @@ class CudaLink:
         self._wanted: cupy.ndarray | None = None
         """The buffer of a pull that waits for newer weights."""
         self._coming = False  # whether a pull is in flight
-        self._copied = False  # whether push_from() has copied pulled weights
         self._kept: list[Any] = []  # gradients of other libraries, until they are staged
         self._room: list[cupy.ndarray] = []
         self._finalizer = weakref.finalize(self, _release, index, self._cleanup)
@@ -152,6 +153,7 @@ class CudaLink:
         self._look()
         self._coming = False  # a pull that began before is out of date
         self._check(self._cuda.fill(buffer.data.ptr, self._compute()))
+        self.current = self.version
 
     def _look(self) -> None:
         self._writes = self._client.writes
@@ -174,26 +176,25 @@ class CudaLink:
         self._coming = True
 
     def pulled(self, stream: int | None = None) -> bool:
-        self._pull_if_newer(stream)
-        if not self._is_done(self._cuda.arrived()) or not self._coming:
+        if not self._has_arrived(stream):
             return False
         self._coming = False
         return True
 
-    def refresh(self, buffer: cupy.ndarray, to: cupy.ndarray) -> int | None:
-        """Copy weights from the buffer of a pull that has arrived, and begin the next pull.
+    def _has_arrived(self, stream: int | None) -> bool:
+        self._pull_if_newer(stream)
+        return self._is_done(self._cuda.arrived()) and self._coming
 
-        On the device, in the order of the compute stream; or push_from() has copied them. Returns
-        their version; None if no pull has arrived.
+    def refresh(self, buffer: cupy.ndarray, to: cupy.ndarray) -> None:
+        """Copy weights from the buffer of a pull, if it has arrived, and begin the next pull.
+
+        On the device, in the order of the compute stream.
         """
-        stream, version = self._compute(), None
-        if self._copied or self.pulled(stream):
-            if not self._copied:
-                self._check(self._cuda.copy(to.data.ptr, buffer.data.ptr, stream))
-            self._copied = False
-            version = self.version
+        stream = self._compute()
+        if self.pulled(stream):
+            self._check(self._cuda.copy(to.data.ptr, buffer.data.ptr, stream))
+            self.current = self.version
         self.pull(buffer, stream)
-        return version
 
     def gather(
         self, tensor: str, indices: int, count: int, to: int, *, narrow: bool = False
@@ -239,16 +240,16 @@ class CudaLink:
         rate_scale: _native.Scales = 1.0,
         batch: int | None = None,
         kept: list[Any] | None = None,
-        refreshes: tuple[cupy.ndarray, cupy.ndarray] | None = None,
+        refresh: tuple[cupy.ndarray, cupy.ndarray] | None = None,
     ) -> None:
         """Push from addresses on the device, as Client.push_from() takes them.
 
         Of rows, the fourth number is twice 1 + the padding row, which counts as not named, or 0;
         and 1 more if the indices are int32, not int64.
         loss_at: address of the loss there, float32, instead of `loss`. kept: what is not to be
-        freed until the gradient is published. refreshes: what refresh() will be given next, so that
-        one launch does both. The next call raises ModelMismatch for a row that the tensor does not
-        have.
+        freed until the gradient is published. refresh: two buffers as of refresh(), whose copy the
+        same launch makes; gradients may lie in the second. The next call raises ModelMismatch for a
+        row that the tensor does not have.
         """
         client = self._client
         if not client.wanted:
@@ -262,11 +263,12 @@ class CudaLink:
             batch=batch,
         )
         stream, copy = self._compute(), (0, 0)
-        if refreshes and self.pulled(stream):
-            buffer, to = refreshes
+        if refresh and self._has_arrived(stream):
+            buffer, to = refresh
             copy = to.data.ptr, buffer.data.ptr
         self._stage(where, stream, loss_at, *copy)
-        self._copied |= bool(copy[0])
+        if any(copy):
+            self._coming, self.current = False, self.version
         self._check(client.publish_landed(self._cuda, facts))
         self._kept = kept or []
 

@@ -2,9 +2,9 @@
 
 CuPy makes the buffer; torch shares it through DLPack. The parameters keep their addresses, because
 CUDA graphs and compiled code do. So the model always uses the front one of two buffers. A pull
-fills the back one, which is copied to the front between two steps, on the device, in a few
-hundredths of the time that the pull takes on the bus. Parameters of other types than float32 keep
-their memory on the device, into which the front buffer is cast.
+fills the back one, which is copied to the front in step() or before the next batch, on the device,
+in a few hundredths of the time that the pull takes on the bus. Parameters of other types than
+float32 keep their memory on the device, into which the front buffer is cast.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class GpuBackend(Backend):
         self._whole: set[str] = set()
         """Tensors whose rows are read and which are also used as a whole."""
         self._link.fill(self._front)
-        self.version = self._link.version
-        """Version of the weights that the model computes with."""
+        self._is_own = False
+        """Whether the script may write to the parameters."""
         self._tensors = self._torch_views()
         self._undo = contextlib.ExitStack()
         for layer in trained.module.modules():
@@ -80,6 +80,11 @@ class GpuBackend(Backend):
                 parameter.data = self._tensors[name]
         casts.copy_to_parameters(self._casts)
         self._places = Places(trained)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the model computes with."""
+        return self._link.current
 
     def _torch_views(self) -> dict[str, torch.Tensor]:
         """Return each tensor of the model in the front buffer.
@@ -124,8 +129,9 @@ class GpuBackend(Backend):
             facts["loss"] = loss
         if self._gathered:
             self._find_whole(where)
-        refreshes = self._back, self._front
-        self._link.push_from(where, version=self.version, kept=kept, refreshes=refreshes, **facts)
+        # Parameters of all types change at once, in refresh().
+        refresh = None if self._is_own or self._casts else (self._back, self._front)
+        self._link.push_from(where, version=self.version, kept=kept, refresh=refresh, **facts)
         if self._client.waits_for_others or self._wait:
             self._link.flush()
 
@@ -148,16 +154,16 @@ class GpuBackend(Backend):
             wait_for_own(self._client)
         if self._client.waits_for_others or self._wait:
             self._link.fill(self._front)
-            self.version = self._link.version
-        elif (version := self._link.refresh(self._back, self._front)) is not None:
-            self.version = version
+        else:
+            self._link.refresh(self._back, self._front)
         casts.copy_to_parameters(self._casts)
 
     def assigned(self) -> None:
         self.follow()
 
     def own(self) -> None:
-        """Do nothing: the parameters are a copy on the device, which the next refresh() renews."""
+        """The parameters are a copy on the device, which the script may write to."""
+        self._is_own = True
 
     def written(self) -> dict[str, torch.Tensor]:
         return self._places.given(self._client)
@@ -167,8 +173,8 @@ class GpuBackend(Backend):
             if not casts.differs(parameter):
                 parameter.data = self._tensors[name]
         self._places.note()
+        self._is_own = False
         self._link.fill(self._front)
-        self.version = self._link.version
         casts.copy_to_parameters(self._casts)
 
     def _read_rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:

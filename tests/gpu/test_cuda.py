@@ -24,7 +24,7 @@ from support import daemon, eventually, spin, status
 from gadei_ps.errors import DeviceError, JobStopped, ModelMismatch, UsageError
 from gadei_ps.job.control import StopJob
 from gadei_ps.learners import devices
-from gadei_ps.learners.client import Client, Rows, rows_at, whole_at
+from gadei_ps.learners.client import NONE, Client, Rows, rows_at, whole_at
 from gadei_ps.learners.host import Host
 from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.machine.cuda import missing as cuda_missing
@@ -571,17 +571,23 @@ def test_a_push_copies_pulled_weights_in_its_launch(device: emulator.Device, job
         where = [*whole_at(whole), *rows_at(indices, values, 3)]
         called: list[str] = []
 
+        def refreshed() -> bool:
+            link.refresh(back, front)
+            return link.current == client.base_version
+
         def step() -> bool:
             called.clear()
-            link.push_from(where, version=link.version, kept=kept, refreshes=(back, front))
-            found = link.refresh(back, front)
-            return found is not None and called.count("cuLaunchKernel") == 1
+            before = link.current
+            link.push_from(where, version=before, kept=kept, refresh=(back, front))
+            copied = link.current > before
+            link.refresh(back, front)
+            return copied and called.count("cuLaunchKernel") == 1
 
         device.fails = lambda name: called.append(name) or 0  # type: ignore[func-returns-value]
         eventually(step)
         link.flush()
         client.wait_applied()
-        eventually(lambda: link.refresh(back, front) == client.base_version)
+        eventually(refreshed)
         link.close()
         for name, view in link.views(front).items():
             np.testing.assert_array_equal(view, client.weights[name])
@@ -601,8 +607,30 @@ def test_a_driver_that_refuses_a_pull(device: emulator.Device, job_name: str) ->
         client.push({"w": np.ones(VALUES, np.float32)})
         client.wait_applied()
         with pytest.raises(DeviceError, match="GPU 0 has failed"):
-            eventually(lambda: link.refresh(back, front) is not None)
+            eventually(lambda: link.refresh(back, front))
         fail(device)
+
+
+def test_pulled_weights_beside_a_push_that_fails(device: emulator.Device, job_name: str) -> None:
+    """Unless the launch was made they come with the next one."""
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        front, back = link.buffer(), link.buffer()
+        link.fill(front)
+        client.push({"w": np.ones(VALUES, np.float32)})
+        client.wait_applied()
+        for function, comes in (("cuLaunchKernel", False), ("cuLaunchHostFunc", True)):
+            before = link.current
+            link.pull(back)
+            device.compute.synchronize()
+            eventually(lambda: link._cuda.arrived() == 0)
+            fail(device, function)
+            with pytest.raises(DeviceError, match="GPU 0 has failed"):
+                link.push_from(NONE, version=0, refresh=(back, front))
+            assert (link.current > before) == comes
+            fail(device)
+        link.close()
+        assert link.current == client.base_version
 
 
 def test_a_thread_in_which_another_device_is_current(

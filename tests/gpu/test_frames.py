@@ -156,16 +156,52 @@ def test_pulled_weights_are_copied_whole(
         def refreshed() -> bool:
             if pushes:
                 where = NONE * len(tensors)
-                link.push_from(where, version=link.version, refreshes=(back, front))
-            return link.refresh(back, front) is not None
+                link.push_from(where, version=0, refresh=(back, front))
+            else:
+                link.refresh(back, front)
+            link.pull(back)
+            return link.current >= 0
 
         for left_out in (["w5"], []):
             link.leave_out(left_out)
+            link.current = -1
             eventually(refreshed)
             link.flush()
             for one, view in link.views(front).items():
                 expected = tensors[one] * (one not in left_out)
                 np.testing.assert_array_equal(to_host(view), expected)
+        link.close()
+
+
+@pytest.mark.parametrize("reads", ["values", "loss"])
+def test_what_lies_where_pulled_weights_go(
+    to_device: Callable[[np.ndarray], Any], reads: str, job_name: str
+) -> None:
+    """A script may give a parameter as a gradient: it leaves before newer weights come there."""
+    start = np.random.default_rng(4).random(9_003, np.float32)
+    with daemon(job_name), Client(job_name, tensors={"w": start}) as client:
+        link = devices.choose("cuda").link(client)
+        front, back = link.buffer(), link.buffer()
+        link.fill(front)
+        given = front if reads == "values" else to_device(np.ones_like(start))
+        loss_at = front.data.ptr + 4 * 9_002 if reads == "loss" else 0
+        versions = set()
+
+        def step() -> bool:
+            before = to_host(front)
+            where, version = whole_at(given.data.ptr), link.current
+            link.push_from(where, version=version, loss_at=loss_at, refresh=(back, front))
+            link.flush()
+            if reads == "loss":
+                assert client.last_frame[0]["loss"] == before[9_002]
+            else:
+                found = b"".join(frame_of(client).rows["w"].values())
+                assert found == before[:9_003].tobytes()
+            link.pull(back)
+            versions.add(link.current)
+            return len(versions) > 4
+
+        eventually(step)
         link.close()
 
 

@@ -17,7 +17,7 @@ import torch
 from support import PATIENCE_S, daemon, eventually, fork, status
 from support.torch_models import batch_norm_model, close_late, plain_model, same_state
 from torch import nn
-from torch_devices import Words, arrived, need_cuda
+from torch_devices import Words, arrived, installed, need_cuda
 from torch_devices import gpu as gpu
 
 from gadei_ps.errors import UsageError
@@ -170,6 +170,53 @@ def test_closed_with_its_last_gradient(gpu: str, job_name: str) -> None:
         begin = model[0].weight.detach().cpu().clone()
         close_late(optimizer, model, job_name)
         np.testing.assert_allclose(begin - model[0].weight.detach().cpu(), 2.0**-12, rtol=1e-4)
+
+
+def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch, job_name: str) -> None:
+    """Stage rows and whole tensors, and copy pulled weights."""
+    called: list[str] = []
+
+    def step() -> bool:
+        optimizer.zero_grad()
+        model(torch.randn(4, 10)).sum().backward()
+        called.clear()
+        before = optimizer.backend.version
+        optimizer.step()
+        return optimizer.backend.version > before and called.count("cuLaunchKernel") == 1
+
+    with installed(monkeypatch) as device, daemon(job_name):
+        model = Words()
+        optimizer = Optimizer(model, job_name)
+        device.fails = lambda name: called.append(name) or 0  # type: ignore[func-returns-value]
+        eventually(step)
+        optimizer.close()
+
+
+def test_weights_that_a_closure_loads(gpu: str, job_name: str) -> None:
+    """No pulled weights come over them."""
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.001}):
+        model = nn.Linear(3, 2).to(gpu)
+        optimizer = Optimizer(model, job_name)
+        for loaded in range(7, 27):
+            state = {name: torch.full_like(one, loaded) for name, one in model.state_dict().items()}
+
+            def closure(state: dict[str, torch.Tensor] = state) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.ones(4, 3, device=gpu)).mean()
+                loss.backward()
+                model.load_state_dict(state)
+                return loss
+
+            for _ in range(3):  # so that weights are pulled
+                optimizer.zero_grad()
+                model(torch.ones(4, 3, device=gpu)).mean().backward()
+                optimizer.step()
+            optimizer.step(closure)
+            optimizer.step()
+            optimizer.client.wait_applied()
+            for array in optimizer.client.weights.values():
+                np.testing.assert_allclose(array, loaded, atol=0.1)
+        optimizer.close()
 
 
 def test_batches_of_the_server(gpu: str, job_name: str) -> None:

@@ -61,6 +61,26 @@ def test_float64_as_on_the_cpu(gpu: str, sync: str, job_name: str) -> None:
         train(model, torch.optim.SGD(model.parameters(), 0.1), gpu)  # the memory is its own now
 
 
+def test_parameters_of_all_types_change_at_once(gpu: str, job_name: str) -> None:
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False).double()])
+    model.to(gpu)
+    with daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
+        optimizer = Optimizer(model, job_name)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        changes = 0
+        for _ in optimizer.batches(64, 1, epochs=1):
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            now = [parameter.detach().clone() for parameter in model.parameters()]
+            changed = [not torch.equal(*one) for one in zip(before, now, strict=True)]
+            assert all(changed) or not any(changed)
+            before, changes = now, changes + all(changed)
+        assert changes
+        optimizer.close()
+
+
 # Torch's flatten_parameters() does nothing in bfloat16, so cuDNN copies the weights.
 @pytest.mark.filterwarnings("ignore:RNN module weights:UserWarning")
 def test_recurrent_layers_and_tables_in_bfloat16(gpu: str, job_name: str) -> None:

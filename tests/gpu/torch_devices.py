@@ -5,6 +5,7 @@ The emulated cases compute on the CPU, and all that comes and goes takes the way
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -28,11 +29,18 @@ def need_cuda() -> None:
         pytest.skip(f"PyTorch {torch.__version__} sees no GPU")
 
 
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@contextlib.contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulator.Device]:
+    """Let PyTorch's models on the CPU be on the emulated device."""
     monkeypatch.setattr(gpu_backend, "is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(gpu_backend, "current_stream", lambda device: 0)
     with emulator.installed(inline=True) as device:
         device.foreign = True
+        yield device
+
+
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with installed(monkeypatch):
         yield "cpu"
 
 
