@@ -80,6 +80,7 @@ def opened_files() -> Iterator[str]:
 def serve() -> dict[str, Any]:
     """Fork a process for each request; return the request in the fork."""
     load()
+    faulthandler.register(signal.SIGUSR1)  # a fork then prints where all of its threads are
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):  # else the driver initializes the GPU again and again
         os.open(NODE, os.O_RDWR)
@@ -104,7 +105,6 @@ def become(request: dict[str, Any]) -> None:
     for number, fd in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
         os.dup2(fd, number)
     os.environ.update(request["environment"])
-    faulthandler.register(signal.SIGUSR1)  # prints where all threads are
 
 
 def wait_for(path: str) -> None:

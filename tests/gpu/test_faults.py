@@ -37,7 +37,7 @@ EMULATED = ["emulated"] if os.environ.get("GPU_EMULATED") else []
 KINDS = [*EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)]
 VALUES = {"emulated": 100_000, "cuda": 4_000_000}  # 16 MB: a transfer takes some 0.3 ms
 ROUNDS = 3  # of three kills; two more follow
-STACKS_S = 5.0
+STACKS_S = 5.0  # until a learner has printed where it is; only tests that have failed wait
 OTHERS_BYTES = 64 << 20  # device memory that other processes may take or free meanwhile
 COMMANDS_S = 90.0  # longest time of a training command
 EXAMPLE = HERE.parents[1] / "examples" / "intents.csv"
@@ -122,17 +122,16 @@ class Fork:
 
     def where(self) -> str:
         """Return where its threads are, if it runs, and what it has printed."""
-        lines = [f"{self.pid}: {self.published} published, ended with {self.code}"]
-        if not self.has_ended():
-            os.kill(self.pid, signal.SIGUSR1)  # it prints Python's part
-            with contextlib.suppress(AssertionError):
-                eventually(lambda: "most recent call first" in self.printed, STACKS_S)
-            for task in sorted(Path(f"/proc/{self.pid}/task").iterdir()):
+        if self.has_ended():
+            return f"{self.pid} has ended with {self.code}: {self.printed}"
+        lines = [f"{self.pid} runs:"]
+        os.kill(self.pid, signal.SIGUSR1)  # it prints Python's part
+        with contextlib.suppress(AssertionError):
+            eventually(lambda: "most recent call first" in self.printed, STACKS_S)
+        for path in sorted(Path(f"/proc/{self.pid}/task").glob("*/*")):
+            if path.name in ("comm", "wchan", "syscall"):
                 with contextlib.suppress(OSError):
-                    parts = [
-                        (task / one).read_text().strip() for one in ("comm", "wchan", "syscall")
-                    ]
-                    lines.append(f"  thread {task.name}: {', '.join(parts)}")
+                    lines.append(f"  thread {path.parent.name}, {path.name}: {path.read_text()}")
         return "\n".join([*lines, self.printed])
 
     def has_printed(self, word: str) -> bool:
@@ -209,11 +208,13 @@ class Job:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if exc[0] is not None:
-            print(*(one.where() for one in self._forked), sep="\n")
-        for one in self._forked:
-            one.kill()
-        self.daemon.__exit__(None, None, None)
+        try:
+            if exc[0] is not None:
+                print(*(one.where() for one in self._forked), sep="\n")
+        finally:
+            for one in self._forked:
+                one.kill()
+            self.daemon.__exit__(None, None, None)
 
     def start(self, program: str, **options: Any) -> Fork:
         made = self.forks.start(self.name, program, **options)
