@@ -87,11 +87,11 @@ class StepParts:
             (client, "check_facts", "check of the facts"),
             (client, "publish_landed", "copies of the push, publish"),
             (link, "push_from", "push of the link, the rest"),
-            (link, "_stage", "launch of stage"),
+            (link, "_stage", "launch of stage, with the copy"),
             (link, "flush", "wait for the push before"),
             (link, "gather", "launch of gather"),
             (link, "pulled", "look for pulled weights"),
-            (link, "refresh", "copy of pulled weights"),
+            (link, "refresh", "refresh of the link, the rest"),
             (link, "pull", "begin of a pull"),
         ]
         return [one for one in found if hasattr(one[0], one[1])]

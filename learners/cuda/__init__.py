@@ -9,8 +9,10 @@ double-buffered.
     push                           | transfer | publish
     pull           transfer of newer weights    |
 
-`stage` (kernels.cu) puts the gradients where the slot will have them and converts them. Behind the
-transfer the driver calls ps_land() (native/ps_land.h), which makes the frame visible to the server.
+`stage` (kernels.cu) puts the gradients where the slot will have them and converts them. For
+PyTorch, whose parameters stay where they are, it also copies weights that have been pulled. Behind
+the transfer the driver calls ps_land() (native/ps_land.h), which makes the frame visible to the
+server.
 That needs no thread of Python, and nothing waits for the interpreter's lock.
 
 The host waits in push() only: for the push before, so that it is at most one step ahead of the
