@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +21,7 @@ from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError
 
 FOREVER = "1000000"  # epochs
+STACKS_S = 5.0
 # What a new interpreter would look at; a fork has done so before the test.
 AT_START = ("NUMBA_CACHE_DIR", "PYTHONPATH")
 BEFORE = {name: os.environ.get(name, "") for name in AT_START}
@@ -95,6 +96,20 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
+def _where(process: subprocess.Popen[bytes] | quick.Forked, err: IO[bytes]) -> str:
+    """Return what a command that does not end has printed to `err`, and where its threads are."""
+
+    def printed() -> str:
+        err.seek(0)
+        return err.read().decode()
+
+    if isinstance(process, quick.Forked):
+        process.send_signal(quick.STACKS)
+        with contextlib.suppress(AssertionError):
+            support.eventually(lambda: "most recent call first" in printed(), STACKS_S)
+    return printed()
+
+
 class Cli:
     """Runs gadei-ps in the test's directory.
 
@@ -130,7 +145,11 @@ class Cli:
         if self.interpreters or other:
             return subprocess.Popen(command, **how)
         quick.load_commands()
-        with quick.fork_quickly(fork_server=self.fork_server) if self._servers else nullcontext():
+        with (
+            quick.fork_quickly(fork_server=self.fork_server)
+            if self._servers
+            else contextlib.nullcontext()
+        ):
             return quick.Forked(command, **how)
 
     def __call__(
@@ -153,7 +172,9 @@ class Cli:
             process = self._started(tuple(map(str, arguments)), env, given, out, err)
             try:
                 code = process.wait(patience_s or self.patience_s)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, subprocess.TimeoutExpired):
+                    error.add_note(_where(process, err))
                 process.kill()
                 process.wait()
                 raise

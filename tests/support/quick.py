@@ -62,6 +62,7 @@ COMMANDS = (
     ),
     *("simulate.report", "storage.export"),
 )
+STACKS = signal.SIGUSR1  # a fork then prints where its threads are
 PR_SET_NAME = 15
 STARTING: list[Callable[[str], None]] = []  # called in each fork with its program's name
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
@@ -108,6 +109,9 @@ class Forked:
             if not self.pid:
                 arranged = process_group, how, parent
                 self._run(list(command), env, cwd, streams, pass_fds, arranged)
+            if process_group is not None:  # as Popen, which returns when the child has its group
+                with contextlib.suppress(OSError):
+                    os.setpgid(self.pid, process_group)
 
     def _stream(self, number: int, given: Stream, ours: contextlib.ExitStack) -> int:
         """The descriptor that the child gets as `number`; `ours` closes what only it uses."""
@@ -206,6 +210,7 @@ def _become_plain(process_group: int | None, how: int | None, parent: int) -> No
     gc.freeze()  # no finalizer of the parent's objects may close a descriptor of the child
     atexit._clear()
     faulthandler.disable()
+    faulthandler.register(STACKS, file=2)
     if process_group is not None:
         os.setpgid(0, process_group)
     if how is not None:
