@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import Cli
+from shell import Cli, is_running
 from support import PATIENCE_S, eventually, status
 
 from gadei_ps.commands import history
@@ -163,6 +163,7 @@ def test_lines_that_come_while_the_curves_are_loaded(cli: Cli, job_name: str, pa
 
     page.goto(link)
     page.get_by_role("link", name=job_name).wait_for()
+    eventually(lambda: is_running(job_name))  # the page also shows jobs that are starting
     file = Path(status(job_name)["history"])
     eventually(file.exists)
 
