@@ -141,7 +141,7 @@ def repeated() -> dict[str, Any]:
     return {"table": Rows(named, values), "wide": wide, "s": np.float32(2).reshape(())}
 
 
-@pytest.mark.parametrize("counts", [(1,), (5, 0, 4_099), (3, 15, 1_000_003)])
+@pytest.mark.parametrize("counts", [(1,), (5, 0, 4_099), (3, 15, 20_003)])
 @pytest.mark.parametrize("pushes", [False, True])
 def test_pulled_weights_are_copied_whole(
     to_device: Callable[[np.ndarray], Any], counts: tuple[int, ...], pushes: bool, job_name: str
@@ -268,7 +268,7 @@ def test_more_tensors_than_a_launch_takes(
 ) -> None:
     chance = np.random.default_rng(5)
     kinds = [(3, 5), (1,), (0, 3), (70,), (9, 2), (33, 1), (8_200,)]
-    shapes = {f"t{number}": kinds[number % len(kinds)] for number in range(500)}
+    shapes = {f"t{number}": kinds[number % len(kinds)] for number in range(250)}
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     # With momentum the host also pushes rows of zeros.
     with (
@@ -278,7 +278,7 @@ def test_more_tensors_than_a_launch_takes(
     ):
         link = devices.choose("cuda").link(device)
         # Each of the two staging buffers has rows after whole tensors, and the other way round.
-        for has_rows in (False, True, True, False, True):
+        for has_rows in (False, True, True, False):
             given: dict[str, Any] = {}
             for name, shape in shapes.items():
                 count = int(chance.integers(3)) if has_rows else 0
