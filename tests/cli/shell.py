@@ -21,7 +21,6 @@ from gadei_ps.commands import jobs
 from gadei_ps.errors import GadeiError
 
 FOREVER = "1000000"  # epochs
-STACKS_S = 5.0
 # What a new interpreter would look at; a fork has done so before the test.
 AT_START = ("NUMBA_CACHE_DIR", "PYTHONPATH")
 BEFORE = {name: os.environ.get(name, "") for name in AT_START}
@@ -104,9 +103,7 @@ def _where(process: subprocess.Popen[bytes] | quick.Forked, err: IO[bytes]) -> s
         return err.read().decode()
 
     if isinstance(process, quick.Forked):
-        process.send_signal(quick.STACKS)
-        with contextlib.suppress(AssertionError):
-            support.eventually(lambda: "most recent call first" in printed(), STACKS_S)
+        quick.print_stacks(process.pid, printed)
     return printed()
 
 

@@ -23,7 +23,17 @@ import numpy as np
 import pytest
 import support
 from shell import Cli
-from support import QuickDaemon, config, eventually, live_weights, ring_of, segments, spin, status
+from support import (
+    QuickDaemon,
+    config,
+    eventually,
+    live_weights,
+    quick,
+    ring_of,
+    segments,
+    spin,
+    status,
+)
 
 from gadei_ps import _native
 from gadei_ps.benchmarks.gpu import mps
@@ -37,7 +47,6 @@ EMULATED = ["emulated"] if os.environ.get("GPU_EMULATED") else []
 KINDS = [*EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)]
 VALUES = {"emulated": 100_000, "cuda": 4_000_000}  # 16 MB: a transfer takes some 0.3 ms
 ROUNDS = 3  # of three kills; two more follow
-STACKS_S = 5.0  # until a learner has printed where it is; only tests that have failed wait
 OTHERS_BYTES = 64 << 20  # device memory that other processes may take or free meanwhile
 COMMANDS_S = 90.0  # longest time of a training command
 EXAMPLE = HERE.parents[1] / "examples" / "intents.csv"
@@ -125,9 +134,7 @@ class Fork:
         if self.has_ended():
             return f"{self.pid} has ended with {self.code}: {self.printed}"
         lines = [f"{self.pid} runs:"]
-        os.kill(self.pid, signal.SIGUSR1)  # it prints Python's part
-        with contextlib.suppress(AssertionError):
-            eventually(lambda: "most recent call first" in self.printed, STACKS_S)
+        quick.print_stacks(self.pid, lambda: self.printed)
         for path in sorted(Path(f"/proc/{self.pid}/task").glob("*/*")):
             if path.name in ("comm", "wchan", "syscall"):
                 with contextlib.suppress(OSError):

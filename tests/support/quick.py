@@ -32,7 +32,7 @@ from gadei_ps.machine import process
 from gadei_ps.watchdog import fork_server as fork_server_process
 from gadei_ps.watchdog.restart import Policy
 from gadei_ps.watchdog.server_starter import ServerStarter
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, eventually
 
 # Programs by the names that they are started by, and the modules whose main() they run.
 PROGRAMS = {
@@ -62,7 +62,7 @@ COMMANDS = (
     ),
     *("simulate.report", "storage.export"),
 )
-STACKS = signal.SIGUSR1  # a fork then prints where its threads are
+STACKS, STACKS_S = signal.SIGUSR1, 5.0  # a fork then prints where its threads are, within this time
 PR_SET_NAME = 15
 STARTING: list[Callable[[str], None]] = []  # called in each fork with its program's name
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
@@ -257,6 +257,13 @@ def _main(module: str) -> int:
     except OSError:
         code = 120
     return code
+
+
+def print_stacks(pid: int, printed: Callable[[], str]) -> None:
+    """Have a process that waits for STACKS print where it is, and wait until it has."""
+    os.kill(pid, STACKS)
+    with contextlib.suppress(AssertionError):
+        eventually(lambda: "most recent call first" in printed(), STACKS_S)
 
 
 def programs() -> dict[str, str]:
