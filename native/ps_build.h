@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x37946e204a2b569bull
+#define PS_BUILD 0xc9ebc18d89a7b982ull
 
 #endif

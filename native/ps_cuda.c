@@ -255,7 +255,11 @@ static uint32_t take_copy(const struct ps_cuda *cuda, struct pending *pending, s
     if (!pending->to || pending->range == cuda->range_count)
         return 0;
     pending->range++;
-    *args = (struct copy_args){pending->from + range[0], pending->to + range[0], (range[1] - range[0]) / 16};
+    *args = (struct copy_args){
+        .from = pending->from + range[0],
+        .to = pending->to + range[0],
+        .count = (range[1] - range[0]) / 16,
+    };
     return (uint32_t)((args->count + each - 1) / each);
 }
 
@@ -295,8 +299,9 @@ int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss, uint64_t to
         lay_out_rows(cuda);
     else
         lay_out_dense(cuda);
-    TRY(launch_pending(cuda, (struct pending){.loss = loss, .to = aliased ? 0 : to, .from = from}, stream));
-    if (aliased)
+    const struct pending all = {.loss = loss, .to = aliased ? 0 : to, .from = from};
+    TRY(launch_pending(cuda, all, stream));
+    if (aliased) /* the blocks of a launch are in no order */
         TRY(ps_cuda_copy(cuda, to, from, stream));
     return cuda->of.driver.record(cuda->of.staged, stream);
 }

@@ -84,8 +84,8 @@ int ps_cuda_enter(const struct ps_cuda *cuda, int *pushed);
 void ps_cuda_leave(const struct ps_cuda *cuda, int pushed);
 
 /* Stages what is `given`. loss: address of a float on the device, or 0. to, from: as of ps_cuda_copy, or
- * 0; what is given may lie in `to`. PS_CROWDED: the lists lack room. PS_MIXED: arrays that lie in the staging buffer beside rows. Then
- * nothing is launched. */
+ * 0; what is given may lie in `to`. PS_CROWDED: the lists lack room. PS_MIXED: arrays that lie in the
+ * staging buffer beside rows. Then nothing is launched. */
 int ps_cuda_stage(struct ps_cuda *cuda, void *stream, uint64_t loss, uint64_t to, uint64_t from);
 enum { PS_CROWDED = -12, PS_MIXED = -13 };
 #define PS_NOT_READY 600 /* CUDA_ERROR_NOT_READY, of a query */

@@ -14,8 +14,8 @@ static double sum_of(const uint64_t *words, uint64_t count)
     return sum;
 }
 
-/* The device counts the rows that a mini-batch names while it writes them. Returns 0, or 1 + the number of
- * a tensor of which a row that was named does not exist. */
+/* The device counts the rows that a mini-batch names while it writes them. Returns 0, or 1 + the number
+ * of a tensor of which a row that was named does not exist. */
 static uint64_t complete_blocks(char *payload, uint32_t blocks, const uint64_t *rows)
 {
     for (uint32_t i = 0; i < blocks; i++) {

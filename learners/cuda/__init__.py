@@ -12,8 +12,7 @@ double-buffered.
 `stage` (kernels.cu) puts the gradients where the slot will have them and converts them. For
 PyTorch, whose parameters stay where they are, it also copies weights that have been pulled. Behind
 the transfer the driver calls ps_land() (native/ps_land.h), which makes the frame visible to the
-server.
-That needs no thread of Python, and nothing waits for the interpreter's lock.
+server. That needs no thread of Python, and nothing waits for the interpreter's lock.
 
 The host waits in push() only: for the push before, so that it is at most one step ahead of the
 device, and for a free slot. The compute stream never waits for the host.

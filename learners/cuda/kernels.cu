@@ -177,7 +177,7 @@ __device__ static inline void four(char *to, float4 v, u64 i, u32 wire, seen *se
 }
 
 /* The sum over the block's threads, in a fixed order; infinite if a value was not finite. */
-__device__ static inline double add_up(const seen *seen)
+__device__ static inline void add_up(const seen *seen, double *part)
 {
     __shared__ double sums[THREADS];
     word infinite;
@@ -189,15 +189,8 @@ __device__ static inline double add_up(const seen *seen)
             sums[threadIdx.x] += sums[threadIdx.x + half];
         __syncthreads();
     }
-    return sums[0];
-}
-
-/* The sum of squares that a block has seen. */
-__device__ static inline void write_part(const seen *seen, double *parts, u64 at)
-{
-    double sum = add_up(seen);
     if (!threadIdx.x)
-        parts[at] = sum;
+        *part = sums[0];
 }
 
 __device__ static inline void stage_whole(const whole_args &a, u32 block)
@@ -239,7 +232,7 @@ __device__ static inline void stage_whole(const whole_args &a, u32 block)
         for (u64 i = done + threadIdx.x; i < end; i += THREADS)
             write(to, i, 0, a.wire);
     }
-    write_part(&seen, a.parts, block);
+    add_up(&seen, a.parts + block);
 }
 
 struct rows_args {
@@ -388,7 +381,7 @@ __device__ static inline void add_rows(const rows_args &a, u32 block, u32 blocks
     }
     for (u64 i = blocks + (u64)block * THREADS + threadIdx.x; i < a.part_count; i += (u64)blocks * THREADS)
         a.parts[i] = 0.0;
-    write_part(&seen, a.parts, block);
+    add_up(&seen, a.parts + block);
 }
 
 struct copy_args {

@@ -129,7 +129,7 @@ class GpuBackend(Backend):
             facts["loss"] = loss
         if self._gathered:
             self._find_whole(where)
-        # Parameters of all types change at once, in refresh().
+        # Not over what the script writes; and parameters of several types change in refresh().
         refresh = None if self._is_own or self._casts else (self._back, self._front)
         self._link.push_from(where, version=self.version, kept=kept, refresh=refresh, **facts)
         if self._client.waits_for_others or self._wait:
