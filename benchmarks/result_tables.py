@@ -52,10 +52,7 @@ WHY = {
     ): "pull of 25 MB: 58 µs more; 1 MB: 12 µs; cause not known",
     ("gpu-learners", "torch single"): "step() took the host 0.2 ms more then",
     ("gpu-learners", "torch single sparse"): "step() took the host 0.2 ms more then",
-    (
-        "gpu-learners",
-        "Hogwild",
-    ): "step() took the host 0.2 ms more then; nothing is transferred there",
+    ("gpu-learners", "Hogwild"): "step() took the host 0.2 ms more then; no transfers there",
     ("gpu-learners", "Hogwild sparse"): "as Hogwild, with MPS",
     ("gpu-vision", "torch SGD"): "the server's update of 244 MB by 8 shards",
     ("worker_groups", "one machine"): "eight learners, four servers and Ray share two cores",

@@ -11,7 +11,7 @@ from gadei_ps.classifier import dataset
 def first(target: Target) -> Texts:
     """Return the first data set of the target's sizes that is present, else the example.
 
-    Without a checkout, any data set. Raises UsageError if there is none.
+    Without a checkout, any data set. Raises UsageError if no data set is present.
     """
     directory = nlc_texts.data_directory()
     for name in target.sizes("learners")["texts"] if EXAMPLE.exists() else FILES:
