@@ -129,6 +129,10 @@ class JobDiffers(JobInUse):
     exit_code = 2
 
 
+class NameTaken(JobInUse):
+    """What is not ours has the name of a segment of the job; it does not go away by itself."""
+
+
 class NoSharedMemory(GadeiError):
     """/dev/shm is missing, full, or too small for what is asked."""
 

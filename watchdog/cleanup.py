@@ -7,7 +7,7 @@ import os
 import signal
 
 from gadei_ps import _native
-from gadei_ps.errors import JobDiffers, JobInUse, SegmentError
+from gadei_ps.errors import JobDiffers, JobInUse, NameTaken, SegmentError
 from gadei_ps.job import service
 from gadei_ps.machine import ownership, process
 from gadei_ps.memory import holds, layout, presence, segment, shm
@@ -122,8 +122,8 @@ def differs(job: str, how: str, remedy: str) -> JobDiffers:
     return JobDiffers(f"job {job!r} {how}: {remedy}")
 
 
-def name_taken(why: str) -> JobInUse:
-    return JobInUse(
+def name_taken(why: str) -> NameTaken:
+    return NameTaken(
         f"{why}; it is left alone: choose another name for the job, or have it removed by its "
         "owner or root"
     )

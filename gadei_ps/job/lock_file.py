@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self, TypeVar
 
-from gadei_ps.errors import ControlError, JobDiffers, JobInUse, JobNotFound
+from gadei_ps.errors import ControlError, JobDiffers, JobInUse, JobNotFound, NameTaken
 from gadei_ps.job import paths, service
 from gadei_ps.job.control import Status, ask
 
@@ -113,8 +113,8 @@ def awaited(job: str, take: Callable[[], Taken], waits: Callable[[], bool] = lam
         try:
             return take()
         except (BlockingIOError, JobInUse) as error:
-            is_over = isinstance(error, JobDiffers) or not waits() or time.monotonic() >= until
-            if is_over or _answers(job):
+            is_final = isinstance(error, JobDiffers | NameTaken)
+            if is_final or not waits() or time.monotonic() >= until or _answers(job):
                 raise
         time.sleep(RETRY_S)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from gadei_ps.errors import (
     NotOurs,
     SegmentError,
 )
-from gadei_ps.job import paths
+from gadei_ps.job import lock_file, paths
 from gadei_ps.job.control import Connection
 from gadei_ps.job.diagnosis import diagnose
 from gadei_ps.job.faults import Processes
@@ -63,6 +64,12 @@ def _remove(path: Path) -> None:
             path.rmdir()
         else:
             path.unlink()
+
+
+@pytest.fixture(autouse=True)
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a command that waits until what is not ours goes away, as a killed watchdog does, hang."""
+    monkeypatch.setattr(lock_file, "DYING_S", math.inf)
 
 
 @pytest.fixture
