@@ -130,7 +130,7 @@ class JobDiffers(JobInUse):
 
 
 class NameTaken(JobInUse):
-    """What is not ours has the name of a segment of the job; it does not go away by itself."""
+    """Something that is not of this project has the name of a segment; waiting does not help."""
 
 
 class NoSharedMemory(GadeiError):

@@ -114,15 +114,13 @@ class Freeze:
     def __init__(self) -> None:
         self._grants: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def last(self, row: int, generation: int, granted: int, most: int) -> int:
+    def last(self, row: int, generation: int, granted: int, head: int) -> int:
         """Return the last grant of a learner, in its own clock; the same in each call.
 
-        granted: so far. most: what it may be at most.
+        granted: so far. head: of its ring.
         """
-        key = row, generation
-        if key not in self._grants:
-            self._grants[key] = granted, min(granted, most)
-        return self._grants[key][1]
+        first = self._grants.setdefault((row, generation), (granted, min(granted, head + 1)))
+        return first[1]
 
     def before(self, row: int, generation: int) -> int | None:
         """Return the learner's earlier grant; None if it was not frozen."""
@@ -548,11 +546,15 @@ class Driver:
                 continue
             head = member.mapped.head
             works = self._has_work(member)
-            if asks is not None and self.sync.uses_pushes:
-                works = works and member.joined  # joining learners are not in the model yet
             granted = int(self._roster[member.row]["grant"])
-            most = head + 1 if works or asks is None else head
-            last = freeze.last(member.row, member.generation, granted, most)
+            last = freeze.last(member.row, member.generation, granted, head)
+            if asks is not None:
+                if works and self.sync.uses_pushes and not member.joined:
+                    works = last > head  # else it waits for its first grant
+                    if works:
+                        self._join(member, time.monotonic())
+                # If it asks after that, it may have begun: it gets the iteration back.
+                last = last if works else min(last, head)
             if last != granted:
                 self.publish_grant(member.row, last)
                 if asks is not None:  # it may be publishing: look again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import Rig, eventually
-from support.stepped import Stepped, begin, make_leases
+from support.stepped import Stepped, attach, begin, make_leases
 
 from gadei_ps import _native, sync
 from gadei_ps.job import hyperparameters, sync_change
@@ -115,6 +115,61 @@ def test_a_pause_leaves_nothing_where_nobody_waits(job_name: str) -> None:
             rig.ring(0)["exclusive"] = number << 32  # it does not wait any longer
             one.turns()
             assert (rig.control["report"], rig.roster["member"][:2].tolist()) == (0, [0, 0])
+
+
+@pytest.mark.parametrize("model", ["asp", "ssp:s=5"])
+def test_an_iteration_that_just_began_is_awaited(model: str, job_name: str) -> None:
+    """A learner may have read its grant before it was revoked, and asked for its turn after that.
+
+    It may also wait, so it is granted one iteration; and no other one after that.
+    """
+    with Rig(job_name, W, learners=2, shards=2) as rig:
+        begin(rig, sync.parse(model))
+        make_leases(rig)
+        with Stepped(rig) as one:
+            one.lead()
+            one.turns()
+            rig.ring(1)["wants"] = 0  # it leaves the model, and keeps its grant
+            one.turns()
+            granted = int(rig.roster["grant"][1])
+            for _ in range(2):
+                rig.publish(0, rig.ones())
+            one.consume(0, 2)
+            one.turns()
+            asked = _ask(rig, 0, 1, one)
+            one.turn()
+            assert rig.roster["grant"][1] == 0 < granted
+            rig.ring(1)["wants"] = layout.WANTS_TURN
+            one.turns()
+            assert (rig.roster["grant"][1], rig.roster["member"][1]) == (1, 1)
+            assert rig.roster["base"][1] == (0 if model == "asp" else 2)  # the others' clock
+            assert rig.control["mode"] & 3 == Mode.ON_ARRIVAL
+            rig.publish(1, rig.ones())
+            one.consume(1, 1)
+            for _ in range(3):
+                one.turns()
+                one.obey()
+            assert rig.roster["exclusive"][:2].tolist() == [asked, 0]
+            assert rig.roster["grant"][1] == 1
+            rig.ring(0)["exclusive"] = 1 << 32
+            one.turns()
+            assert rig.roster["grant"][1] > 1
+
+
+def test_a_learner_that_waits_for_its_first_turn_is_not_awaited(job_name: str) -> None:
+    with Rig(job_name, W, learners=1, shards=2) as rig:
+        begin(rig, sync.parse("ssp:s=5"))
+        make_leases(rig)
+        attach(rig, 1, 2)
+        rig.ring(1)["wants"] = 0
+        with Stepped(rig) as one:
+            one.lead()
+            one.turns()
+            _ask(rig, 0, 1, one)
+            rig.ring(1)["wants"] = layout.WANTS_TURN
+            one.turns()
+            assert (rig.roster["grant"][1], rig.roster["member"][1]) == (0, 0)
+            assert rig.control["mode"] & 3 == Mode.HOLD
 
 
 @pytest.mark.parametrize("model", ["asp", "ssp:s=5", "bsp"])

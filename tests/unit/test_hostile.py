@@ -68,7 +68,7 @@ def _remove(path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a command that waits until what is not ours goes away, as a killed watchdog does, hang."""
+    """Let a command hang that waits for the end of what is not ours, as of a killed watchdog."""
     monkeypatch.setattr(lock_file, "DYING_S", math.inf)
 
 
