@@ -37,6 +37,7 @@ from support import (
 
 from gadei_ps import _native
 from gadei_ps.benchmarks.gpu import mps
+from gadei_ps.errors import GadeiError
 from gadei_ps.job import faults
 from gadei_ps.job.faults import Processes
 from gadei_ps.machine.cuda import missing as cuda_missing
@@ -218,6 +219,8 @@ class Job:
         try:
             if exc[0] is not None:
                 print(*(one.where() for one in self._forked), sep="\n")
+                with contextlib.suppress(GadeiError):  # whether the server or a learner waits
+                    print(json.dumps(status(self.name), indent=1))
         finally:
             for one in self._forked:
                 one.kill()
