@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0xc9ebc18d89a7b982ull
+#define PS_BUILD 0x8964f82bbcfe3750ull
 
 #endif

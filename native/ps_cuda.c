@@ -320,6 +320,7 @@ static int transfer(const struct ps_cuda *cuda, struct ps_learner *learner, cons
     if (landed.bytes > cuda->begin)
         TRY(driver->to_host((uint64_t)payload + cuda->begin, out->buffer + cuda->begin,
                             landed.bytes - cuda->begin, push));
+    out->landed[PS_SUMS_BAD] = PS_NOT_LANDED;
     TRY(driver->to_host((uint64_t)out->landed, out->sums, 8 * sums, push));
     landed.sums = out->landed;
     landed.parts = chunks;

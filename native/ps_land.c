@@ -36,6 +36,8 @@ static void land(const struct ps_landing *landing)
     uint64_t *sums = landing->sums, *rows = sums + PS_SUMS_ROWS;
     struct ps_ring *ring = landing->ring;
     struct ps_frame frame = landing->frame;
+    if (sums[PS_SUMS_BAD] == PS_NOT_LANDED)
+        return;
     frame.squares = sum_of(rows + landing->tensors, landing->parts);
     frame.finished = ps_clock();
     if (landing->loss_there) {

@@ -157,7 +157,12 @@ class Libcuda:
         size = getattr(library, f"size_{name}")()
         argument = ctypes.create_string_buffer(ctypes.string_at(at, size), size)
         launch = getattr(library, f"launch_{name}")
-        self._device.stream(handle).add(lambda: launch(blocks, threads, argument))
+        self._add_work(handle, lambda: launch(blocks, threads, argument))
+
+    def _add_work(self, handle: int, work: Callable[[], None]) -> None:
+        """Add what a device that has failed does no more. It calls functions of the host even so:
+        CUDA's documentation denies that, but others have seen it."""
+        self._device.stream(handle).add(lambda: None if self._device.failure else work())
 
     def _copy(self, kind: int, to: int, source: int, size: int, handle: int) -> None:
         device = self._device
@@ -170,14 +175,14 @@ class Libcuda:
             assert here if kind == HOST_TO_DEVICE else ours(source, size), "transfer from where"
             ctypes.memmove(to, source, size)
 
-        self._device.stream(handle).add(copy)
+        self._add_work(handle, copy)
 
     def _set(self, to: int, value: int, size: int, handle: int) -> None:
         def clear() -> None:
             assert self._device.on_device(to, size)
             ctypes.memset(to, value, size)
 
-        self._device.stream(handle).add(clear)
+        self._add_work(handle, clear)
 
     def _record(self, event: int, handle: int) -> None:
         reached = self._device.event(event).reached = threading.Event()

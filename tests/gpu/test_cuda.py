@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from support import daemon, eventually, spin, status
 
+from gadei_ps import _native
 from gadei_ps.errors import DeviceError, JobStopped, ModelMismatch, UsageError
 from gadei_ps.job.control import StopJob
 from gadei_ps.learners import devices
@@ -384,6 +385,31 @@ def test_a_gpu_that_fails_ends_waits(device: emulator.Device, job_name: str) -> 
         link.abandon()
         device.failure = None
         device.registered.clear()  # a context that has failed takes them with it
+
+
+def test_a_gpu_that_fails_while_a_push_is_queued(device: emulator.Device, job_name: str) -> None:
+    """Nothing is published of a gradient that has not arrived, even if the driver calls ps_land."""
+    failed = threading.Event()
+    with daemon(job_name), Client(job_name, tensors=tensors()) as client:
+        link = devices.choose("cuda").link(client)
+        link.push(ones(), 0)
+        link.flush()
+        client.wait_applied()
+        before = client.weights["w"].copy()
+        device.compute.add(failed.wait)
+        link.push(ones(), 0)
+        device.failure = RuntimeError("an illegal address")
+        failed.set()
+        with pytest.raises(emulator.CudaError):
+            device.stream(link.streams[0]).synchronize()
+        head = _native.load(client.place.ring.word(layout.RING, "head"))
+        assert head == 1
+        np.testing.assert_array_equal(client.weights["w"], before)
+        for failure in (device.failure, None):
+            device.failure = failure
+            with pytest.raises(DeviceError, match="719" if failure is None else "999"):
+                link.flush()
+        link.abandon()
 
 
 def fail(device: emulator.Device, function: str = "", status: int = emulator.UNKNOWN) -> None:
