@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from gadei_ps.learners import devices
 from gadei_ps.learners.client import Client
 from gadei_ps.learners.pipeline import Pipeline
 from gadei_ps.learners.torch import Optimizer, casts, gpu_backend
+from gadei_ps.memory import layout
 
 KIND = sys.argv[1]
 IS_EMULATED = KIND == "emulated"
@@ -43,6 +45,8 @@ PAUSE_S = 0.001  # between the gradients of a learner on the host
 CHUNKS = [1 << 30, 1 << 26, 1 << 21]  # of memory that is taken (bytes)
 LEAST_FREE = 32 << 20  # a learner needs twice as much
 POLL_S = 0.01
+QUEUED_S = 0.2  # of a kernel before one that fails, while a push is queued behind it
+STILL_S = 8.0  # after which a learner that publishes nothing prints what it waits for
 SPIN = """
 extern "C" __global__ void spin(long long cycles)
 {
@@ -166,7 +170,15 @@ class Faults:
         self._kernels.get_function(name)((1,), (1,), (np.int64(argument),))
 
     def fail(self) -> None:
-        """Let the device fail, and wait until it has."""
+        """Let the device fail, and wait until it has, unless a push is to be queued before."""
+        if self._options.how == "queued":
+            self.spin(QUEUED_S)
+            if self._emulated is not None:
+                failure = RuntimeError("an illegal address")
+                self._emulated.compute.add(lambda: setattr(self._emulated, "failure", failure))
+            else:
+                self._launch("bad", 16)
+            return
         if self._emulated is not None:
             self._emulated.failure = RuntimeError("an illegal address")
             casts.copy = _copy_from_failed  # PyTorch's memory is on the device as well
@@ -211,6 +223,30 @@ class Model(torch.nn.Module):
         return self.w.sum()
 
 
+def watch(client: Client, link: Any) -> None:
+    """Have a thread print, while the learner publishes nothing, how far CUDA is.
+
+    0 is done, 600 is not; else it is CUDA's error.
+    """
+
+    def look() -> None:
+        from cupy.cuda import runtime
+
+        before = -1
+        while not client.left:
+            head = _native.load(client.place.ring.word(layout.RING, "head"))
+            if head == before:
+                events = f"published {link._cuda.published()}, arrived {link._cuda.arrived()}"
+                streams = [runtime.streamQuery(one) for one in (0, *link.streams)]
+                line = f"head {head} of {client.published}, events: {events}"
+                print(f"still: {line}, compute, push, pull: {streams}", flush=True)
+            before = head
+            time.sleep(STILL_S)
+
+    if not IS_EMULATED:
+        threading.Thread(target=look, daemon=True).start()
+
+
 def learn_by_torch(options: Options) -> None:
     with device(inline=True) as emulated:
         model = Model(options.values, has_buffer=options.has_buffer)
@@ -221,6 +257,7 @@ def learn_by_torch(options: Options) -> None:
         if options.full and emulated is not None:
             emulated.has_context, emulated.total = True, 1 << 17
         optimizer = Optimizer(model, options.job)
+        watch(optimizer.client, optimizer.backend._link)  # type: ignore[attr-defined]
         faults = Faults(options, emulated)
         for step in steps(options):
             optimizer.zero_grad()
@@ -241,6 +278,7 @@ def learn_by_pipeline(options: Options) -> None:
         client = Client(options.job)
         faults = Faults(options, emulated)
         with client, Pipeline(client, devices.choose("cuda")) as pipeline:
+            watch(client, pipeline._link)
             for step in steps(options):
                 pipeline.weights()
                 gradients = pipeline.gradients()
@@ -252,6 +290,7 @@ def learn_by_pipeline(options: Options) -> None:
                     client.wait_applied()
                     faults.fail()
                     pipeline.push(gradients)
+                    pipeline.flush()
 
 
 def learn_on_the_host(options: Options) -> None:

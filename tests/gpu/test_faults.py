@@ -49,6 +49,7 @@ KINDS = [*EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)]
 VALUES = {"emulated": 100_000, "cuda": 4_000_000}  # 16 MB: a transfer takes some 0.3 ms
 ROUNDS = 3  # of three kills; two more follow
 OTHERS_BYTES = 64 << 20  # device memory that other processes may take or free meanwhile
+SLOW_S = 5.0  # after which a process that should end prints where it is
 COMMANDS_S = 90.0  # longest time of a training command
 EXAMPLE = HERE.parents[1] / "examples" / "intents.csv"
 PASSED = re.compile("GADEI|CUDA_MPS")  # variables of the environment
@@ -62,6 +63,22 @@ OPTIONS = {  # of a learner
     "go": "",  # file that it waits for before it joins the job
     "full": False,  # whether the emulated device is
 }
+
+
+def driver_log() -> str:
+    """Return what NVIDIA's driver has logged last, if it can be read, and what uses the GPU."""
+    commands = {
+        "dmesg": "NVRM|Xid",
+        "nvidia-smi --query-gpu=utilization.gpu,pstate --format=csv": "",
+        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv": "",
+    }
+    found = []
+    for command, wanted in commands.items():
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=10)
+            lines = (done.stdout + done.stderr).splitlines()
+            found += [command, *[line for line in lines if re.search(wanted, line)][-20:]]
+    return "\n".join(found)
 
 
 class Forks:
@@ -135,11 +152,12 @@ class Fork:
         if self.has_ended():
             return f"{self.pid} has ended with {self.code}: {self.printed}"
         lines = [f"{self.pid} runs:"]
-        quick.print_stacks(self.pid, lambda: self.printed)
+        # Before the signal, which may wake a thread.
         for path in sorted(Path(f"/proc/{self.pid}/task").glob("*/*")):
-            if path.name in ("comm", "wchan", "syscall"):
+            if path.name in ("comm", "stat", "wchan", "syscall", "stack"):
                 with contextlib.suppress(OSError):
                     lines.append(f"  thread {path.parent.name}, {path.name}: {path.read_text()}")
+        quick.print_stacks(self.pid, lambda: self.printed)
         return "\n".join([*lines, self.printed])
 
     def has_printed(self, word: str) -> bool:
@@ -153,6 +171,10 @@ class Fork:
 
     def end(self) -> int:
         """Wait for its end; return its exit code, negative for a signal."""
+        with contextlib.suppress(AssertionError):
+            eventually(self.has_ended, SLOW_S)
+        if not self.has_ended():
+            print("ends slowly:", self.where(), driver_log(), sep="\n")
         eventually(self.has_ended, what=lambda: f"{self.pid} does not end: {self.printed}")
         assert self.code is not None
         return self.code
@@ -218,7 +240,7 @@ class Job:
     def __exit__(self, *exc: object) -> None:
         try:
             if exc[0] is not None:
-                print(*(one.where() for one in self._forked), sep="\n")
+                print(*(one.where() for one in self._forked), driver_log(), sep="\n")
                 with contextlib.suppress(GadeiError):  # whether the server or a learner waits
                     print(json.dumps(status(self.name), indent=1))
         finally:
@@ -314,6 +336,7 @@ def test_a_gpu_that_another_process_has_filled(forks: Forks, job_name: str, tmp_
 FAILING = {
     "assert": ("torch", r"DeviceError: GPU 0 has failed \(.*"),
     "address": ("pipeline", r"DeviceError: GPU 0 has failed \(.*"),
+    "queued": ("pipeline", r"DeviceError: GPU 0 has failed \(.*"),
     "script": ("torch", r"(Runtime|Accelerator|Cuda)Error: "),
 }
 
