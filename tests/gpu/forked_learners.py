@@ -39,7 +39,6 @@ from gadei_ps.memory import layout
 KIND = sys.argv[1]
 IS_EMULATED = KIND == "emulated"
 NODE = "/dev/nvidia0"
-CYCLES_PER_S = 1.8e9  # about; of an H100
 BUSY_S = 0.005  # longest kernel of a usual step
 PAUSE_S = 0.001  # between the gradients of a learner on the host
 CHUNKS = [1 << 30, 1 << 26, 1 << 21]  # of memory that is taken (bytes)
@@ -47,12 +46,16 @@ LEAST_FREE = 32 << 20  # a learner needs twice as much
 POLL_S = 0.01
 QUEUED_S = 0.2  # of a kernel before one that fails, while a push is queued behind it
 STILL_S = 8.0  # after which a learner that publishes nothing prints what it waits for
+# Not by clock64(), a counter of each multiprocessor: a kernel that was interrupted, as by a fault of
+# another process, may continue where it is lower, and would spin until it has caught up.
 SPIN = """
-extern "C" __global__ void spin(long long cycles)
+extern "C" __global__ void spin(long long nanoseconds)
 {
-    long long begin = clock64();
-    while (clock64() - begin < cycles)
-        ;
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    while (now - begin < (unsigned long long)nanoseconds);
 }
 extern "C" __global__ void bad(long long address) { *(volatile int *)address = 1; }
 """
@@ -159,7 +162,7 @@ class Faults:
         if self._emulated is not None:
             self._emulated.compute.add(lambda: time.sleep(seconds))
         else:
-            self._launch("spin", int(seconds * CYCLES_PER_S))
+            self._launch("spin", int(seconds * 1e9))
 
     def _launch(self, name: str, argument: int) -> None:
         import cupy
