@@ -46,8 +46,8 @@ LEAST_FREE = 32 << 20  # a learner needs twice as much
 POLL_S = 0.01
 QUEUED_S = 0.2  # of a kernel before one that fails, while a push is queued behind it
 STILL_S = 8.0  # after which a learner that publishes nothing prints what it waits for
-# Not by clock64(), a counter of each multiprocessor: a kernel that was interrupted, as by a fault of
-# another process, may continue where it is lower, and would spin until it has caught up.
+# Not by clock64(), a counter of each multiprocessor: a kernel that was interrupted, as by a fault
+# of another process, may continue where it is lower, and would spin until it has caught up.
 SPIN = """
 extern "C" __global__ void spin(long long nanoseconds)
 {
