@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gadei_ps import _native
-from gadei_ps.errors import DeviceError
+from gadei_ps.errors import DeviceError, UsageError
 from gadei_ps.learners.client import Client, Where
 from gadei_ps.learners.torch import casts, lookup
 from gadei_ps.learners.torch.backend import (
@@ -38,6 +38,11 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 def current_stream(index: int) -> int:
     """Return CUDA's handle of the stream on which torch computes. index: of the device."""
     return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured on torch's current stream."""
+    return torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()
 
 
 class GpuBackend(Backend):
@@ -117,6 +122,8 @@ class GpuBackend(Backend):
         return float(loss.detach())
 
     def push(self, loss: float | torch.Tensor, *, samples: int, rate_scale: _native.Scales) -> None:
+        if is_capturing():
+            raise UsageError("a CUDA graph cannot contain step(): capture forward and backward")
         kept: list[Any] = []
         where = self._addresses(kept)
         facts: dict[str, Any] = {"samples": samples, "rate_scale": rate_scale}

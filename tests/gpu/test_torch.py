@@ -22,7 +22,7 @@ from torch_devices import gpu as gpu
 
 from gadei_ps.errors import UsageError
 from gadei_ps.learners.client import Client
-from gadei_ps.learners.torch import Optimizer, embedding, linear
+from gadei_ps.learners.torch import Optimizer, embedding, gpu_backend, linear
 
 STEPS = 30
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -332,8 +332,28 @@ def test_cuda_graph(job_name: str) -> None:
             expected.backward()
             local.step()
             torch.testing.assert_close(loss.cpu(), expected, rtol=1e-3, atol=1e-4)
+        with pytest.raises(UsageError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            inputs.zero_()  # torch warns of an empty graph
+            optimizer.step()
         optimizer.close()
         same_state(model, twin)
+
+
+def test_a_cuda_graph_of_a_step(monkeypatch: pytest.MonkeyPatch, job_name: str) -> None:
+    """It is refused before any of it is captured; the next step goes on."""
+    with installed(monkeypatch) as device, daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
+        model = plain_model()
+        optimizer = Optimizer(model, job_name)
+        train(model, optimizer, "cpu")
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_backend, "is_capturing", lambda: True)
+            device.fails = lambda name: 900 if name == "cuEventQuery" else 0
+            with pytest.raises(UsageError, match=r"a CUDA graph cannot contain step\(\)"):
+                optimizer.step()
+        device.fails = lambda name: 0
+        assert optimizer.client.published == STEPS
+        train(model, optimizer, "cpu")
+        optimizer.close()
 
 
 @pytest.mark.gpu
