@@ -340,7 +340,7 @@ def test_cuda_graph(job_name: str) -> None:
 
 
 def test_a_cuda_graph_of_a_step(monkeypatch: pytest.MonkeyPatch, job_name: str) -> None:
-    """It is refused before any of it is captured; the next step goes on."""
+    """It is refused before any of it is captured, and the next step works."""
     with installed(monkeypatch) as device, daemon(job_name, optimizer={"kind": "sgd", "lr": 0.1}):
         model = plain_model()
         optimizer = Optimizer(model, job_name)
