@@ -130,8 +130,8 @@ tests() {
         --ignore tests/gpu/test_faults.py tests/gpu tests/conformance tests/cli/test_gpus.py
 }
 
-faults() {
-    PATIENCE_S=30 step faults 150 "$python" -m pytest -m gpu -rs -n 3 -p no:cacheprovider -p no:benchmark \
+faults() {  # -rP: also of tests that pass, which processes ended slowly, and where they were
+    PATIENCE_S=30 step faults 150 "$python" -m pytest -m gpu -rsP -n 3 -p no:cacheprovider -p no:benchmark \
         --timeout 60 -k "not mps" tests/gpu/test_faults.py
 }
 
