@@ -25,27 +25,27 @@ SIZES = {"bytes": 1e6}  # shown in MB
 WHERE = ("set", "optimizer", "wire", "members", "learners", "mini_batch", "bytes")
 """The parameters of a row that identify its case."""
 WHY = {
-    ("latency", "asleep"): "two wake-ups of this virtual machine take 22 to 40 µs",
+    ("latency", "Pipe"): "asleep, p50: both wait for two wake-ups, which take 22 to 40 µs here",
     ("apply", "float32"): "26 bytes instead of 28 are 1.08 times fewer",
     ("apply", "C"): "memory; rounds spread by 3 to 12%",
     ("apply", "torch"): "memory; rounds spread by 3 to 12%",
     ("nlc", "torch single"): "torch computes with both cores, and so does the server",
     ("nlc", "torch single sparse"): "torch computes with both cores, and so does the server",
-    ("nlc", "Hogwild"): "half of a step is torch's own",
-    ("nlc", "Hogwild sparse"): "half of a step is torch's own; the rounds spread more than 0.06",
     ("ingest", "limit"): "in the caches, lines that another core has written",
     ("ingest", "MPI one-sided"): "both move seven times the gradient's bytes; memory is the limit",
     ("ingest", "MPI two-sided"): "memory is the limit",
     ("ingest", "Ray actor"): "memory is the limit",
+    ("ingest", "gloo"): "memory is the limit",
     ("aggregate", "gloo all-reduce"): "gloo adds in place, without weights",
     (
         "failover",
         "next gradient",
     ): "the gradient in flight; learners and the dead server take cores",
     ("failover", "standby"): "the dead server's memory is unmapped first",
-    ("learners", "64"): "learners and server share two cores",
     ("learners", "200"): "learners and server share two cores",
+    ("memory", "dense pushes"): "1.5 MB of the server's first second; then 1%",
     ("start", "gadei-ps run, empty cache"): "compiling the kernels",
+    ("virtual", "the planner's prediction"): "optimizer and server share the stages' two cores",
     (
         "gpu-bandwidth",
         "cudaMemcpyAsync",
