@@ -371,7 +371,7 @@ class Client:
         being applied it may count twice.
         """
         if not self._assigning:  # this is on the way of every gradient
-            return self.current_version
+            return _native.load(self._version_at)
         # Before the version is read: what is applied meanwhile counts twice, which does no harm.
         return len(self._unapplied_writes()) + self.current_version
 
@@ -610,7 +610,7 @@ class Client:
         answers = self._unanswered.begin(batch)
         seen = self._seen(learner.version if version is None else version)
         facts = seen, answers, samples, rate_scale, loss
-        before = self.published
+        before = learner.published
         try:
             sequence = learner.push(facts, where)
             if sequence < 0:
@@ -655,10 +655,11 @@ class Client:
         The next gradient then counts as computed from the weights of now.
         """
         self.check_process()
-        wanted = self.published - 1 if sequence is None else sequence
-        if wanted >= self.published:
+        published = self._learner.published
+        wanted = published - 1 if sequence is None else sequence
+        if wanted >= published:
             raise UsageError(
-                f"sequence={sequence}: this learner has published {self.published} gradients, "
+                f"sequence={sequence}: this learner has published {published} gradients, "
                 "which are numbered from 0"
             )
         if wanted >= 0:
@@ -903,7 +904,7 @@ class Client:
 
         timeout_s: as the caller gave it. until: its deadline; by default counted from now.
         """
-        if until is None:
+        if until is None and timeout_s is not None:
             until = deadline(timeout_s)
         while True:
             rest = WAIT_SLICE_NS

@@ -2,6 +2,6 @@
 #ifndef PS_BUILD_H
 #define PS_BUILD_H
 
-#define PS_BUILD 0x8964f82bbcfe3750ull
+#define PS_BUILD 0x5188973894962e55ull
 
 #endif
