@@ -25,7 +25,6 @@ SIZES = {"bytes": 1e6}  # shown in MB
 WHERE = ("set", "optimizer", "wire", "members", "learners", "mini_batch", "bytes")
 """The parameters of a row that identify its case."""
 WHY = {
-    ("latency", "Pipe"): "asleep, p50: both wait for two wake-ups, which take 22 to 40 µs here",
     ("apply", "float32"): "26 bytes instead of 28 are 1.08 times fewer",
     ("apply", "C"): "memory; rounds spread by 3 to 12%",
     ("apply", "torch"): "memory; rounds spread by 3 to 12%",
