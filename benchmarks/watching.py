@@ -50,7 +50,7 @@ def _start(stack: ExitStack, said: Path, *words: str) -> subprocess.Popen[bytes]
 
     def end() -> None:
         child.send_signal(signal.SIGCONT)
-        child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGTERM)
         try:
             child.wait(END_S)
         except subprocess.TimeoutExpired:
