@@ -451,6 +451,7 @@ def lease(*words: str | Path, python: str | Path) -> tuple[int, str, str]:
         ["bash", LEASE, *words],
         capture_output=True,
         text=True,
+        errors="replace",  # it lists what is left on the machine, other tests' files included
         env=os.environ | {"PYTHON": str(python)},
         timeout=PATIENCE_S,
         check=False,
