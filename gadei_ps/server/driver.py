@@ -119,8 +119,8 @@ class Freeze:
 
         granted: so far. head: of its ring.
         """
-        first = self._grants.setdefault((row, generation), (granted, min(granted, head + 1)))
-        return first[1]
+        first = granted, min(granted, head + 1)
+        return self._grants.setdefault((row, generation), first)[1]
 
     def before(self, row: int, generation: int) -> int | None:
         """Return the learner's earlier grant; None if it was not frozen."""
